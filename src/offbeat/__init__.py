@@ -1,0 +1,60 @@
+"""Train one PyTorch model on many workers that communicate seldom."""
+
+from offbeat import methods as _methods
+from offbeat.comm import Communicator, Metered, Pending, Solo
+from offbeat.cost import Report, Totals
+from offbeat.distributed import Torch
+from offbeat.errors import CheckpointMismatch, Deadlock, Disagreement, OffbeatError, PeerLost
+from offbeat.exchange import Exchange
+from offbeat.expression import method
+from offbeat.methods import *  # noqa: F403 - the named methods, listed in methods.__all__
+from offbeat.part import Part
+from offbeat.peers import Peers, Subgroups, World
+from offbeat.reduce import Mean, Reducer
+from offbeat.schedule import QSR, Clock, Every, Never, Schedule, Then
+from offbeat.simulate import Network, Virtual, simulate
+from offbeat.sync import Synchronizer
+from offbeat.tensors import Packed, grads, params
+from offbeat.update import Correct, Replace, Update
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "QSR",
+    "CheckpointMismatch",
+    "Clock",
+    "Communicator",
+    "Correct",
+    "Deadlock",
+    "Disagreement",
+    "Every",
+    "Exchange",
+    "Mean",
+    "Metered",
+    "Network",
+    "Never",
+    "OffbeatError",
+    "Packed",
+    "Part",
+    "PeerLost",
+    "Peers",
+    "Pending",
+    "Reducer",
+    "Replace",
+    "Report",
+    "Schedule",
+    "Solo",
+    "Subgroups",
+    "Synchronizer",
+    "Then",
+    "Torch",
+    "Totals",
+    "Update",
+    "Virtual",
+    "World",
+    "grads",
+    "method",
+    "params",
+    "simulate",
+]
+__all__ += _methods.__all__

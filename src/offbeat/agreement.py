@@ -1,0 +1,102 @@
+"""Do all workers do the same? One sentence on every rank if not, naming the one that differs."""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from offbeat.comm import Communicator
+from offbeat.errors import Disagreement
+from offbeat.schedule import Clock
+from offbeat.tensors import local, named
+
+_KINDS = ("a round", "averaged()", "finish()")
+ROUND, AVERAGED, FINISH = range(3)
+
+
+def header(kind: int, part: int, clock: Clock) -> list[int]:
+    """What a rank is about to do, in a few whole numbers."""
+    (lr,) = struct.unpack("<q", struct.pack("<d", clock.lr))
+    return [kind, part, clock.round, clock.step, lr]
+
+
+def compare_headers(headers: Sequence[Sequence[int]]) -> None:
+    """Raise if the ranks are not all at the same point."""
+    first = headers[0]
+    for rank, other in enumerate(headers):
+        if other != first:
+            field = next(i for i in range(len(first)) if other[i] != first[i])
+            raise Disagreement(
+                _SENTENCES[field].format(rank=rank, **_words(first, ""), **_words(other, "o_"))
+            )
+
+
+_SENTENCES = (
+    "Workers disagree: rank 0 is in {kind} at step {step}, rank {rank} in {o_kind} at step {o_step}. "
+    "Have all workers the same number of batches?",
+    "Workers disagree: rank 0 is at exchange {part} of the method, rank {rank} at {o_part}.",
+    "Workers disagree: rank 0 is at round {round} (step {step}), rank {rank} at round {o_round} "
+    "(step {o_step}).",
+    "Workers disagree at round {round}: rank 0 is at step {step}, rank {rank} at step {o_step}. "
+    "Does every worker use the same schedule?",
+    "Workers disagree at round {round}, step {step}: rank 0 has learning rate {lr:g}, rank {rank} {o_lr:g}. "
+    "Step the learning-rate scheduler alike everywhere.",
+)
+
+
+def _words(header: Sequence[int], prefix: str) -> dict[str, object]:
+    kind, part, round, step, lr = header[:5]
+    (rate,) = struct.unpack("<d", struct.pack("<q", lr))
+    values = {"kind": _KINDS[kind], "part": part, "round": round, "step": step, "lr": rate}
+    return {prefix + name: value for name, value in values.items()}
+
+
+def describe(call: str, model: nn.Module) -> list[str]:
+    """The method and every tensor of the model, one line each; frozen ones with a checksum."""
+    lines = [f"the method {call}"]
+    for name, p in named(model.named_parameters()).items():
+        frozen = "" if p.requires_grad else f", frozen with checksum {_checksum(p)}"
+        lines.append(f"parameter {name} {list(p.shape)} {str(p.dtype).removeprefix('torch.')}{frozen}")
+    for name, b in named(model.named_buffers()).items():
+        lines.append(f"buffer {name} {list(b.shape)} {str(b.dtype).removeprefix('torch.')}")
+    return lines
+
+
+def _checksum(tensor: torch.Tensor) -> int:
+    """The sum of the bits read as whole numbers: exact, so the same in whatever order it is taken."""
+    whole = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[local(tensor).element_size()]
+    return int(local(tensor).contiguous().view(whole).sum(dtype=torch.int64))
+
+
+def compare_lines(lines: Sequence[str], comm: Communicator) -> None:
+    """Raise on every rank, naming the first that differs from rank 0, unless all have the same lines."""
+    text = "\n".join(lines).encode()
+    mine = struct.unpack("<4q", hashlib.sha256(text).digest())
+    heard = comm.tell([len(text), *mine]).wait()
+    if all(word == heard[0] for word in heard):
+        return
+    room = torch.zeros(max(word[0] for word in heard), dtype=torch.uint8)
+    room[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    texts = [
+        bytes(part.tolist())[: word[0]].decode().splitlines()
+        for part, word in zip(comm.gather(room).wait(), heard, strict=True)
+    ]
+    rank = next(rank for rank, word in enumerate(heard) if word != heard[0])
+    ours, theirs = _first_difference(texts[0], texts[rank])
+    raise Disagreement(
+        f"Workers disagree: rank 0 has {ours}, rank {rank} has {theirs}. "
+        "Build the same model and method on every worker."
+    )
+
+
+def _first_difference(these: Sequence[str], those: Sequence[str]) -> tuple[str, str]:
+    end = "nothing more"
+    for i in range(max(len(these), len(those))):
+        this, that = (lines[i] if i < len(lines) else end for lines in (these, those))
+        if this != that:
+            return this, that
+    raise AssertionError("the texts are equal")

@@ -1,0 +1,30 @@
+"""What can go wrong while workers work together.
+
+OffbeatError (a RuntimeError)
+├── Disagreement        workers are not doing the same thing: another model, method, step or learning rate
+├── PeerLost            a worker left, failed or fell silent while others waited for it
+├── Deadlock            in a simulation, nobody can move
+└── CheckpointMismatch  a checkpoint of another method, rank or number of workers
+
+Bad arguments are ValueError or TypeError, raised where they are given.
+"""
+
+
+class OffbeatError(RuntimeError):
+    """Everything Offbeat raises about workers and checkpoints."""
+
+
+class Disagreement(OffbeatError):
+    """The workers are not doing the same thing."""
+
+
+class PeerLost(OffbeatError):
+    """A worker left, failed or fell silent while others waited for it."""
+
+
+class Deadlock(OffbeatError):
+    """In a simulation, nobody can move."""
+
+
+class CheckpointMismatch(OffbeatError):
+    """The checkpoint belongs to another method, rank or number of workers."""

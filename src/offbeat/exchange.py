@@ -1,0 +1,275 @@
+"""One kind of tensor × five answers: when, with whom, what is sent, how applied, behind how much compute."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.profiler import record_function
+
+from offbeat.agreement import ROUND, header
+from offbeat.comm import Communicator, Metered, Pending
+from offbeat.cost import Report
+from offbeat.flight import Flight
+from offbeat.part import Part
+from offbeat.peers import Peers, World
+from offbeat.reduce import Mean, Reducer
+from offbeat.riders import BufferRule, Buffers, MomentRule, Moments, land, send_mean
+from offbeat.schedule import Clock, Schedule, State
+from offbeat.tensors import Live, Packed
+from offbeat.update import Replace, Update
+
+Delay = int | Literal["round"]
+
+
+class Exchange(Part):
+    """Tensors that are reduced among peers from time to time.
+
+    `delay` is the number of local steps between sending and applying; "round": it lands just before the next
+    round. `buffers` and `moments` say what becomes of the model's buffers and the optimizer's moments in the
+    same round. `drift=False` spares the pass over the model that measures it.
+
+        Exchange(params(model), when=Every(8), update=Correct(), delay=4)
+    """
+
+    def __init__(
+        self,
+        live: Live,
+        *,
+        when: Schedule,
+        among: Peers | Communicator | None = None,
+        reduce: Reducer | None = None,
+        update: Update | None = None,
+        delay: Delay = 0,
+        buffers: BufferRule = "average",
+        moments: MomentRule = "keep",
+        drift: bool | None = None,
+    ) -> None:
+        self.live, self.when, self.delay = live, when, delay
+        self.model = live.model
+        self.peers: Peers = World(among) if among is None or isinstance(among, Communicator) else among
+        self.reduce: Reducer = Mean() if reduce is None else reduce
+        self.update: Update = Replace() if update is None else update
+        self.buffers, self.moments = Buffers(live.model, buffers), Moments(live, moments)
+        self.drift = not live.early if drift is None else drift
+        _check_delay(delay, when)
+        self._index = 0
+        self._hand_in: Callable[[Report], None] = _ignore
+        self._states: dict[str, State] = {
+            "when": self.when.init(),
+            "reduce": self.reduce.init(),
+            "update": self.update.init(),
+        }
+        self._payload: Packed | None = None
+        self._plan: int | None = None
+        self._round, self._began_at, self._landed_at = 0, 0, -1
+        self._last_drift: float | None = None
+        self._flight: Flight | None = None
+        self._unreported: deque[tuple[Report, Pending[list[Tensor]]]] = deque()
+
+    def __repr__(self) -> str:
+        return (
+            f"Exchange({self.live!r}, when={self.when!r}, among={self.peers!r}, reduce={self.reduce!r}, "
+            f"update={self.update!r}, delay={self.delay!r}, buffers={self.buffers.rule!r}, "
+            f"moments={self.moments.rule!r})"
+        )
+
+    def bind(self, index: int, optimizers: Sequence[Optimizer], report: Callable[[Report], None]) -> None:
+        self._index, self._hand_in = index, report
+        self.moments.optimizers = optimizers
+
+    def communicators(self) -> list[Communicator]:
+        return [self.peers.everyone, self.peers.at(0)]
+
+    def before(self, clock: Clock) -> bool:
+        if self._plan is None:
+            self._ask(clock)
+        if self.live.early:
+            self.tick(replace(clock, step=clock.step + 1))
+        return True
+
+    def after(self, clock: Clock) -> None:
+        if not self.live.early:
+            self.tick(clock)
+
+    def tick(self, clock: Clock) -> None:
+        """Land what is due, then begin the round if this is its step, and land it at once without a delay."""
+        if self._unreported:
+            self.settle(wait=False)
+        begins = self._plan == clock.step
+        if self._flight and (self._flight.due == clock.step or (begins and self._flight.due is None)):
+            self.land(clock)
+        if begins:
+            self.begin(clock)
+            if self.delay == 0:
+                self.land(clock)
+
+    def _ask(self, clock: Clock) -> None:
+        """Plan the next round."""
+        clock = replace(clock, round=self._round, drift=self._last_drift)
+        self._plan = self.when.next(clock, self._states["when"])
+        if self._plan is None:
+            return
+        assert self._plan > clock.step, f"{self.when!r} plans step {self._plan} after step {clock.step}"
+        flight = self._flight
+        if flight and flight.due is not None and flight.due > self._plan:
+            raise ValueError(
+                f"The round of step {flight.clock.step} lands at step {flight.due}, but {self.when!r} plans "
+                f"the next for step {self._plan}: delay must not exceed the period."
+            )
+
+    @torch.no_grad()
+    def begin(self, clock: Clock) -> None:
+        """Send this worker's share of the round."""
+        clock = replace(clock, round=self._round)
+        comm = Metered(self.peers.at(self._round))
+        with record_function("offbeat.begin"):
+            began = comm.now()
+            moments = self.moments.averaged(comm)
+            self._flight = Flight(
+                clock=clock,
+                due=None if self.delay == "round" else clock.step + self.delay,
+                period=clock.step - self._began_at,
+                comm=comm,
+                began=began,
+                waited=comm.now() - began,
+                heads=comm.tell(header(ROUND, self._index, clock)),
+                mean=self.reduce.start(self._filled(), comm, clock, self._states["reduce"]),
+                followed=self.buffers.follow(comm),
+                moments=send_mean(moments, comm),
+                sent=[t.clone() for t in self._riders(moments)] if self.delay else None,
+            )
+        self._round, self._began_at, self._plan = self._round + 1, clock.step, None
+
+    @torch.no_grad()
+    def land(self, clock: Clock) -> None:
+        """Wait for the round's messages and apply them."""
+        assert self._flight is not None
+        flight, self._flight = self._flight, None
+        with record_function("offbeat.land"):
+            flight.wait()
+            distances = self._apply(flight, replace(clock, round=flight.clock.round))
+            self.moments.reset()
+        self._landed_at = clock.step
+        self._account(flight, distances)
+
+    def _filled(self) -> Packed:
+        """The payload: what the update sends, then what rides along."""
+        payload = self._room()
+        notes, live, buffers = self.live.notes(), self.live.tensors(), self.buffers.averaged()
+        own, riders = payload.cut(len(live))
+        self.update.outgoing(live, own, self._states["update"])
+        riders.read([*notes.values(), *buffers.values()])
+        return payload
+
+    def _room(self) -> Packed:
+        """Where payloads are packed, the same memory every time: at most one round is in the air."""
+        if self._payload is None:
+            riders = {f"+{name}": t for name, t in {**self.live.notes(), **self.buffers.averaged()}.items()}
+            self._payload = Packed.like({**self.live.like(), **riders})
+        return self._payload
+
+    def _apply(self, flight: Flight, clock: Clock) -> tuple[float, float] | None:
+        live, state = self.live.tensors(), self._states["update"]
+        own, notes, buffers = flight.mean.wait().cut(len(live), len(self.live.notes()))
+        distances = self.update.distances(live, own, state) if self.drift else None
+        self.update.incoming(live, own, clock, state)
+        self.live.landed(notes.views)
+        moments = flight.moments.wait()
+        news = [*buffers.views, *flight.followed.wait(), *moments.views]
+        found = self.moments.found() if moments.names else {}
+        land(self._riders({name: found[name] for name in moments.names}), news, flight.sent)
+        return distances
+
+    def _riders(self, moments: dict[str, Tensor]) -> list[Tensor]:
+        """Buffers averaged, buffers followed, moments averaged."""
+        return [*self.buffers.averaged().values(), *self.buffers.followed().values(), *moments.values()]
+
+    def _account(self, flight: Flight, distances: tuple[float, float] | None) -> None:
+        if distances is None:
+            self._hand_in(flight.report(norm=None))
+            return
+        drift, norm = distances
+        spread = flight.comm.mean([torch.tensor([drift], dtype=torch.float64)])
+        self._unreported.append((flight.report(math.sqrt(norm)), spread))
+
+    def settle(self, *, wait: bool) -> None:
+        while self._unreported and (wait or self._unreported[0][1].done()):
+            report, spread = self._unreported.popleft()
+            self._last_drift = float(spread.wait()[0])
+            self._hand_in(replace(report, drift=self._last_drift))
+
+    def shared_gradient(self, step: int) -> bool:
+        return self.live.early and self._landed_at == step and self._equalizes
+
+    def made_equal(self, step: int) -> bool:
+        return not self.live.early and self._landed_at == step and self._equalizes
+
+    @property
+    def _equalizes(self) -> bool:
+        """Whether the last landing left the same in all these tensors and buffers of all workers."""
+        everywhere = self.peers.at(self._round - 1).size == self.peers.everyone.size
+        whole = self.live.only is None and self.buffers.equalizes
+        return whole and everywhere and self.delay == 0 and self.update.equalizes
+
+    def flush(self, clock: Clock) -> bool:
+        in_air = self._flight is not None
+        if in_air:
+            self.land(clock)
+        self.settle(wait=True)
+        return in_air
+
+    def state_dict(self) -> State:
+        self.settle(wait=True)
+        return {
+            "plan": self._plan,
+            "round": self._round,
+            "began_at": self._began_at,
+            "landed_at": self._landed_at,
+            "drift": self._last_drift,
+            "states": _copied(self._states),
+            "flight": None if self._flight is None else self._flight.state_dict(),
+        }
+
+    @torch.no_grad()
+    def load_state_dict(self, state: State) -> None:
+        self._plan, self._round, self._began_at = state["plan"], state["round"], state["began_at"]
+        self._landed_at, self._last_drift = state["landed_at"], state["drift"]
+        self._states = _copied(state["states"])
+        self._unreported.clear()
+        self._flight = None
+        if state["flight"] is not None:
+            comm = Metered(self.peers.at(state["flight"]["round"]))
+            self._flight = Flight.resumed(state["flight"], comm, self._room())
+
+
+def _check_delay(delay: Delay, when: Schedule) -> None:
+    if delay == "round":
+        return
+    if isinstance(delay, bool) or not isinstance(delay, int) or delay < 0:
+        raise ValueError(f'delay={delay!r}: a number of steps, 0 or more, or "round" is needed.')
+    if when.shortest is not None and delay > when.shortest:
+        raise ValueError(
+            f"delay={delay} with {when!r}: delay must not exceed the period, which can be {when.shortest}."
+        )
+
+
+def _ignore(report: Report) -> None:
+    pass
+
+
+def _copied(value: Any) -> Any:
+    """A deep copy of tensors in dicts and lists."""
+    if torch.is_tensor(value):
+        return value.clone()
+    if isinstance(value, dict):
+        return {key: _copied(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_copied(item) for item in value]
+    return value

@@ -1,0 +1,89 @@
+"""A round between its beginning and its landing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from offbeat.agreement import compare_headers
+from offbeat.comm import Metered, Pending, arrived
+from offbeat.cost import Report
+from offbeat.schedule import Clock, State
+from offbeat.tensors import Packed
+
+
+@dataclass
+class Flight:
+    """The messages of one round."""
+
+    clock: Clock  # when it began
+    due: int | None  # lands after this many steps; None: just before the next round begins
+    period: int  # steps since the round before
+    comm: Metered
+    began: float
+    heads: Pending[list[list[int]]]  # where every rank is
+    mean: Pending[Packed]
+    followed: Pending[list[Tensor]]  # rank 0's buffers
+    moments: Pending[Packed]
+    sent: list[Tensor] | None  # the riders' values, if it lands late: buffers averaged and followed, moments
+    waited: float = 0.0  # seconds this worker has stood still for it
+
+    def wait(self) -> None:
+        """Until all has arrived. Raises if the workers are not in the same round."""
+        start = self.comm.now()
+        compare_headers(self.heads.wait())
+        for message in (self.mean, self.followed, self.moments):
+            message.wait()
+        self.waited += self.comm.now() - start
+
+    def report(self, norm: float | None) -> Report:
+        """What it cost, its drift yet unknown."""
+        messages = (self.heads, self.mean, self.followed, self.moments)
+        return Report(
+            step=self.clock.step,
+            round=self.clock.round,
+            workers=self.comm.size,
+            bytes_sent=self.comm.sent,
+            bytes_received=self.comm.received,
+            seconds_waited=self.waited,
+            seconds_in_air=max(0.0, max(message.arrived() for message in messages) - self.began),
+            drift=None,
+            norm=norm,
+            period=self.period,
+        )
+
+    def state_dict(self) -> State:
+        """What is in the air, waited for but not applied."""
+        self.wait()
+        return {
+            "step": self.clock.step,
+            "round": self.clock.round,
+            "lr": self.clock.lr,
+            "due": self.due,
+            "period": self.period,
+            "mean": [flat.clone() for flat in self.mean.wait().flats],
+            "followed": [value.clone() for value in self.followed.wait()],
+            "moments": self.moments.wait().tensors(),
+            "sent": None if self.sent is None else [value.clone() for value in self.sent],
+        }
+
+    @classmethod
+    def resumed(cls, state: State, comm: Metered, room: Packed) -> Flight:
+        """A flight whose messages have all arrived, the mean in `room`."""
+        for flat, saved in zip(room.flats, state["mean"], strict=True):
+            flat.copy_(saved)
+        moments = Packed.like(state["moments"])
+        moments.read(list(state["moments"].values()))
+        return cls(
+            clock=Clock(step=state["step"], round=state["round"], lr=state["lr"]),
+            due=state["due"],
+            period=state["period"],
+            comm=comm,
+            began=comm.now(),
+            heads=arrived([[]]),
+            mean=arrived(room),
+            followed=arrived([value.clone() for value in state["followed"]]),
+            moments=arrived(moments),
+            sent=None if state["sent"] is None else [value.clone() for value in state["sent"]],
+        )

@@ -1,0 +1,47 @@
+"""The user's optimizers: do they fit the model, which rate do they use, and how to hold them still."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from unittest.mock import patch
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+
+def check_fit(optimizers: Sequence[Optimizer], model: nn.Module) -> None:
+    """Refuse what cannot work, before anything is sent."""
+    if not optimizers:
+        raise ValueError("optimizer=[]: at least one optimizer is needed.")
+    if isinstance(model, DistributedDataParallel):
+        raise TypeError(
+            "The model is wrapped in DistributedDataParallel, which averages gradients at every step: "
+            "pass model.module."
+        )
+    own = {id(p) for p in model.parameters()}
+    for optimizer in optimizers:
+        if any(id(p) not in own for group in optimizer.param_groups for p in group["params"]):
+            raise ValueError(
+                f"{type(optimizer).__name__} holds parameters the model lacks: "
+                "build it from the parameters of the very model passed here."
+            )
+
+
+def learning_rate(optimizers: Sequence[Optimizer]) -> float:
+    """That of the first group of the first optimizer."""
+    lr = float(optimizers[0].param_groups[0]["lr"])
+    if not math.isfinite(lr):
+        raise ValueError(f"The learning rate is {lr}: it must be a finite number; look at its scheduler.")
+    return lr
+
+
+@contextmanager
+def held_still(optimizers: Sequence[Optimizer]) -> Iterator[None]:
+    """Inside, the optimizers' steps do nothing: a part makes the step."""
+    with ExitStack() as stack:
+        for optimizer in optimizers:
+            stack.enter_context(patch.object(optimizer, "step", lambda closure=None: None))
+        yield

@@ -1,0 +1,130 @@
+"""What rides along in a round of the parameters: the model's buffers and the optimizer's moments."""
+
+from __future__ import annotations
+
+import logging
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from offbeat.comm import Communicator, Pending, arrived
+from offbeat.tensors import Live, Packed, local, named
+
+BufferRule = Literal["average", "keep", "follow"]
+MomentRule = Literal["keep", "average", "reset"]
+
+logger = logging.getLogger("offbeat")
+
+
+class Buffers:
+    """Floating buffers are averaged and others follow rank 0; or all are kept, or all follow rank 0."""
+
+    def __init__(self, model: nn.Module, rule: BufferRule) -> None:
+        if rule not in get_args(BufferRule):
+            raise ValueError(f"buffers={rule!r}: choose one of {', '.join(map(repr, get_args(BufferRule)))}.")
+        self._model, self.rule = model, rule
+
+    def averaged(self) -> dict[str, Tensor]:
+        return self._pick(lambda buffer: self.rule == "average" and _smooth(buffer))
+
+    def followed(self) -> dict[str, Tensor]:
+        return self._pick(lambda b: self.rule == "follow" or (self.rule == "average" and not _smooth(b)))
+
+    @property
+    def equalizes(self) -> bool:
+        """Whether a round leaves the floating buffers equal on all workers."""
+        return self.rule != "keep" or not floating_buffers(self._model)
+
+    def follow(self, comm: Communicator) -> Pending[list[Tensor]]:
+        """Rank 0's values, on their way."""
+        mine = [buffer.clone() for buffer in self.followed().values()]
+        return comm.broadcast(mine) if mine else arrived([])
+
+    def _pick(self, wanted: Callable[[Tensor], bool]) -> dict[str, Tensor]:
+        return {name: local(b) for name, b in named(self._model.named_buffers()).items() if wanted(b)}
+
+
+def _smooth(buffer: Tensor) -> bool:
+    return buffer.is_floating_point() or buffer.is_complex()
+
+
+def floating_buffers(model: nn.Module) -> dict[str, Tensor]:
+    return {name: local(b) for name, b in named(model.named_buffers()).items() if _smooth(b)}
+
+
+class Moments:
+    """The optimizers' running averages of the live parameters: kept, averaged, or reset at each landing."""
+
+    def __init__(self, live: Live, rule: MomentRule) -> None:
+        if rule not in get_args(MomentRule):
+            raise ValueError(f"moments={rule!r}: choose one of {', '.join(map(repr, get_args(MomentRule)))}.")
+        self._live, self.rule = live, rule
+        self.optimizers: Sequence[Optimizer] = ()
+
+    def averaged(self, comm: Communicator) -> dict[str, Tensor]:
+        """Those to be averaged in a round.
+
+        They are created lazily, so all ranks first say which they have, and wait for the others' word: a rank
+        whose first step was skipped has none, and then they stay as they are until the next round.
+        """
+        if self.rule != "average":
+            return {}
+        mine = self.found()
+        heard = comm.tell([zlib.crc32(" ".join(mine).encode())]).wait()
+        if all(word == heard[0] for word in heard):
+            return mine
+        logger.warning("Not all workers have optimizer moments yet: they are not averaged in this round.")
+        return {}
+
+    def reset(self) -> None:
+        """As if the optimizer had just begun, where that is the rule."""
+        if self.rule == "reset":
+            for moment in self.found().values():
+                moment.zero_()
+            for state in self._states().values():
+                if "step" in state:
+                    state["step"] = state["step"] * 0  # a number or a tensor, as the optimizer likes it
+
+    def found(self) -> dict[str, Tensor]:
+        """Tensors of the optimizers' state that have a parameter's shape, but for its count of steps."""
+        shapes = {name: p.shape for name, p in zip(self._live.names, self._live.parameters, strict=True)}
+        return {
+            f"{name}:{key}": local(value)
+            for name, state in self._states().items()
+            for key, value in state.items()
+            if key != "step" and torch.is_tensor(value) and value.shape == shapes[name]
+        }
+
+    def _states(self) -> dict[str, dict[str, Tensor]]:
+        return {
+            name: optimizer.state[parameter]
+            for name, parameter in zip(self._live.names, self._live.parameters, strict=True)
+            for optimizer in self.optimizers
+            if parameter in optimizer.state
+        }
+
+
+def send_mean(tensors: dict[str, Tensor], comm: Communicator) -> Pending[Packed]:
+    """Their mean, on its way."""
+    packed = Packed.like(tensors)
+    packed.read(list(tensors.values()))
+    return comm.mean(packed.flats).then(lambda _: packed) if tensors else arrived(packed)
+
+
+def land(now: Sequence[Tensor], news: Sequence[Tensor], sent: Sequence[Tensor] | None) -> None:
+    """Write news that were in no time here; late ones move what is now by as much as what was sent.
+
+    The move ends between the present value and the news, so that a variance cannot become negative.
+    """
+    for i, (value, new) in enumerate(zip(now, news, strict=True)):
+        if sent is None or value.dtype == torch.bool:
+            value.copy_(new)
+        else:
+            low, high = torch.minimum(value, new), torch.maximum(value, new)
+            moved = value + (new - sent[i])
+            # Counts follow as they are: only averages are held in bounds.
+            value.copy_(moved.clamp(low, high) if value.is_floating_point() else moved)

@@ -1,0 +1,288 @@
+"""The driver: it stands where the optimizer's step stood."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from types import TracebackType
+from typing import Any, NoReturn
+
+from torch.optim import Optimizer
+
+from offbeat import agreement
+from offbeat.comm import Farewell, Metered
+from offbeat.cost import Report, Totals
+from offbeat.errors import CheckpointMismatch, Disagreement
+from offbeat.optimizers import check_fit, held_still, learning_rate
+from offbeat.part import Part
+from offbeat.schedule import Clock, State
+from offbeat.weights import put_aside, replace_by_mean, take_from_first
+
+logger = logging.getLogger("offbeat")
+
+FORMAT = 1  # of checkpoints
+
+
+class Synchronizer:
+    """Drives the parts of a method around the local step.
+
+    `steps` counts the iterations completed. `on_report` is called with every `Report`.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer | Sequence[Optimizer],
+        parts: Sequence[Part],
+        *,
+        on_report: Callable[[Report], None] | None = None,
+    ) -> None:
+        self.optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+        self.parts = list(parts)
+        self.on_report = on_report
+        self.method = f"Synchronizer({self.parts!r})"
+        self.model = self.parts[0].model
+        self.steps = 0
+        self.finished = False
+        if any(part.model is not self.model for part in self.parts):
+            raise ValueError("Synchronizer(...): all parts must be of one model.")
+        check_fit(self.optimizers, self.model)
+        self._lr = learning_rate(self.optimizers)
+        self._comm = Metered(self.parts[0].peers.everyone)
+        self._agreed = self._started = self._inside_step = self._inside_averaged = False
+        self._lockstep = self._equal = True
+        self._reports: deque[Report] = deque(maxlen=1000)
+        self._totals = Totals()
+        for index, part in enumerate(self.parts):
+            part.bind(index, self.optimizers, self._take)
+
+    def __repr__(self) -> str:
+        return self.method
+
+    def agree(self, method: str | None = None) -> None:
+        """Raise on every rank unless all workers have this very method and model. Sends no weights."""
+        if method is not None:
+            self.method = method
+        if not self._agreed:
+            lines = agreement.describe(self.method, self.model)
+            agreement.compare_lines(lines, self._comm)
+            self._agreed = True
+
+    def step(self, local: Callable[[], Any] | None = None) -> Any:
+        """One iteration, in place of `optimizer.step()`.
+
+        `local` is what else used to stand there, such as unscaling, clipping, `scaler.step(optimizer)` and
+        `scaler.update()`; it is always called, and its result returned. Without it the optimizers step.
+        """
+        theirs = self.before_step()
+        try:
+            with nullcontext() if theirs else held_still(self.optimizers):
+                result = (local or self._local)()
+        except BaseException as error:
+            self._fail(error)
+        self.after_step()
+        return result
+
+    def before_step(self) -> bool:
+        """For frameworks that own the step: gradients are ready. False: do not step your optimizer."""
+        self._must_be_open("step()")
+        if self._inside_step:
+            raise RuntimeError("before_step(): the step before has not ended: call after_step() first.")
+        try:
+            self._start()
+            self._inside_step = True
+            self._comm.computed(self.steps)
+            self._lr = learning_rate(self.optimizers)
+            clock = Clock(step=self.steps, round=0, lr=self._lr)
+            ready = [part.before(clock) for part in self.parts]
+            return all(ready)
+        except BaseException as error:
+            self._fail(error)
+
+    def after_step(self) -> None:
+        """For frameworks that own the step: parameters have moved."""
+        if not self._inside_step:
+            raise RuntimeError("after_step(): call before_step() first.")
+        self._inside_step = False
+        self.steps += 1
+        try:
+            for part in self.parts:
+                part.after(self._clock())
+        except BaseException as error:
+            self._fail(error)
+        # Equal weights stay equal under equal gradients only while the optimizers' moments never went apart.
+        self._lockstep = self._lockstep and any(part.shared_gradient(self.steps) for part in self.parts)
+        self._equal = self._lockstep or any(part.made_equal(self.steps) for part in self.parts)
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """The workers' mean weights and floating buffers in the model, for evaluation; restored on leaving.
+
+        Every rank enters. Messages in the air stay there.
+        """
+        if self._inside_averaged:
+            raise RuntimeError("averaged(): it is already active.")
+        if self._inside_step:
+            raise RuntimeError("averaged(): a step is under way: call after_step() first.")
+        self._start()
+        with put_aside(self.model):
+            self._inside_averaged = True
+            try:
+                if not self._equal:
+                    self._meet(agreement.AVERAGED)
+                    replace_by_mean(self.model, self._comm)
+                yield
+            finally:
+                self._inside_averaged = False
+                self._count_own()
+
+    def finish(self) -> None:
+        """Land what is in the air and leave every worker with the same weights. Every rank calls it."""
+        if self.finished:
+            return
+        self._must_be_open("finish()")
+        try:
+            self._start()
+            landed = [part.flush(self._clock()) for part in self.parts]
+            self._meet(agreement.FINISH)
+            if any(landed) or not self._equal:
+                replace_by_mean(self.model, self._comm)
+        except BaseException as error:
+            self._fail(error)
+        self._count_own()
+        self._equal = self.finished = True
+        logger.info("%r finished after %d steps: %s", self, self.steps, self._totals)
+
+    def __enter__(self) -> Synchronizer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.finish()
+        else:
+            self._leave(error)
+
+    def state_dict(self) -> State:
+        """All the method needs to go on, without the weights; saved per rank, beside model and optimizer."""
+        if self._inside_averaged or self._inside_step:
+            raise RuntimeError(
+                "state_dict(): not inside averaged() or a step: the weights are not those to save."
+            )
+        return {
+            "format": FORMAT,
+            "method": self.method,
+            "workers": self._comm.size,
+            "rank": self._comm.rank,
+            "steps": self.steps,
+            "lr": self._lr,
+            "started": self._started,
+            "lockstep": self._lockstep,
+            "equal": self._equal,
+            "parts": [part.state_dict() for part in self.parts],
+        }
+
+    def load_state_dict(self, state: State) -> None:
+        """Go on from a checkpoint; every rank loads its own. Model and optimizer are loaded by the caller."""
+        self._must_be_open("load_state_dict()")
+        try:
+            self.agree()
+            self._check_origin(state)
+        except BaseException as error:
+            self._fail(error)
+        self.steps, self._lr, self._started = state["steps"], state["lr"], state["started"]
+        self._lockstep, self._equal = state["lockstep"], state["equal"]
+        for part, saved in zip(self.parts, state["parts"], strict=True):
+            part.load_state_dict(saved)
+
+    @property
+    def reports(self) -> list[Report]:
+        """The last 1 000 rounds. Waits for the drift of the last one."""
+        self._settle()
+        return list(self._reports)
+
+    @property
+    def totals(self) -> Totals:
+        """What the run has cost so far, on this worker."""
+        self._settle()
+        return self._totals
+
+    def _clock(self) -> Clock:
+        return Clock(step=self.steps, round=0, lr=self._lr)
+
+    def _local(self) -> Any:
+        for optimizer in self.optimizers:
+            optimizer.step()
+        return None
+
+    def _start(self) -> None:
+        """Once: make sure all workers mean the same, and give them rank 0's weights and buffers."""
+        if self._started:
+            return
+        self.agree()
+        take_from_first(self.model, self._comm)
+        self._count_own()
+        self._started = True
+        logger.info("%r on %d workers starts at step %d", self, self._comm.size, self.steps)
+
+    def _meet(self, kind: int) -> None:
+        """All workers are at the same place, or all raise."""
+        where = agreement.header(kind, 0, self._clock())
+        talks = {id(comm): comm for part in self.parts for comm in part.communicators()}
+        # On all of them at once: a worker that is elsewhere waits for us on one.
+        for message in [comm.tell(where) for comm in talks.values()]:
+            agreement.compare_headers(message.wait())
+
+    def _count_own(self) -> None:
+        """Add what the synchronizer itself has sent to the totals."""
+        self._totals.bytes_sent += self._comm.sent
+        self._totals.bytes_received += self._comm.received
+        self._comm.sent = self._comm.received = 0
+
+    def _check_origin(self, state: State) -> None:
+        """The checkpoint is of this method, rank and number of workers, and of one step everywhere."""
+        for what, ours in [("format", FORMAT), ("method", self.method), ("workers", self._comm.size)]:
+            if state[what] != ours:
+                raise CheckpointMismatch(f"The checkpoint has {what} {state[what]}, this run has {ours}.")
+        if state["rank"] != self._comm.rank:
+            raise CheckpointMismatch(
+                f"The checkpoint was written by rank {state['rank']}, this is rank {self._comm.rank}: "
+                "every rank loads its own."
+            )
+        heard = [word[0] for word in self._comm.tell([state["steps"]]).wait()]
+        for rank, steps in enumerate(heard):
+            if steps != heard[0]:
+                raise Disagreement(
+                    f"Checkpoints disagree: rank 0 loads step {heard[0]}, rank {rank} step {steps}."
+                )
+
+    def _take(self, report: Report) -> None:
+        self._reports.append(report)
+        self._totals.add(report)
+        logger.debug("%s", report)
+        if self.on_report is not None:
+            self.on_report(report)
+
+    def _settle(self) -> None:
+        for part in self.parts:
+            part.settle(wait=True)
+
+    def _must_be_open(self, call: str) -> None:
+        if self.finished:
+            raise RuntimeError(f"{call}: this run was ended by finish(); make a new synchronizer to go on.")
+        if self._inside_averaged:
+            raise RuntimeError(
+                f"{call}: not inside averaged(): the weights in the model are not the live ones."
+            )
+
+    def _leave(self, error: BaseException) -> None:
+        for part in self.parts:
+            for comm in part.communicators():
+                comm.leave(Farewell.of(error))
+
+    def _fail(self, error: BaseException) -> NoReturn:
+        """Let the others know before this rank goes down."""
+        self._leave(error)
+        raise error

@@ -1,0 +1,175 @@
+"""Live tensors, and the same tensors packed into a few long vectors."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+_WRAPPERS = ("_orig_mod", "module")
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This worker's own part of a tensor, real-valued, without autograd, sharing memory with the original."""
+    tensor = tensor.detach()
+    if isinstance(tensor, DTensor):
+        tensor = tensor.to_local()
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+def named(items: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    """Tensors by name, without the prefixes that `torch.compile` and wrappers put before it."""
+    items = list(items)
+    clean = [".".join(part for part in name.split(".") if part not in _WRAPPERS) for name, _ in items]
+    if len(set(clean)) < len(items):  # a model with a submodule of its own called "module"
+        clean = [name for name, _ in items]
+    return {name: tensor for name, (_, tensor) in zip(clean, items, strict=True)}
+
+
+def trainable(model: nn.Module) -> dict[str, Tensor]:
+    """Every trainable parameter by name; tied ones once, frozen ones not at all."""
+    return {name: p for name, p in named(model.named_parameters()).items() if p.requires_grad}
+
+
+class Live:
+    """The tensors an exchange reads and writes in place: `params(model)` or `grads(model)`."""
+
+    early = False  # whether the exchange acts before the local step
+
+    def __init__(self, model: nn.Module, only: Sequence[str] | None = None) -> None:
+        found = trainable(model)
+        if only is not None:
+            unknown = [name for name in only if name not in found]
+            if unknown:
+                raise ValueError(f"{self._call}(model, only=...): the model has no trainable {unknown[0]!r}.")
+            found = {name: p for name, p in found.items() if name in set(only)}
+        self.model = model
+        self.only = None if only is None else tuple(only)
+        self.names = tuple(found)
+        self.parameters = list(found.values())
+
+    _call = "params"
+
+    def __repr__(self) -> str:
+        return f"{self._call}({len(self.names)} tensors)"
+
+    def tensors(self) -> list[Tensor]:
+        """The tensors themselves, to be written in place."""
+        return [local(p) for p in self.parameters]
+
+    def like(self) -> dict[str, Tensor]:
+        """Tensors of the same shapes, by name."""
+        return {name: local(p) for name, p in zip(self.names, self.parameters, strict=True)}
+
+    def notes(self) -> dict[str, Tensor]:
+        """What else every worker must know; small, and sent along. To be asked before `tensors`."""
+        return {}
+
+    def landed(self, notes: Sequence[Tensor]) -> None:
+        """The mean of everyone's notes is here, and the tensors have been written."""
+
+
+class Gradients(Live):
+    """Gradients, averaged before the local step. One that is None counts as zero."""
+
+    early = True
+    _call = "grads"
+
+    def tensors(self) -> list[Tensor]:
+        for name, p in zip(self.names, self.parameters, strict=True):
+            if p.grad is None:
+                p.grad = torch.zeros_like(p)
+            elif p.grad.layout != torch.strided:
+                raise TypeError(f"The gradient of {name!r} is sparse: build its layer with sparse=False.")
+        return [local(p.grad) for p in self.parameters if p.grad is not None]
+
+    def notes(self) -> dict[str, Tensor]:
+        """1 for each gradient that exists here; the mean tells which exist anywhere."""
+        return {"present": torch.tensor([float(p.grad is not None) for p in self.parameters])}
+
+    def landed(self, notes: Sequence[Tensor]) -> None:
+        """Forget the gradients no worker has, so that the optimizer skips them as it would alone."""
+        for p, anywhere in zip(self.parameters, notes[0].tolist(), strict=True):
+            if not anywhere:
+                p.grad = None
+
+
+def params(model: nn.Module, only: Sequence[str] | None = None) -> Live:
+    """The trainable parameters of a model, or `only` the named ones."""
+    return Live(model, only)
+
+
+def grads(model: nn.Module) -> Gradients:
+    """The gradients of the trainable parameters of a model."""
+    return Gradients(model)
+
+
+class Packed:
+    """Named tensors laid out one after the other in a few long vectors, one per dtype and device.
+
+    Halves are widened to float32, so that sums lose nothing; `views` are the tensors as they lie there.
+    """
+
+    def __init__(
+        self, names: Sequence[str], views: Sequence[Tensor], flats: Sequence[Tensor], spans: Sequence[_Span]
+    ) -> None:
+        self.names = tuple(names)
+        self.views = list(views)
+        self.flats = list(flats)
+        self._spans = tuple(spans)
+
+    @classmethod
+    def like(cls, tensors: Mapping[str, Tensor]) -> Packed:
+        """Room for tensors of these shapes."""
+        sizes: dict[tuple[torch.dtype, torch.device], int] = {}
+        placed = []
+        for tensor in tensors.values():
+            kind = (_wide(tensor.dtype), tensor.device)
+            start = sizes.setdefault(kind, 0)
+            sizes[kind] += tensor.numel()
+            placed.append((list(sizes).index(kind), start, tensor.numel()))
+        flats = [torch.zeros(n, dtype=dtype, device=device) for (dtype, device), n in sizes.items()]
+        views = [
+            flats[i][start : start + n].view(tensor.shape)
+            for (i, start, n), tensor in zip(placed, tensors.values(), strict=True)
+        ]
+        return cls(tuple(tensors), views, flats, placed)
+
+    def cut(self, *lengths: int) -> list[Packed]:
+        """The first so many entries, the next so many, …, and the rest, sharing memory."""
+        edges = [0, *itertools.accumulate(lengths), len(self.names)]
+        return [self._part(first, last) for first, last in itertools.pairwise(edges)]
+
+    def _part(self, first: int, last: int) -> Packed:
+        edges: dict[int, tuple[int, int]] = {}
+        for i, start, n in self._spans[first:last]:
+            low, _ = edges.get(i, (start, start))
+            edges[i] = (low, start + n)
+        order = list(edges)
+        flats = [self.flats[i][low:high] for i, (low, high) in edges.items()]
+        spans = [(order.index(i), start - edges[i][0], n) for i, start, n in self._spans[first:last]]
+        return Packed(self.names[first:last], self.views[first:last], flats, spans)
+
+    def read(self, tensors: Sequence[Tensor]) -> None:
+        """Copy tensors in."""
+        if self.views:
+            torch._foreach_copy_(self.views, list(tensors))
+
+    def write(self, tensors: Sequence[Tensor]) -> None:
+        """Copy into tensors."""
+        if self.views:
+            torch._foreach_copy_(list(tensors), self.views)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Copies, by name."""
+        return {name: view.clone() for name, view in zip(self.names, self.views, strict=True)}
+
+
+_Span = tuple[int, int, int]  # which flat, where in it, how many values
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype

@@ -1,0 +1,95 @@
+"""One pool of gloo workers serves every test that needs real processes."""
+
+from __future__ import annotations
+
+import os
+import socket
+import traceback
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+import offbeat
+
+SIZE = 4
+
+torch.set_num_threads(1)
+
+
+class Pool:
+    """Four gloo processes that run functions of a communicator."""
+
+    def __init__(self) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        context = mp.get_context("spawn")
+        self._pipes: list[Connection] = []
+        self._processes = []
+        for rank in range(SIZE):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, port, theirs), daemon=True)
+            process.start()
+            self._pipes.append(ours)
+            self._processes.append(process)
+
+    def run(
+        self, function: Callable[..., Any], *args: Any, workers: int = SIZE, fresh: bool = False
+    ) -> list[Any]:
+        """What `function(communicator, *args)` returns on each of the first so many workers; its first error
+        is raised. A `fresh` communicator is one that may be broken."""
+        answers = self.attempt(function, *args, workers=workers, fresh=fresh)
+        for answer in answers:
+            if isinstance(answer, BaseException):
+                raise answer
+        return answers
+
+    def attempt(
+        self, function: Callable[..., Any], *args: Any, workers: int = SIZE, fresh: bool = True
+    ) -> list[Any]:
+        """The same, with errors returned as values."""
+        for pipe in self._pipes[:workers]:
+            pipe.send((function, args, workers, fresh))
+        answers = []
+        for pipe in self._pipes[:workers]:
+            assert pipe.poll(90), "a worker hangs"
+            answers.append(pipe.recv())
+        return answers
+
+    def close(self) -> None:
+        for pipe in self._pipes:
+            pipe.send(None)
+        for process in self._processes:
+            process.join(timeout=10)
+
+
+def _serve(rank: int, port: int, pipe: Connection) -> None:
+    torch.set_num_threads(1)
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(SIZE))
+    dist.init_process_group("gloo")
+    groups = {workers: dist.new_group(range(workers)) for workers in range(1, SIZE + 1)}
+    communicators: dict[int, offbeat.Torch] = {}
+    while (order := pipe.recv()) is not None:
+        function, args, workers, fresh = order
+        try:
+            comm = offbeat.Torch(groups[workers], timeout=60) if fresh else communicators.get(workers)
+            if comm is None:
+                comm = communicators[workers] = offbeat.Torch(groups[workers], timeout=60)
+            pipe.send(function(comm, *args))
+        except Exception as error:
+            error.__cause__ = error.__context__ = None
+            traceback.print_exc()
+            pipe.send(error)
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="session")
+def pool() -> Iterator[Pool]:
+    made = Pool()
+    yield made
+    made.close()

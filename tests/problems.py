@@ -1,0 +1,111 @@
+"""Small training problems, the same for simulated and real workers."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+import offbeat
+
+
+class Dyadic(nn.Module):
+    """Parameters and data that are small integers times powers of two: every order of summation agrees.
+
+    It has what packing must get right: two dtypes, a scalar, an empty, a non-contiguous, a frozen and a tied
+    parameter, one without gradient, a floating and an integer buffer.
+    """
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        g = torch.Generator().manual_seed(seed)
+        self.quadratic = nn.Parameter(integers(g, 3, 2).double())
+        self.linear = nn.Parameter(integers(g, 5))
+        self.tied = self.linear
+        self.scalar = nn.Parameter(integers(g))
+        self.empty = nn.Parameter(torch.zeros(0, 3))
+        self.turned = nn.Parameter(integers(g, 2, 4).t())
+        self.idle = nn.Parameter(integers(g, 3))
+        self.frozen = nn.Parameter(torch.ones(2), requires_grad=False)
+        self.register_buffer("average", torch.zeros(2, dtype=torch.float64))
+        self.register_buffer("count", torch.tensor(0))
+
+    def forward(self, data: Tensor) -> Tensor:
+        self.average.add_(data[:2].double()).mul_(0.5)
+        self.count.add_(1 + int(data[0].abs()))
+        pull = (self.quadratic - data[:6].view(3, 2)).square().sum() / 2
+        flat = (self.linear * data[:5]).sum() + self.scalar * data[5] + (self.turned * data[6]).sum()
+        return pull + flat + self.empty.sum()
+
+
+def integers(g: torch.Generator, *shape: int) -> Tensor:
+    return torch.randint(-4, 5, shape, generator=g).float()
+
+
+def data(rank: int, step: int) -> Tensor:
+    return integers(torch.Generator().manual_seed(1000 * rank + step), 7)
+
+
+class Realistic(nn.Module):
+    """Floating point, BatchNorm and dropout."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        state = torch.get_rng_state()
+        torch.manual_seed(seed)
+        self.body = nn.Sequential(
+            nn.Linear(7, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Dropout(0.2), nn.Linear(6, 1)
+        )
+        torch.set_rng_state(state)
+
+    def forward(self, data: Tensor) -> Tensor:
+        inputs = torch.stack([data.roll(i) for i in range(7)])
+        return (self.body(inputs).squeeze(1) - data).square().mean()
+
+
+def optimizer_for(model: nn.Module, name: str = "sgd") -> torch.optim.Optimizer:
+    if name == "sgd":
+        return torch.optim.SGD(model.parameters(), lr=0.25)
+    if name == "momentum":
+        return torch.optim.SGD(model.parameters(), lr=0.25, momentum=0.5)
+    assert name == "adamw"
+    return torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+def snapshot(model: nn.Module) -> dict[str, Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+
+
+def same(these: dict[str, Tensor], those: dict[str, Tensor]) -> bool:
+    return these.keys() == those.keys() and all(torch.equal(these[k], those[k]) for k in these)
+
+
+def train(
+    comm: offbeat.Communicator,
+    expression: str,
+    *,
+    steps: int = 10,
+    model: type[nn.Module] = Dyadic,
+    optimizer: str = "sgd",
+    decay: float = 1.0,
+    finish: bool = True,
+) -> list[dict[str, Tensor]]:
+    """Weights and buffers of this worker after every step, and after `finish()`."""
+    net = model(seed=comm.rank)
+    opt = optimizer_for(net, optimizer)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(opt, decay)
+    sync = offbeat.method(expression)(net, opt, group=comm)
+    trace = []
+    for step in range(steps):
+        net(data(comm.rank, step)).backward()
+        sync.step()
+        opt.zero_grad()
+        scheduler.step()
+        trace.append(snapshot(net))
+    if finish:
+        sync.finish()
+        trace.append(snapshot(net))
+    return trace
+
+
+def simulated(expression: str, *, workers: int = 4, **kwargs: object) -> list[list[dict[str, Tensor]]]:
+    return offbeat.simulate(lambda comm: train(comm, expression, **kwargs), workers)

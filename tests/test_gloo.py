@@ -1,0 +1,82 @@
+"""Real processes over gloo do what the simulation does."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import Pool
+from problems import Dyadic, Realistic, data, optimizer_for, same, simulated, snapshot, train
+from table import METHODS
+
+import offbeat
+
+
+def trained(
+    comm: offbeat.Communicator, expression: str, options: dict[str, object]
+) -> list[dict[str, torch.Tensor]]:
+    return train(comm, expression, **options)
+
+
+@pytest.mark.parametrize("expression", METHODS)
+def test_simulation_equals_gloo_to_the_bit(pool: Pool, expression: str) -> None:
+    options = {"optimizer": "momentum"}
+    real, virtual = pool.run(trained, expression, options), simulated(expression, **options)
+    for a, b in zip(real, virtual, strict=True):
+        assert all(same(x, y) for x, y in zip(a, b, strict=True))
+
+
+@pytest.mark.parametrize("workers", [2, 3])
+def test_other_world_sizes(pool: Pool, workers: int) -> None:
+    real = pool.run(trained, "local_sgd(every=2)", {"steps": 2}, workers=workers)
+    virtual = simulated("local_sgd(every=2)", workers=workers, steps=2)
+    for a, b in zip(real, virtual, strict=True):
+        assert all(same(x, y) for x, y in zip(a, b, strict=True))
+
+
+def test_one_round_on_random_floats_agrees_to_rounding(pool: Pool) -> None:
+    options = {"model": Realistic, "steps": 3, "optimizer": "momentum"}
+    real = pool.run(seeded, "local_sgd(every=3)", options)
+    virtual = offbeat.simulate(lambda comm: seeded(comm, "local_sgd(every=3)", options), 4)
+    for a, b in zip(real, virtual, strict=True):
+        for name in a[-1]:
+            torch.testing.assert_close(a[-1][name], b[-1][name], rtol=1e-6, atol=1e-7)
+
+
+def seeded(
+    comm: offbeat.Communicator, expression: str, options: dict[str, object]
+) -> list[dict[str, torch.Tensor]]:
+    torch.manual_seed(comm.rank)
+    return train(comm, expression, **options)
+
+
+def beside_the_users_own(comm: offbeat.Communicator) -> tuple[float, bool]:
+    """The user's collectives on the default group, while a message of ours is in the air."""
+    net = Dyadic(comm.rank)
+    opt = optimizer_for(net)
+    total = torch.zeros(())
+    with offbeat.local_sgd(net, opt, every=2, delay=2, group=comm) as sync:
+        for step in range(6):
+            net(data(comm.rank, step)).backward()
+            sync.step()
+            opt.zero_grad()
+            ones = torch.ones(())
+            dist.all_reduce(ones)
+            total += ones
+    return total.item(), same(snapshot(net), train(comm, "local_sgd(every=2, delay=2)", steps=6)[-1])
+
+
+def test_the_users_collectives_do_not_mix_with_ours(pool: Pool) -> None:
+    assert pool.run(beside_the_users_own) == [(24.0, True)] * 4
+
+
+def through_the_default_group(comm: offbeat.Communicator) -> tuple[str, int]:
+    net = Dyadic()
+    first = offbeat.local_sgd(net, optimizer_for(net))
+    second = offbeat.ddp(net, optimizer_for(net), group=dist.group.WORLD)
+    shared = first.parts[0].peers.everyone is second.parts[0].peers.everyone
+    return type(first.parts[0].peers.everyone).__name__, first.parts[0].peers.everyone.size if shared else 0
+
+
+def test_without_a_group_it_is_the_default_one(pool: Pool) -> None:
+    assert pool.run(through_the_default_group) == [("Torch", 4)] * 4
