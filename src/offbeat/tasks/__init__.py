@@ -1,0 +1,6 @@
+"""Training tasks that need no download, for the command line and the benchmarks."""
+
+from offbeat.tasks.bytes import bytes_task
+from offbeat.tasks.task import Batch, Batches, Task
+
+__all__ = ["Batch", "Batches", "Task", "bytes_task"]
