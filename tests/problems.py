@@ -18,12 +18,11 @@ class Dyadic(nn.Module):
     def __init__(self, seed: int = 0) -> None:
         super().__init__()
         g = torch.Generator().manual_seed(seed)
-        self.quadratic = nn.Parameter(integers(g, 3, 2).double())
-        self.linear = nn.Parameter(integers(g, 5))
-        self.tied = self.linear
+        quadratic, linear = nn.Parameter(integers(g, 3, 2).double()), nn.Parameter(integers(g, 5))
+        self.first = nn.ParameterDict({"quadratic": quadratic, "linear": linear})
         self.scalar = nn.Parameter(integers(g))
+        self.second = nn.ParameterDict({"turned": nn.Parameter(integers(g, 2, 4).t()), "tied": linear})
         self.empty = nn.Parameter(torch.zeros(0, 3))
-        self.turned = nn.Parameter(integers(g, 2, 4).t())
         self.idle = nn.Parameter(integers(g, 3))
         self.frozen = nn.Parameter(torch.ones(2), requires_grad=False)
         self.register_buffer("average", torch.zeros(2, dtype=torch.float64))
@@ -32,8 +31,9 @@ class Dyadic(nn.Module):
     def forward(self, data: Tensor) -> Tensor:
         self.average.add_(data[:2].double()).mul_(0.5)
         self.count.add_(1 + int(data[0].abs()))
-        pull = (self.quadratic - data[:6].view(3, 2)).square().sum() / 2
-        flat = (self.linear * data[:5]).sum() + self.scalar * data[5] + (self.turned * data[6]).sum()
+        pull = (self.first["quadratic"] - data[:6].view(3, 2)).square().sum() / 2
+        flat = (self.second["tied"] * data[:5]).sum() + (self.second["turned"] * data[6]).sum()
+        flat = flat + self.scalar * data[5]
         return pull + flat + self.empty.sum()
 
 
@@ -87,16 +87,19 @@ def train(
     model: type[nn.Module] = Dyadic,
     optimizer: str = "sgd",
     decay: float = 1.0,
+    idle: int = 0,
     finish: bool = True,
 ) -> list[dict[str, Tensor]]:
-    """Weights and buffers of this worker after every step, and after `finish()`."""
+    """Weights and buffers of this worker after every step and `finish()`; the rate is 0 in `idle` steps."""
     net = model(seed=comm.rank)
     opt = optimizer_for(net, optimizer)
-    scheduler = torch.optim.lr_scheduler.ExponentialLR(opt, decay)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(opt, lambda step: 0.0 if step < idle else decay**step)
     sync = offbeat.method(expression)(net, opt, group=comm)
     trace = []
     for step in range(steps):
-        net(data(comm.rank, step)).backward()
+        loss = net(data(comm.rank, step))
+        loss.backward()
+        sync.observe(loss.square())
         sync.step()
         opt.zero_grad()
         scheduler.step()

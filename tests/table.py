@@ -20,6 +20,23 @@ METHODS = [
     "hierarchical(nodes=2, inner=1, outer=4)",
     "hierarchical(nodes=((0,), (1, 2), (3,)), inner=2, outer=4)",
     "qsr(alpha=0.5, base=2, warmup=2, total=10)",
+    "adaptive(start=2, sample=5)",
+    "adacomm(start=4, interval=3)",
+    "dasgd(every=3, delay=2, keep=0.5)",
+    "cocod(every=3, delay=1)",
+    "slowmo(every=3, lr=1.0, momentum=0.5)",
+    "slowmo(every=2, lr=0.5, momentum=0.5, moments='average')",
+    "diloco(every=3, lr=0.5, momentum=0.5)",
+    "diloco(every=3, lr=0.5, momentum=0.5, moments='reset', buffers='keep')",
+    "streaming_diloco(every=4, fragments=2, delay=1, keep=0.5, lr=0.5, momentum=0.5)",
+    "streaming_diloco(every=3, fragments=2, delay=2, keep=0.5, lr=0.5, momentum=0.5)",
+    "eager_diloco(every=3, lr=0.5, momentum=0.5)",
+    "palsgd(every=4, p=0.5, eta=0.5, lr=0.5, momentum=0.5)",
+    "palsgd(every=4, p=0.5, eta=0.5, lr=0.5, momentum=0.5, warmup=3)",
+    "palsgd(every=4, p=0.5, eta=0.5, lr=0.5, momentum=0.5, shared=False, seed=1)",
+    "overlap_local_sgd(every=2, pull=0.5, momentum=0.5)",
+    "noloco(every=2, lr=0.5, momentum=0.5)",
+    "hierarchical(nodes=2, inner=1, outer=4, update=Outer(SGD(lr=0.5, momentum=0.5)))",
 ]
 
 
@@ -50,6 +67,47 @@ LAWS = [
     Law("hierarchical(nodes=1, inner=1, outer=3)", "local_sgd(every=3)", options=FLOATS),
     Law("hierarchical(nodes=4, inner=1, outer=2)", "local_sgd(every=1)", options=FLOATS),
     Law("hierarchical(nodes=((0, 1), (2, 3)), inner=1, outer=4)", "hierarchical(nodes=2, inner=1, outer=4)"),
+    Law("adaptive(start=3, sample=1000)", "local_sgd(every=3)", options=FLOATS),
+    Law("adaptive(start=2, sample=5)", "local_sgd(every=Adaptive(start=2, sample=5))", options=FLOATS),
+    Law("adacomm(start=3, interval=1000)", "local_sgd(every=3)", options=FLOATS),
+    Law("dasgd(every=3, delay=0, keep=0.0)", "local_sgd(every=3)", options=FLOATS),
+    Law("cocod(every=3, delay=2)", "local_sgd(every=3, delay=2)", options=FLOATS),
+    Law("cocod(every=3, delay=0)", "local_sgd(every=3)"),
+    # The outer step with rate 1 and no momentum is averaging; SlowMo at a constant rate is outer momentum.
+    Law("diloco(every=3, lr=1.0, momentum=0.0)", "local_sgd(every=3)"),
+    Law("slowmo(every=3, lr=1.0, momentum=0.0)", "local_sgd(every=3)"),
+    Law(
+        "slowmo(every=3, lr=0.5, momentum=0.5)",
+        "hierarchical(nodes=1, inner=3, outer=3, update=Outer(SGD(lr=0.5, momentum=0.5)))",
+    ),
+    Law(
+        "hierarchical(nodes=1, inner=1, outer=3, update=Outer(SGD(lr=0.7, momentum=0.9, nesterov=True)))",
+        "diloco(every=3)",
+        options=FLOATS,
+    ),
+    Law("streaming_diloco(every=3, fragments=1, delay=0)", "diloco(every=3)", options=FLOATS),
+    Law("palsgd(every=3, p=0.0)", "diloco(every=3)", options=FLOATS),
+    Law("palsgd(every=3, p=0.0, shared=False)", "diloco(every=3)", options=FLOATS),
+    Law("palsgd(every=3, p=0.5, warmup=100)", "ddp()", options=FLOATS),
+    Law("diloco(every=QSR(alpha=0.0, base=3))", "diloco(every=3)", options=FLOATS),
+    Law("slowmo(every=Adaptive(start=3, sample=1000))", "slowmo(every=3)", options=FLOATS),
+    # Without momentum the anchor is the mean of the round before; at first it is where everyone starts.
+    Law(
+        "overlap_local_sgd(every=3, pull=0.5, momentum=0.0)",
+        "dasgd(every=3, delay='round', keep=0.5)",
+        options={"idle": 3, "finish": False},
+    ),
+    Law(
+        "eager_diloco(every=3, lr=0.5, momentum=0.5)",
+        "diloco(every=3, lr=0.5, momentum=0.5)",
+        options={"workers": 1, "finish": False},
+    ),
+    # Two workers are always each other's partner; with equal anchors that is an outer step among all.
+    Law(
+        "noloco(every=3, lr=0.5, momentum=0.5)",
+        "hierarchical(nodes=1, inner=3, outer=3, update=Outer(SGD(lr=0.5, momentum=0.5)))",
+        options={"workers": 2},
+    ),
     # A message in the air for no time at all corrects by exactly what averaging would have changed.
     Law("local_sgd(every=3, delay='round')", "local_sgd(every=3, delay=3)", options=FLOATS),
 ]
@@ -63,4 +121,6 @@ ALONE = [
     "post_local_sgd(switch=4, every=3)",
     "hierarchical(nodes=1, inner=1, outer=4)",
     "qsr(alpha=0.5, base=2)",
+    "adaptive(start=2, sample=5)",
+    "cocod(every=3, delay=2)",
 ]

@@ -7,11 +7,14 @@ from offbeat.distributed import Torch
 from offbeat.errors import CheckpointMismatch, Deadlock, Disagreement, OffbeatError, PeerLost
 from offbeat.exchange import Exchange
 from offbeat.expression import method
+from offbeat.local import PseudoSync
 from offbeat.methods import *  # noqa: F403 - the named methods, listed in methods.__all__
+from offbeat.outer import SGD, Gossip, Outer, SlowMo
+from offbeat.overlap import Eager, Overlap
 from offbeat.part import Part
-from offbeat.peers import Peers, Subgroups, World
+from offbeat.peers import Pairs, Peers, Subgroups, World
 from offbeat.reduce import Mean, Reducer
-from offbeat.schedule import QSR, Clock, Every, Never, Schedule, Then
+from offbeat.schedule import QSR, AdaComm, Adaptive, Clock, Every, Never, Schedule, Then
 from offbeat.simulate import Network, Virtual, simulate
 from offbeat.sync import Synchronizer
 from offbeat.tensors import Packed, grads, params
@@ -21,28 +24,38 @@ __version__ = "0.1.0"
 
 __all__ = [
     "QSR",
+    "SGD",
+    "AdaComm",
+    "Adaptive",
     "CheckpointMismatch",
     "Clock",
     "Communicator",
     "Correct",
     "Deadlock",
     "Disagreement",
+    "Eager",
     "Every",
     "Exchange",
+    "Gossip",
     "Mean",
     "Metered",
     "Network",
     "Never",
     "OffbeatError",
+    "Outer",
+    "Overlap",
     "Packed",
+    "Pairs",
     "Part",
     "PeerLost",
     "Peers",
     "Pending",
+    "PseudoSync",
     "Reducer",
     "Replace",
     "Report",
     "Schedule",
+    "SlowMo",
     "Solo",
     "Subgroups",
     "Synchronizer",

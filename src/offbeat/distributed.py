@@ -49,7 +49,7 @@ class Torch(Communicator):
         self._key, self._ranks, self._backends, self._timeout = key, ranks, backends, timeout
         self._store = _get_default_store()
         self._lanes: dict[str, _Lane] = {}
-        self._children: dict[tuple[tuple[int, ...], ...], Torch] = {}
+        self._children: dict[tuple[int, ...], Torch] = {}
         self._left = False
         self._lane("control")
 
@@ -94,14 +94,13 @@ class Torch(Communicator):
         return self._send(calls, lambda: [part.tolist() for part in parts], "word from all", "control")
 
     def split(self, groups: Sequence[Sequence[int]]) -> Communicator:
-        key = tuple(tuple(group) for group in groups)
-        if key not in self._children:
-            mine = next(group for group in key if self.rank in group)
+        mine = tuple(next(group for group in groups if self.rank in group))
+        if mine not in self._children:
             child = Torch.__new__(Torch)
             ranks = [self._ranks[rank] for rank in mine]
-            child._join(f"{self._key}/{key}/{mine}", ranks, self._backends, self._timeout)
-            self._children[key] = child
-        return self._children[key]
+            child._join(f"{self._key}/{mine}", ranks, self._backends, self._timeout)
+            self._children[mine] = child
+        return self._children[mine]
 
     def leave(self, farewell: Farewell) -> None:
         for child in self._children.values():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Literal
@@ -14,9 +13,11 @@ from torch.optim import Optimizer
 from torch.profiler import record_function
 
 from offbeat.agreement import ROUND, header
-from offbeat.comm import Communicator, Metered, Pending
+from offbeat.comm import Communicator, Metered
 from offbeat.cost import Report
 from offbeat.flight import Flight
+from offbeat.ledger import Ledger
+from offbeat.optimizers import rates
 from offbeat.part import Part
 from offbeat.peers import Peers, World
 from offbeat.reduce import Mean, Reducer
@@ -59,8 +60,7 @@ class Exchange(Part):
         self.buffers, self.moments = Buffers(live.model, buffers), Moments(live, moments)
         self.drift = not live.early if drift is None else drift
         _check_delay(delay, when)
-        self._index = 0
-        self._hand_in: Callable[[Report], None] = _ignore
+        self._index, self._ledger = 0, Ledger()
         self._states: dict[str, State] = {
             "when": self.when.init(),
             "reduce": self.reduce.init(),
@@ -69,9 +69,8 @@ class Exchange(Part):
         self._payload: Packed | None = None
         self._plan: int | None = None
         self._round, self._began_at, self._landed_at = 0, 0, -1
-        self._last_drift: float | None = None
+        self._opened = False
         self._flight: Flight | None = None
-        self._unreported: deque[tuple[Report, Pending[list[Tensor]]]] = deque()
 
     def __repr__(self) -> str:
         return (
@@ -81,15 +80,21 @@ class Exchange(Part):
         )
 
     def bind(self, index: int, optimizers: Sequence[Optimizer], report: Callable[[Report], None]) -> None:
-        self._index, self._hand_in = index, report
+        self._index, self._ledger.hand_in = index, report
         self.moments.optimizers = optimizers
 
     def communicators(self) -> list[Communicator]:
-        return [self.peers.everyone, self.peers.at(0)]
+        return [self.peers.everyone, self.peers.at(self._round)]
 
-    def before(self, clock: Clock) -> bool:
+    def observe(self, loss: float | Tensor) -> None:
+        if "loss" in self.when.needs:
+            self._ledger.observe(loss)
+
+    def plan(self, clock: Clock) -> None:
         if self._plan is None:
             self._ask(clock)
+
+    def before(self, clock: Clock) -> bool:
         if self.live.early:
             self.tick(replace(clock, step=clock.step + 1))
         return True
@@ -100,8 +105,7 @@ class Exchange(Part):
 
     def tick(self, clock: Clock) -> None:
         """Land what is due, then begin the round if this is its step, and land it at once without a delay."""
-        if self._unreported:
-            self.settle(wait=False)
+        self._ledger.settle(wait=False)
         begins = self._plan == clock.step
         if self._flight and (self._flight.due == clock.step or (begins and self._flight.due is None)):
             self.land(clock)
@@ -112,10 +116,14 @@ class Exchange(Part):
 
     def _ask(self, clock: Clock) -> None:
         """Plan the next round."""
-        clock = replace(clock, round=self._round, drift=self._last_drift)
-        self._plan = self.when.next(clock, self._states["when"])
+        self._ledger.settle(wait=bool(self.when.needs))
+        self._plan = self.when.next(
+            self._ledger.told(replace(clock, round=self._round)), self._states["when"]
+        )
         if self._plan is None:
             return
+        if not self._opened:
+            self._open()
         assert self._plan > clock.step, f"{self.when!r} plans step {self._plan} after step {clock.step}"
         flight = self._flight
         if flight and flight.due is not None and flight.due > self._plan:
@@ -125,10 +133,16 @@ class Exchange(Part):
             )
 
     @torch.no_grad()
+    def _open(self) -> None:
+        """The first period begins."""
+        self.update.open(list(self.live.like().values()), self._own, self._states["update"])
+        self._opened = True
+
+    @torch.no_grad()
     def begin(self, clock: Clock) -> None:
         """Send this worker's share of the round."""
-        clock = replace(clock, round=self._round)
         comm = Metered(self.peers.at(self._round))
+        clock = replace(clock, round=self._round, workers=comm.size, rates=self._rates())
         with record_function("offbeat.begin"):
             began = comm.now()
             moments = self.moments.averaged(comm)
@@ -140,7 +154,7 @@ class Exchange(Part):
                 began=began,
                 waited=comm.now() - began,
                 heads=comm.tell(header(ROUND, self._index, clock)),
-                mean=self.reduce.start(self._filled(), comm, clock, self._states["reduce"]),
+                mean=self.reduce.start(self._filled(clock), comm, clock, self._states["reduce"]),
                 followed=self.buffers.follow(comm),
                 moments=send_mean(moments, comm),
                 sent=[t.clone() for t in self._riders(moments)] if self.delay else None,
@@ -154,17 +168,22 @@ class Exchange(Part):
         flight, self._flight = self._flight, None
         with record_function("offbeat.land"):
             flight.wait()
-            distances = self._apply(flight, replace(clock, round=flight.clock.round))
+            clock = replace(clock, round=flight.clock.round, workers=flight.comm.size, rates=self._rates())
+            distances = self._apply(flight, clock)
             self.moments.reset()
         self._landed_at = clock.step
         self._account(flight, distances)
 
-    def _filled(self) -> Packed:
+    def _rates(self) -> tuple[float, ...]:
+        """The learning rate of every live tensor, that of its own group."""
+        return rates(self.live.parameters, self.moments.optimizers)
+
+    def _filled(self, clock: Clock) -> Packed:
         """The payload: what the update sends, then what rides along."""
         payload = self._room()
         notes, live, buffers = self.live.notes(), self.live.tensors(), self.buffers.averaged()
         own, riders = payload.cut(len(live))
-        self.update.outgoing(live, own, self._states["update"])
+        self.update.outgoing(live, own, clock, self._states["update"])
         riders.read([*notes.values(), *buffers.values()])
         return payload
 
@@ -175,7 +194,12 @@ class Exchange(Part):
             self._payload = Packed.like({**self.live.like(), **riders})
         return self._payload
 
-    def _apply(self, flight: Flight, clock: Clock) -> tuple[float, float] | None:
+    @property
+    def _own(self) -> Packed:
+        """The update's part of that memory."""
+        return self._room().cut(len(self.live.names))[0]
+
+    def _apply(self, flight: Flight, clock: Clock) -> tuple[float, float | None] | None:
         live, state = self.live.tensors(), self._states["update"]
         own, notes, buffers = flight.mean.wait().cut(len(live), len(self.live.notes()))
         distances = self.update.distances(live, own, state) if self.drift else None
@@ -191,19 +215,20 @@ class Exchange(Part):
         """Buffers averaged, buffers followed, moments averaged."""
         return [*self.buffers.averaged().values(), *self.buffers.followed().values(), *moments.values()]
 
-    def _account(self, flight: Flight, distances: tuple[float, float] | None) -> None:
+    def _account(self, flight: Flight, distances: tuple[float, float | None] | None) -> None:
         if distances is None:
-            self._hand_in(flight.report(norm=None))
+            self._ledger.hand_in(flight.report(norm=None))
             return
         drift, norm = distances
-        spread = flight.comm.mean([torch.tensor([drift], dtype=torch.float64)])
-        self._unreported.append((flight.report(math.sqrt(norm)), spread))
+        loss = self._ledger.mean_loss()
+        if loss is None and "loss" in self.when.needs:
+            raise ValueError(
+                f"{self.when!r} needs the loss: call sync.observe(loss) before every sync.step()."
+            )
+        self._ledger.add(flight, drift, loss or 0.0, None if norm is None else math.sqrt(norm))
 
     def settle(self, *, wait: bool) -> None:
-        while self._unreported and (wait or self._unreported[0][1].done()):
-            report, spread = self._unreported.popleft()
-            self._last_drift = float(spread.wait()[0])
-            self._hand_in(replace(report, drift=self._last_drift))
+        self._ledger.settle(wait=wait)
 
     def shared_gradient(self, step: int) -> bool:
         return self.live.early and self._landed_at == step and self._equalizes
@@ -218,21 +243,38 @@ class Exchange(Part):
         whole = self.live.only is None and self.buffers.equalizes
         return whole and everywhere and self.delay == 0 and self.update.equalizes
 
+    @torch.no_grad()
+    def shown(self) -> tuple[dict[str, Tensor], bool]:
+        shown = None if self.live.early else self.update.shown(self._own, self._states["update"])
+        if shown is None:
+            return {}, True
+        tensors, agreed = shown
+        return dict(zip(self.live.names, tensors, strict=True)), agreed
+
+    @torch.no_grad()
     def flush(self, clock: Clock) -> bool:
-        in_air = self._flight is not None
-        if in_air:
+        landed = self._flight is not None
+        if landed:
             self.land(clock)
-        self.settle(wait=True)
-        return in_air
+        closed = not self.live.early and self.update.close(
+            self.live.tensors(), self._own, self.peers.everyone, self._states["update"]
+        )
+        self._ledger.settle(wait=True)
+        return landed or closed
+
+    @torch.no_grad()
+    def follow(self) -> None:
+        if not self.live.early:
+            self.update.follow(self.live.tensors(), self._own, self._states["update"])
 
     def state_dict(self) -> State:
-        self.settle(wait=True)
         return {
             "plan": self._plan,
             "round": self._round,
             "began_at": self._began_at,
             "landed_at": self._landed_at,
-            "drift": self._last_drift,
+            "opened": self._opened,
+            "ledger": self._ledger.state_dict(),
             "states": _copied(self._states),
             "flight": None if self._flight is None else self._flight.state_dict(),
         }
@@ -240,9 +282,9 @@ class Exchange(Part):
     @torch.no_grad()
     def load_state_dict(self, state: State) -> None:
         self._plan, self._round, self._began_at = state["plan"], state["round"], state["began_at"]
-        self._landed_at, self._last_drift = state["landed_at"], state["drift"]
+        self._landed_at, self._opened = state["landed_at"], state["opened"]
+        self._ledger.load_state_dict(state["ledger"])
         self._states = _copied(state["states"])
-        self._unreported.clear()
         self._flight = None
         if state["flight"] is not None:
             comm = Metered(self.peers.at(state["flight"]["round"]))
@@ -258,10 +300,6 @@ def _check_delay(delay: Delay, when: Schedule) -> None:
         raise ValueError(
             f"delay={delay} with {when!r}: delay must not exceed the period, which can be {when.shortest}."
         )
-
-
-def _ignore(report: Report) -> None:
-    pass
 
 
 def _copied(value: Any) -> Any:

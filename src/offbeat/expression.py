@@ -8,14 +8,14 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from offbeat import methods, reduce, schedule, update
+from offbeat import methods, outer, overlap, reduce, schedule, update
 from offbeat.sync import Synchronizer
 
 VALUES = {
     name: value
-    for module in (schedule, reduce, update)
+    for module in (schedule, reduce, update, outer, overlap)
     for name, value in vars(module).items()
-    if inspect.isclass(value) and hasattr(value, "__dataclass_fields__") and name != "Clock"
+    if inspect.isclass(value) and hasattr(value, "__dataclass_fields__") and name not in ("Anchored", "Clock")
 }
 
 
@@ -34,16 +34,15 @@ def method(expression: str) -> Callable[..., Synchronizer]:
         raise ValueError(f"method({expression!r}): this is not an expression: {error.msg}.") from None
     name, keywords = _method_call(tree, expression)
     function = getattr(methods, name)
-    accepted = inspect.signature(function).parameters
+    accepted = methods.arguments(function)
     for keyword in keywords:
-        if keyword not in accepted or keyword in ("model", "optimizer", "group"):
-            choice = ", ".join(key for key in accepted if key not in ("model", "optimizer", "group"))
+        if keyword not in accepted:
+            choice = ", ".join(accepted)
             raise ValueError(
                 f"method({expression!r}): {name} has no argument {keyword!r}; it takes {choice}."
             )
-    for key, parameter in accepted.items():
-        required = parameter.default is parameter.empty and parameter.kind is parameter.KEYWORD_ONLY
-        if required and key not in keywords:
+    for key, default in accepted.items():
+        if default is inspect.Parameter.empty and key not in keywords:
             raise ValueError(f"method({expression!r}): {name} needs {key}=.")
     return functools.partial(function, **keywords)
 

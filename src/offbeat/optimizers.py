@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from unittest.mock import patch
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -36,6 +36,13 @@ def learning_rate(optimizers: Sequence[Optimizer]) -> float:
     if not math.isfinite(lr):
         raise ValueError(f"The learning rate is {lr}: it must be a finite number; look at its scheduler.")
     return lr
+
+
+def rates(parameters: Sequence[Tensor], optimizers: Sequence[Optimizer]) -> tuple[float, ...]:
+    """The learning rate of each parameter's own group; 0 for one that no optimizer holds."""
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    own = {id(p): float(group["lr"]) for group in groups for p in group["params"]}
+    return tuple(own.get(id(p), 0.0) for p in parameters)
 
 
 @contextmanager

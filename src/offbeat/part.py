@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from offbeat.comm import Communicator
@@ -26,16 +26,36 @@ class Part:
         """All it ever talks to."""
         return [self.peers.everyone]
 
+    def observe(self, loss: float | Tensor) -> None:
+        """The loss of the coming iteration."""
+
+    def plan(self, clock: Clock) -> None:
+        """An iteration begins, with a gradient or without."""
+
     def before(self, clock: Clock) -> bool:
         """Gradients are ready. False: this part makes the step, not the optimizer."""
         return True
 
+    def release(self) -> None:
+        """The local step is over, or has failed: undo what was changed for it."""
+
     def after(self, clock: Clock) -> None:
         """Parameters have moved."""
 
-    def flush(self, clock: Clock) -> bool:
-        """Land what is in the air; whether there was anything."""
+    def again(self, clock: Clock) -> bool:
+        """Whether one more iteration without a gradient follows; if so, this part has made its step."""
         return False
+
+    def shown(self) -> tuple[dict[str, Tensor], bool]:
+        """What `averaged()` shows instead of live parameters, and whether it is the same on all workers."""
+        return {}, True
+
+    def flush(self, clock: Clock) -> bool:
+        """The run ends: land what is in the air; whether anything was changed."""
+        return False
+
+    def follow(self) -> None:
+        """All workers have been given the same weights."""
 
     def settle(self, *, wait: bool) -> None:
         """Hand in the reports that are complete; with `wait`, all of them."""

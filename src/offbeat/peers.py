@@ -1,4 +1,4 @@
-"""With whom: everyone, or one's own group."""
+"""With whom: everyone, a partner drawn anew each round, or one's own group."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from offbeat.comm import Communicator, Solo
 from offbeat.distributed import Torch
+from offbeat.draws import shuffled
 
 Group = Communicator | dist.ProcessGroup | DeviceMesh | None
 
@@ -70,6 +71,25 @@ class World:
 
     def __repr__(self) -> str:
         return "World()"
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """Every round in pairs, drawn anew from `seed` and the round; of an odd number one stays alone."""
+
+    group: Group = None
+    seed: int = 0
+
+    @property
+    def everyone(self) -> Communicator:
+        return communicator(self.group)
+
+    def at(self, round: int) -> Communicator:
+        order = shuffled(self.everyone.size, self.seed, round, "pairs")
+        return self.everyone.split([sorted(order[i : i + 2]) for i in range(0, len(order), 2)])
+
+    def __repr__(self) -> str:
+        return f"Pairs(seed={self.seed})"
 
 
 @dataclass(frozen=True)

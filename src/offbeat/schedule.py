@@ -14,14 +14,19 @@ State = dict[str, Any]
 class Clock:
     """Where a worker is: iterations completed, rounds begun, and the learning rate.
 
-    Asked for a plan, it is the rate of the coming step; at a round, that of the step just done. `drift` is
-    the spread of the workers' weights at the last round, None before it is known.
+    Asked for a plan, `lr` is the rate of the coming step; at a round, that of the step just done, and `rates`
+    are those of the live tensors, each of its own parameter group. `drift`, `loss` and `round_lr` are of the
+    last round known: the spread of the workers' weights, the mean loss since the round before, the rate.
     """
 
     step: int
     round: int
     lr: float
+    workers: int = 1  # in this round
+    rates: tuple[float, ...] = ()
     drift: float | None = None
+    loss: float | None = None
+    round_lr: float | None = None
 
 
 class Schedule:
@@ -31,6 +36,11 @@ class Schedule:
     def shortest(self) -> int | None:
         """The least number of steps between two rounds; None if it cannot be known beforehand."""
         return None
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """Which of "drift" and "loss" it decides by."""
+        return frozenset()
 
     def init(self) -> State:
         """What it remembers, at first."""
@@ -99,6 +109,10 @@ class Then(Schedule):
         if self.switch < 0:
             raise ValueError(f"{self!r}: switch must not be negative.")
 
+    @property
+    def needs(self) -> frozenset[str]:
+        return self.first.needs | self.second.needs
+
     def init(self) -> State:
         return {"first": self.first.init(), "second": self.second.init()}
 
@@ -160,6 +174,111 @@ class QSR(Schedule):
         # A longer period than 2³¹ steps means no more rounds; the cap keeps the power finite.
         ratio = min(self.alpha / lr, 2.0 ** (31 / self.power))
         return max(self.base, int(ratio**self.power))
+
+
+@dataclass(frozen=True)
+class Adaptive(Schedule):
+    """The period follows the drift: it grows while the workers stay closer together than the rate explains.
+
+        C = mean of S/γ over the rounds in warmup … sample,   S = mean |x − x̄|²,   γ the lr at the round
+        S < 0.7 γ C: period + 1        S > 1.3 γ C: period − 1, at least 1
+
+    The period is `start` until `sample`, a quarter of the run in the paper. Larger `start` communicates less.
+
+    Jiang & Agrawal, "Adaptive Periodic Averaging", 2020, arXiv 2007.06134.
+    """
+
+    start: int
+    sample: int
+    warmup: int = 0
+
+    def __post_init__(self) -> None:
+        if self.start < 1:
+            raise ValueError(f"{self!r}: start must be at least 1.")
+        if not 0 <= self.warmup < self.sample:
+            raise ValueError(f"{self!r}: warmup must not be negative, and below sample.")
+
+    @property
+    def needs(self) -> frozenset[str]:
+        return frozenset({"drift"})
+
+    def init(self) -> State:
+        return {"period": self.start, "seen": 0, "total": 0.0, "count": 0}
+
+    def next(self, clock: Clock, state: State) -> int | None:
+        if clock.drift is not None and clock.round_lr and clock.round > state["seen"]:
+            state["seen"] = clock.round
+            self._learn(clock.step, clock.drift, clock.round_lr, state)
+        return clock.step + int(state["period"])
+
+    def _learn(self, step: int, drift: float, lr: float, state: State) -> None:
+        if step < self.warmup:
+            return
+        if step < self.sample or not state["count"]:
+            state["total"] += drift / lr
+            state["count"] += 1
+            return
+        expected = lr * state["total"] / state["count"]
+        if drift < 0.7 * expected:
+            state["period"] += 1
+        elif drift > 1.3 * expected:
+            state["period"] = max(1, state["period"] - 1)
+
+
+@dataclass(frozen=True)
+class AdaComm(Schedule):
+    """The period shrinks as the loss falls; the loop hands the loss over with `sync.observe(loss)`.
+
+        τ' = max(1, ⌈√(γ₀/γ · F/F₀) · start⌉)        τ ← τ' if it is smaller, else ⌈τ/2⌉
+
+    at the end of each `interval` of steps, F being its mean loss over all workers, F₀ and γ₀ the loss and the
+    last lr of the first one after `warmup`. Larger `start` communicates less, larger `interval` for longer.
+
+    Wang & Joshi, "Adaptive Communication Strategies", SysML 2019, arXiv 1810.08313.
+    """
+
+    start: int
+    interval: int
+    warmup: int = 0
+
+    def __post_init__(self) -> None:
+        if self.start < 1:
+            raise ValueError(f"{self!r}: start must be at least 1.")
+        if self.interval < 1:
+            raise ValueError(f"{self!r}: interval must be at least 1.")
+        if self.warmup < 0:
+            raise ValueError(f"{self!r}: warmup must not be negative.")
+
+    @property
+    def needs(self) -> frozenset[str]:
+        return frozenset({"loss"})
+
+    def init(self) -> State:
+        return {"period": self.start, "seen": 0, "at": 0, "total": 0.0, "steps": 0, "ended": 0, "first": None}
+
+    def next(self, clock: Clock, state: State) -> int | None:
+        if clock.loss is not None and clock.round > state["seen"] and clock.step > self.warmup:
+            steps = clock.step - state["at"]
+            state["total"] += clock.loss * steps
+            state["steps"] += steps
+        state["seen"], state["at"] = clock.round, clock.step
+        ended = max(0, clock.step - self.warmup) // self.interval
+        if ended > state["ended"] and state["steps"]:
+            self._learn(state["total"] / state["steps"], clock.round_lr or 0.0, state)
+            state.update(total=0.0, steps=0, ended=ended)
+        return clock.step + int(state["period"])
+
+    def _learn(self, loss: float, lr: float, state: State) -> None:
+        if state["first"] is None:
+            state["first"] = [loss, lr]
+            return
+        first_loss, first_lr = state["first"]
+        halved = math.ceil(state["period"] / 2)
+        if lr <= 0 or first_loss <= 0:
+            state["period"] = halved
+            return
+        wanted = max(1, math.ceil(math.sqrt(first_lr / lr * max(loss, 0.0) / first_loss) * self.start))
+        state["period"] = wanted if wanted < state["period"] else halved
 
 
 def schedule(every: int | Schedule) -> Schedule:

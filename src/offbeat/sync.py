@@ -9,6 +9,7 @@ from contextlib import contextmanager, nullcontext
 from types import TracebackType
 from typing import Any, NoReturn
 
+from torch import Tensor
 from torch.optim import Optimizer
 
 from offbeat import agreement
@@ -17,8 +18,10 @@ from offbeat.cost import Report, Totals
 from offbeat.errors import CheckpointMismatch, Disagreement
 from offbeat.optimizers import check_fit, held_still, learning_rate
 from offbeat.part import Part
+from offbeat.riders import floating_buffers
 from offbeat.schedule import Clock, State
-from offbeat.weights import put_aside, replace_by_mean, take_from_first
+from offbeat.tensors import trainable
+from offbeat.weights import put_aside, replace_by_mean, take_from_first, write
 
 logger = logging.getLogger("offbeat")
 
@@ -80,9 +83,16 @@ class Synchronizer:
             with nullcontext() if theirs else held_still(self.optimizers):
                 result = (local or self._local)()
         except BaseException as error:
+            for part in self.parts:
+                part.release()
             self._fail(error)
         self.after_step()
         return result
+
+    def observe(self, loss: float | Tensor) -> None:
+        """Tell schedules that decide by it the loss of the coming step."""
+        for part in self.parts:
+            part.observe(loss)
 
     def before_step(self) -> bool:
         """For frameworks that own the step: gradients are ready. False: do not step your optimizer."""
@@ -94,8 +104,9 @@ class Synchronizer:
             self._inside_step = True
             self._comm.computed(self.steps)
             self._lr = learning_rate(self.optimizers)
-            clock = Clock(step=self.steps, round=0, lr=self._lr)
-            ready = [part.before(clock) for part in self.parts]
+            for part in self.parts:
+                part.plan(self._clock())
+            ready = [part.before(self._clock()) for part in self.parts]
             return all(ready)
         except BaseException as error:
             self._fail(error)
@@ -105,12 +116,26 @@ class Synchronizer:
         if not self._inside_step:
             raise RuntimeError("after_step(): call before_step() first.")
         self._inside_step = False
-        self.steps += 1
+        for part in self.parts:
+            part.release()
         try:
-            for part in self.parts:
-                part.after(self._clock())
+            self._complete()
+            while self._again():
+                for part in self.parts:
+                    part.plan(self._clock())
+                self._complete()
         except BaseException as error:
             self._fail(error)
+
+    def _again(self) -> bool:
+        answers = [part.again(self._clock()) for part in self.parts]
+        return any(answers)
+
+    def _complete(self) -> None:
+        """One more iteration is complete: the parts act on the moved parameters."""
+        self.steps += 1
+        for part in self.parts:
+            part.after(self._clock())
         # Equal weights stay equal under equal gradients only while the optimizers' moments never went apart.
         self._lockstep = self._lockstep and any(part.shared_gradient(self.steps) for part in self.parts)
         self._equal = self._lockstep or any(part.made_equal(self.steps) for part in self.parts)
@@ -130,8 +155,7 @@ class Synchronizer:
             self._inside_averaged = True
             try:
                 if not self._equal:
-                    self._meet(agreement.AVERAGED)
-                    replace_by_mean(self.model, self._comm)
+                    self._show_consensus()
                 yield
             finally:
                 self._inside_averaged = False
@@ -148,6 +172,8 @@ class Synchronizer:
             self._meet(agreement.FINISH)
             if any(landed) or not self._equal:
                 replace_by_mean(self.model, self._comm)
+            for part in self.parts:
+                part.follow()
         except BaseException as error:
             self._fail(error)
         self._count_own()
@@ -234,6 +260,16 @@ class Synchronizer:
         # On all of them at once: a worker that is elsewhere waits for us on one.
         for message in [comm.tell(where) for comm in talks.values()]:
             agreement.compare_headers(message.wait())
+
+    def _show_consensus(self) -> None:
+        """Anchors where a method has them, the mean of everything else."""
+        agreed: set[str] = set()
+        for tensors, everywhere in [part.shown() for part in self.parts]:
+            write(self.model, tensors)
+            agreed |= set(tensors) if everywhere else set()
+        if agreed != set(trainable(self.model)) or floating_buffers(self.model):
+            self._meet(agreement.AVERAGED)
+            replace_by_mean(self.model, self._comm, but=agreed)
 
     def _count_own(self) -> None:
         """Add what the synchronizer itself has sent to the totals."""

@@ -153,6 +153,14 @@ class Packed:
         spans = [(order.index(i), start - edges[i][0], n) for i, start, n in self._spans[first:last]]
         return Packed(self.names[first:last], self.views[first:last], flats, spans)
 
+    def over(self, flats: Sequence[Tensor]) -> Packed:
+        """The same entries in other vectors of the same lengths."""
+        views = [
+            flats[i][start : start + n].view(view.shape)
+            for (i, start, n), view in zip(self._spans, self.views, strict=True)
+        ]
+        return Packed(self.names, views, flats, self._spans)
+
     def read(self, tensors: Sequence[Tensor]) -> None:
         """Copy tensors in."""
         if self.views:

@@ -4,37 +4,59 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from offbeat.comm import Communicator
 from offbeat.schedule import Clock, State
 from offbeat.tensors import Packed
 
 
-class Update(Protocol):
-    """How a mean is applied. A frozen value."""
+class Update:
+    """How a mean is applied. A frozen value; what it remembers is in `state`, in plain tensors and numbers.
+
+    `live` are the live tensors; `room` is memory in which they lie packed, free to be overwritten.
+    """
 
     @property
     def equalizes(self) -> bool:
         """Whether workers that land the same mean at once are left with the same tensors."""
+        return False
 
     def init(self) -> State:
         """What it remembers, at first."""
+        return {}
 
-    def outgoing(self, live: Sequence[Tensor], payload: Packed, state: State) -> None:
-        """Write what this worker sends into `payload`."""
+    def open(self, live: Sequence[Tensor], room: Packed, state: State) -> None:
+        """The first period begins: take anchors."""
+
+    def outgoing(self, live: Sequence[Tensor], room: Packed, clock: Clock, state: State) -> None:
+        """Write what this worker sends into `room`."""
+        raise NotImplementedError
 
     def incoming(self, live: Sequence[Tensor], mean: Packed, clock: Clock, state: State) -> None:
         """Write the live tensors in place."""
+        raise NotImplementedError
 
-    def distances(self, live: Sequence[Tensor], mean: Packed, state: State) -> tuple[float, float]:
+    def distances(self, live: Sequence[Tensor], mean: Packed, state: State) -> tuple[float, float | None]:
         """Asked before `incoming`: this worker's |x − x̄|², and the square length of the change to come."""
+        raise NotImplementedError
+
+    def shown(self, room: Packed, state: State) -> tuple[list[Tensor], bool] | None:
+        """What `averaged()` shows instead of the live tensors, and whether it is the same on all workers."""
+        return None
+
+    def close(self, live: Sequence[Tensor], room: Packed, comm: Communicator, state: State) -> bool:
+        """The run ends and nothing is in the air: a last act; whether there was one."""
+        return False
+
+    def follow(self, live: Sequence[Tensor], room: Packed, state: State) -> None:
+        """All workers have been given the same weights: anchors follow."""
 
 
 @dataclass(frozen=True)
-class Replace:
+class Replace(Update):
     """x ← keep·x + (1 − keep)·mean. Larger `keep` holds on to more of the local progress."""
 
     keep: float = 0.0
@@ -47,26 +69,19 @@ class Replace:
     def equalizes(self) -> bool:
         return self.keep == 0
 
-    def init(self) -> State:
-        return {}
-
-    def outgoing(self, live: Sequence[Tensor], payload: Packed, state: State) -> None:
-        payload.read(live)
+    def outgoing(self, live: Sequence[Tensor], room: Packed, clock: Clock, state: State) -> None:
+        room.read(live)
 
     def incoming(self, live: Sequence[Tensor], mean: Packed, clock: Clock, state: State) -> None:
-        if self.keep == 0:
-            mean.write(live)
-        else:
-            for x, m in zip(live, mean.views, strict=True):
-                x.copy_(self.keep * x.to(m.dtype) + (1 - self.keep) * m)
+        blend(live, mean, self.keep)
 
-    def distances(self, live: Sequence[Tensor], mean: Packed, state: State) -> tuple[float, float]:
+    def distances(self, live: Sequence[Tensor], mean: Packed, state: State) -> tuple[float, float | None]:
         drift = square_distance(live, mean.views)
         return drift, (1 - self.keep) ** 2 * drift
 
 
 @dataclass(frozen=True)
-class Correct:
+class Correct(Update):
     """x ← x + gain·(mean − sent): what was sent is moved to the mean, what was done since is kept.
 
     The rule for delayed averaging; one worker is left as it is. Costs one more copy of the model in the air.
@@ -78,16 +93,9 @@ class Correct:
         if not 0 < self.gain <= 1:
             raise ValueError(f"{self!r}: gain must be above 0 and at most 1.")
 
-    @property
-    def equalizes(self) -> bool:
-        return False
-
-    def init(self) -> State:
-        return {}
-
-    def outgoing(self, live: Sequence[Tensor], payload: Packed, state: State) -> None:
-        payload.read(live)
-        state["sent"] = [flat.clone() for flat in payload.flats]
+    def outgoing(self, live: Sequence[Tensor], room: Packed, clock: Clock, state: State) -> None:
+        room.read(live)
+        state["sent"] = [flat.clone() for flat in room.flats]
 
     def incoming(self, live: Sequence[Tensor], mean: Packed, clock: Clock, state: State) -> None:
         for flat, sent in zip(mean.flats, state.pop("sent"), strict=True):
@@ -95,9 +103,18 @@ class Correct:
         for x, change in zip(live, mean.views, strict=True):
             x.add_(change)
 
-    def distances(self, live: Sequence[Tensor], mean: Packed, state: State) -> tuple[float, float]:
+    def distances(self, live: Sequence[Tensor], mean: Packed, state: State) -> tuple[float, float | None]:
         drift = square_distance(state["sent"], mean.flats)
         return drift, self.gain**2 * drift
+
+
+def blend(live: Sequence[Tensor], values: Packed, keep: float) -> None:
+    """x ← keep·x + (1 − keep)·value, in the wider of both dtypes."""
+    if keep == 0:
+        values.write(live)
+        return
+    for x, value in zip(live, values.views, strict=True):
+        x.copy_(keep * x.to(value.dtype) + (1 - keep) * value)
 
 
 def square_distance(these: Sequence[Tensor], those: Sequence[Tensor]) -> float:
@@ -105,7 +122,7 @@ def square_distance(these: Sequence[Tensor], those: Sequence[Tensor]) -> float:
     if not these:
         return 0.0
     lengths = [
-        torch.linalg.vector_norm(a - b, dtype=torch.promote_types(b.dtype, torch.float32))
+        torch.linalg.vector_norm(a - b, dtype=torch.promote_types(b.dtype, torch.float32)).double()
         for a, b in zip(these, those, strict=True)
     ]
-    return float(torch.stack([length.double() for length in lengths]).square().sum())
+    return float(torch.stack(lengths).square().sum())

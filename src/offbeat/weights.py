@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -34,12 +34,21 @@ def take_from_first(model: nn.Module, comm: Communicator) -> None:
 
 
 @torch.no_grad()
-def replace_by_mean(model: nn.Module, comm: Communicator) -> None:
-    """The mean of everyone's weights and floating buffers, on every rank."""
-    tensors = [*map(local, trainable(model).values()), *floating_buffers(model).values()]
+def replace_by_mean(model: nn.Module, comm: Communicator, *, but: Collection[str] = ()) -> None:
+    """The mean of everyone's weights, except some, and floating buffers, on every rank."""
+    weights = [local(p) for name, p in trainable(model).items() if name not in but]
+    tensors = [*weights, *floating_buffers(model).values()]
     packed = _packed(tensors)
     comm.mean(packed.flats).wait()
     packed.write(tensors)
+
+
+@torch.no_grad()
+def write(model: nn.Module, values: Mapping[str, Tensor]) -> None:
+    """Values into the weights of these names."""
+    weights = trainable(model)
+    for name, value in values.items():
+        local(weights[name]).copy_(value)
 
 
 @contextmanager

@@ -1,0 +1,68 @@
+"""What rounds tell: drift and loss, reduced over the workers, and the reports that wait for them."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from offbeat.comm import Pending
+from offbeat.cost import Report
+from offbeat.flight import Flight
+from offbeat.schedule import Clock, State
+
+
+class Ledger:
+    """Reports are handed in when the mean drift of their round has arrived: nobody waits for it."""
+
+    def __init__(self) -> None:
+        self.hand_in: Callable[[Report], None] = lambda report: None
+        self._open: deque[tuple[Report, float, Pending[list[Tensor]]]] = deque()
+        self._last: tuple[float, float, float] | None = None  # drift, loss and lr of the last round known
+        self._loss: float | Tensor = 0.0  # sum of the losses observed since the last round landed
+        self._losses = 0
+
+    def observe(self, loss: float | Tensor) -> None:
+        self._loss = self._loss + (loss.detach().double() if isinstance(loss, Tensor) else loss)
+        self._losses += 1
+
+    def mean_loss(self) -> float | None:
+        """Of the losses observed since the last call; None if there were none."""
+        if not self._losses:
+            return None
+        loss = float(self._loss) / self._losses
+        self._loss, self._losses = 0.0, 0
+        return loss
+
+    def add(self, flight: Flight, drift: float, loss: float, norm: float | None) -> None:
+        """Send this worker's drift and loss; the report follows when everyone's have come."""
+        scalars = flight.comm.mean([torch.tensor([drift, loss], dtype=torch.float64)])
+        self._open.append((flight.report(norm), flight.clock.lr, scalars))
+
+    def settle(self, *, wait: bool) -> None:
+        """Hand in what is complete; with `wait`, everything."""
+        while self._open and (wait or self._open[0][2].done()):
+            report, lr, scalars = self._open.popleft()
+            drift, loss = scalars.wait()[0].tolist()
+            self._last = (drift, loss, lr)
+            self.hand_in(replace(report, drift=drift))
+
+    def told(self, clock: Clock) -> Clock:
+        """The clock with what the last round told."""
+        if self._last is None:
+            return clock
+        drift, loss, lr = self._last
+        return replace(clock, drift=drift, loss=loss, round_lr=lr)
+
+    def state_dict(self) -> State:
+        self.settle(wait=True)
+        last = None if self._last is None else list(self._last)
+        return {"last": last, "loss": float(self._loss), "losses": self._losses}
+
+    def load_state_dict(self, state: State) -> None:
+        self._last = None if state["last"] is None else tuple(state["last"])
+        self._loss, self._losses = state["loss"], state["losses"]
+        self._open.clear()

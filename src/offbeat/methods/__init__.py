@@ -1,0 +1,9 @@
+"""The named methods: each is one expression over the parts."""
+
+from offbeat.methods.anchored import *  # noqa: F403
+from offbeat.methods.anchored import __all__ as _anchored
+from offbeat.methods.averaging import *  # noqa: F403
+from offbeat.methods.averaging import __all__ as _averaging
+from offbeat.methods.record import arguments as arguments
+
+__all__ = sorted([*_averaging, *_anchored])

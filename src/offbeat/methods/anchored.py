@@ -1,0 +1,311 @@
+"""Methods with an anchor, the weights workers set out from: each is one expression over the parts."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from offbeat.exchange import Exchange
+from offbeat.fragments import fragments as cut
+from offbeat.local import PseudoSync
+from offbeat.methods.record import Optimizers, Options, recorded
+from offbeat.outer import SGD, Gossip, Outer, SlowMo
+from offbeat.overlap import Eager, Overlap
+from offbeat.peers import Group, Pairs, World
+from offbeat.schedule import Every, Never, Schedule, Then, schedule
+from offbeat.sync import Synchronizer
+from offbeat.tensors import grads, params
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+__all__ = [
+    "diloco",
+    "eager_diloco",
+    "noloco",
+    "overlap_local_sgd",
+    "palsgd",
+    "slowmo",
+    "streaming_diloco",
+]
+
+
+@recorded
+def slowmo(
+    model: nn.Module,
+    optimizer: Optimizers,
+    *,
+    every: int | Schedule = 12,
+    lr: float = 1.0,
+    momentum: float = 0.7,
+    group: Group = None,
+    **options: Unpack[Options],
+) -> Synchronizer:
+    """Local SGD with momentum over rounds.
+
+        v ← momentum·v + (a − mean(x))        a ← a − lr·v        x ← a
+
+    v is rescaled when the learning rate changes, as in the paper's form. With SGD, moments="reset" is the
+    paper's choice. Larger `momentum` (0.4 to 0.8) remembers more rounds.
+
+        sync = offbeat.slowmo(model, optimizer, every=12, momentum=0.7)
+
+    Wang et al., "SlowMo", ICLR 2020, arXiv 1910.00643.
+    """
+    return Synchronizer(
+        optimizer,
+        [
+            Exchange(
+                params(model),
+                when=schedule(every),
+                among=World(group),
+                update=SlowMo(lr=lr, momentum=momentum),
+                **options,
+            )
+        ],
+    )
+
+
+@recorded
+def diloco(
+    model: nn.Module,
+    optimizer: Optimizers,
+    *,
+    every: int | Schedule = 64,
+    lr: float = 0.7,
+    momentum: float = 0.9,
+    group: Group = None,
+    **options: Unpack[Options],
+) -> Synchronizer:
+    """Workers step alone for long; a Nesterov step of an outer SGD follows their mean displacement.
+
+        Δ = mean(a − x)        a ← outer.step(a, grad=Δ)        x ← a
+
+    With few workers a lower outer `lr` is better: 0.4 to 0.6 with two, towards 1 with eight. For another
+    outer optimizer use `Exchange(..., update=Outer(...))`.
+
+        sync = offbeat.diloco(model, optimizer, every=64)
+
+    Douillard et al., "DiLoCo", 2023, arXiv 2311.08105.
+    """
+    return Synchronizer(
+        optimizer,
+        [
+            Exchange(
+                params(model),
+                when=schedule(every),
+                among=World(group),
+                update=Outer(SGD(lr, momentum, nesterov=True)),
+                **options,
+            )
+        ],
+    )
+
+
+@recorded
+def streaming_diloco(
+    model: nn.Module,
+    optimizer: Optimizers,
+    *,
+    every: int = 64,
+    fragments: int = 4,
+    delay: int = 1,
+    keep: float = 0.5,
+    lr: float = 0.7,
+    momentum: float = 0.9,
+    group: Group = None,
+    **options: Unpack[Options],
+) -> Synchronizer:
+    """DiLoCo by fragments of whole layers that take turns, each landing `delay` steps after it was sent.
+
+        a_p ← outer.step(a_p, grad=mean(a_p − x_p))        x_p ← keep·x_p + (1 − keep)·a_p
+
+    Traffic has `fragments` times smaller peaks and hides behind compute. Larger `keep` holds on to more of
+    the steps made in the meantime; without a delay nothing is kept. Buffers ride with the first fragment.
+
+        sync = offbeat.streaming_diloco(model, optimizer, every=64, fragments=4)
+
+    Douillard et al., "Streaming DiLoCo", 2025, arXiv 2501.18512.
+    """
+    return Synchronizer(
+        optimizer,
+        [
+            Exchange(
+                params(model, only=names),
+                when=Every(every, offset=i * every // fragments),
+                among=World(group),
+                update=Outer(SGD(lr, momentum, nesterov=True), keep=keep if delay else 0.0),
+                delay=delay,
+                **(options if i == 0 else {**options, "buffers": "keep"}),
+            )
+            for i, names in enumerate(cut(model, fragments))
+        ],
+    )
+
+
+@recorded
+def eager_diloco(
+    model: nn.Module,
+    optimizer: Optimizers,
+    *,
+    every: int | Schedule = 64,
+    lr: float = 0.7,
+    momentum: float = 0.9,
+    group: Group = None,
+    **options: Unpack[Options],
+) -> Synchronizer:
+    """DiLoCo that never waits: the others' displacements are used a round late, the own ones at once.
+
+        Δ_k(r) = a_k − x_k        D_k = Δ̄(r−1) + (Δ_k(r) − Δ_k(r−1))/K
+        a_k ← outer.step(a_k, grad=D_k)        x_k ← a_k
+
+    The message has a whole period to fly. Workers differ a little until `finish()`.
+
+        sync = offbeat.eager_diloco(model, optimizer, every=64)
+
+    Kale et al., "Eager Updates for Overlapped Communication and Computation in DiLoCo", 2025,
+    arXiv 2502.12996.
+    """
+    return Synchronizer(
+        optimizer,
+        [
+            Exchange(
+                params(model),
+                when=schedule(every),
+                among=World(group),
+                update=Eager(SGD(lr, momentum, nesterov=True)),
+                delay="round",
+                **options,
+            )
+        ],
+    )
+
+
+@recorded
+def palsgd(
+    model: nn.Module,
+    optimizer: Optimizers,
+    *,
+    every: int | Schedule = 64,
+    p: float = 0.1,
+    eta: float = 0.5,
+    warmup: int = 0,
+    lr: float = 0.7,
+    momentum: float = 0.9,
+    seed: int = 0,
+    shared: bool = True,
+    group: Group = None,
+    **options: Unpack[Options],
+) -> Synchronizer:
+    """DiLoCo whose workers are now and then pulled towards the anchor, which costs no communication.
+
+        x ← x − min(1, γ·eta/p)·(x − a)        with probability p after a gradient step
+        gradient steps run with γ/(1 − p)
+
+    Pulls count as iterations: N passes of the loop are about N/(1 − p) of them, and `every` and `warmup`
+    count them too. The first `warmup` steps average gradients. Larger `eta` pulls harder, larger `p` more
+    often and more softly. With shared=False each rank draws for itself, and a round comes after every·(1 − p)
+    gradient steps.
+
+        sync = offbeat.palsgd(model, optimizer, every=64, p=0.1, eta=0.5)
+
+    Naganuma et al., "Pseudo-Asynchronous Local SGD", 2025, arXiv 2504.18454.
+    Differs from the released code, which pulls only the first tensor.
+    """
+    return Synchronizer(
+        optimizer,
+        [
+            Exchange(
+                grads(model), when=Then(warmup, Every(1), Never()), among=World(group), buffers="follow"
+            ),
+            outer := Exchange(
+                params(model),
+                when=Then(warmup, Never(), schedule(every) if shared else gradient_steps(every, p)),
+                among=World(group),
+                update=Outer(SGD(lr, momentum, nesterov=True)),
+                **options,
+            ),
+            PseudoSync(outer, p=p, eta=eta, warmup=warmup, seed=seed, shared=shared),
+        ],
+    )
+
+
+def gradient_steps(every: int | Schedule, p: float) -> Schedule:
+    """How many gradient steps are among so many iterations, of which a share of p are pulls."""
+    if not isinstance(every, int):
+        raise TypeError(f"every={every!r} with shared=False: a whole number of iterations is needed.")
+    return Every(max(1, round(every * (1 - p))) if every > 0 else every)
+
+
+@recorded
+def overlap_local_sgd(
+    model: nn.Module,
+    optimizer: Optimizers,
+    *,
+    every: int | Schedule = 2,
+    pull: float = 0.6,
+    momentum: float = 0.7,
+    group: Group = None,
+    **options: Unpack[Options],
+) -> Synchronizer:
+    """Workers are pulled towards an anchor that is agreed on while they work.
+
+        x ← (1 − pull)·x + pull·z        v ← momentum·v + (z − x)        send z − v: its mean is the next z
+
+    The message has a whole period to fly. Larger `pull` holds the workers closer together.
+
+        sync = offbeat.overlap_local_sgd(model, optimizer, every=2)
+
+    Wang et al., "Overlap Local-SGD", ICASSP 2020, arXiv 2002.09539.
+    """
+    return Synchronizer(
+        optimizer,
+        [
+            Exchange(
+                params(model),
+                when=schedule(every),
+                among=World(group),
+                update=Overlap(pull=pull, momentum=momentum),
+                delay="round",
+                **options,
+            )
+        ],
+    )
+
+
+@recorded
+def noloco(
+    model: nn.Module,
+    optimizer: Optimizers,
+    *,
+    every: int | Schedule = 50,
+    lr: float = 0.7,
+    momentum: float = 0.5,
+    seed: int = 0,
+    group: Group = None,
+    **options: Unpack[Options],
+) -> Synchronizer:
+    """DiLoCo among pairs that are drawn anew each round: nobody ever waits for everybody.
+
+        m ← momentum·m + lr·(mean_pair(x) − φ)        φ ← φ + m        x ← φ
+
+    Each worker has its own anchor φ. Of an odd number of workers one stays alone in a round.
+
+        sync = offbeat.noloco(model, optimizer, every=50)
+
+    Kolehmainen et al., "NoLoCo", 2025, arXiv 2506.10911.
+    Differs from the paper's text in form only: mean(Δ) + mean(φ) is mean(x), so half the bytes suffice.
+    """
+    return Synchronizer(
+        optimizer,
+        [
+            Exchange(
+                params(model),
+                when=schedule(every),
+                among=Pairs(group, seed),
+                update=Gossip(SGD(lr, momentum)),
+                **options,
+            )
+        ],
+    )
