@@ -26,7 +26,10 @@ class Buffers:
     def __init__(self, model: nn.Module, rule: BufferRule) -> None:
         if rule not in get_args(BufferRule):
             raise ValueError(f"buffers={rule!r}: choose one of {', '.join(map(repr, get_args(BufferRule)))}.")
-        self._model, self.rule = model, rule
+        self.rule = rule
+        # Looked up once: walking through a large model takes a millisecond.
+        owners = {id(b): (m, key) for m in model.modules() for key, b in m._buffers.items()}
+        self._places = {name: owners[id(b)] for name, b in named(model.named_buffers()).items()}
 
     def averaged(self) -> dict[str, Tensor]:
         return self._pick(lambda buffer: self.rule == "average" and _smooth(buffer))
@@ -37,7 +40,7 @@ class Buffers:
     @property
     def equalizes(self) -> bool:
         """Whether a round leaves the floating buffers equal on all workers."""
-        return self.rule != "keep" or not floating_buffers(self._model)
+        return self.rule != "keep" or not any(_smooth(buffer) for buffer in self._present().values())
 
     def follow(self, comm: Communicator) -> Pending[list[Tensor]]:
         """Rank 0's values, on their way."""
@@ -45,7 +48,12 @@ class Buffers:
         return comm.broadcast(mine) if mine else arrived([])
 
     def _pick(self, wanted: Callable[[Tensor], bool]) -> dict[str, Tensor]:
-        return {name: local(b) for name, b in named(self._model.named_buffers()).items() if wanted(b)}
+        return {name: local(b) for name, b in self._present().items() if wanted(b)}
+
+    def _present(self) -> dict[str, Tensor]:
+        """All buffers as they are now: a module may bind its buffer anew."""
+        found = {name: module._buffers[key] for name, (module, key) in self._places.items()}
+        return {name: buffer for name, buffer in found.items() if buffer is not None}
 
 
 def _smooth(buffer: Tensor) -> bool:

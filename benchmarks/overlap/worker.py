@@ -1,0 +1,44 @@
+"""One worker of the overlap benchmark, started like a torchrun script; every rank prints a line of JSON."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+
+import torch
+import torch.distributed as dist
+
+import offbeat
+from offbeat.tasks import bytes_task
+
+
+def main() -> None:
+    expression, steps = sys.argv[1], int(sys.argv[2])
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    task = bytes_task("medium")
+    model = task.model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    batches = task.batches(dist.get_rank(), dist.get_world_size(), 4, 0)
+    sync = offbeat.method(expression)(model, optimizer)
+    dist.barrier()
+    start = time.perf_counter()
+    for _ in range(steps):
+        task.loss(model, next(batches)).backward()
+        sync.step()
+        optimizer.zero_grad()
+    seconds = time.perf_counter() - start
+    reports = sync.reports
+    waited, flown = (sum(getattr(r, name) for r in reports) for name in ("seconds_waited", "seconds_in_air"))
+    print(
+        json.dumps({"seconds": seconds, "rounds": len(reports), "waited": waited, "flown": flown}), flush=True
+    )
+    sync.finish()
+    print(json.dumps({"sent": sync.totals.bytes_sent, "received": sync.totals.bytes_received}), flush=True)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

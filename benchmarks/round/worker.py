@@ -1,0 +1,83 @@
+"""One worker of the round benchmark, started like a torchrun script; rank 0 prints a line of JSON.
+
+Contenders take turns within every repetition, so that noise of the machine hits all of them alike.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.model_averaging.utils import average_parameters
+
+import offbeat
+from offbeat.tasks import bytes_task
+from offbeat.tensors import Packed, local
+
+
+def contenders(model: torch.nn.Module) -> dict[str, Callable[[], None]]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    sync = offbeat.local_sgd(model, optimizer, every=1, drift=False)
+    parameters = [local(p) for p in model.parameters()]
+    flat = torch.zeros(sum(p.numel() for p in parameters))
+    packed = Packed.like({str(i): p for i, p in enumerate(parameters)})
+    group = dist.new_group()
+
+    def raw() -> None:
+        """One all-reduce of as many bytes in one vector: the yardstick."""
+        dist.all_reduce(flat, group=group)
+
+    def pieces() -> None:
+        """The same in pieces of ten megabytes, all in the air at once."""
+        for work in [dist.all_reduce(piece, group=group, async_op=True) for piece in flat.split(2_621_440)]:
+            work.wait()
+
+    def copies() -> None:
+        """Into the vector and back."""
+        packed.read(parameters)
+        packed.write(parameters)
+
+    def ours() -> None:
+        """A step without any local work: all that is left is the round."""
+        sync.step(lambda: None)
+
+    def averager() -> None:
+        average_parameters(iter(model.parameters()), group)
+
+    return {"raw": raw, "pieces": pieces, "copies": copies, "offbeat": ours, "torch averager": averager}
+
+
+def measure(calls: dict[str, Callable[[], None]], repetitions: int) -> dict[str, list[float]]:
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for repetition in range(repetitions + 2):
+        for name, call in calls.items():
+            dist.barrier()
+            start = time.perf_counter()
+            call()
+            if repetition >= 2:  # the first two warm caches and connections up
+                times[name].append(time.perf_counter() - start)
+    return times
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    model = bytes_task("large").model()
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    times = measure(contenders(model), int(sys.argv[1]))
+    if dist.get_rank() == 0:
+        raw = statistics.median(times["raw"])
+        medians = {name: statistics.median(values) for name, values in times.items()}
+        print(json.dumps({name: [value, value / raw] for name, value in medians.items()}), flush=True)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
