@@ -3,7 +3,7 @@
     sudo python benchmarks/overlap/run.py
 
 1.8 M parameters, 4 workers, links of 50 Mbit/s. For each method: wall-clock of 48 steps, the time a round
-flies, how much of that the worker stood still for, and the bytes it reported against those the kernel counted.
+flies, how much of that the worker stood still for, and the bytes reported against those the kernel counted.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -61,8 +61,8 @@ class Communicator(ABC):
     size: int
 
     @abstractmethod
-    def mean(self, tensors: Sequence[Tensor]) -> Pending[list[Tensor]]:
-        """The mean over all ranks, as sum × (1/size), in place."""
+    def mean(self, tensors: Iterable[Tensor]) -> Pending[list[Tensor]]:
+        """The mean over all ranks, as sum × (1/size), in place. Each is sent before the next is asked for."""
 
     @abstractmethod
     def gather(self, tensor: Tensor) -> Pending[list[Tensor]]:
@@ -171,7 +171,7 @@ class Solo(Communicator):
 
     rank, size = 0, 1
 
-    def mean(self, tensors: Sequence[Tensor]) -> Pending[list[Tensor]]:
+    def mean(self, tensors: Iterable[Tensor]) -> Pending[list[Tensor]]:
         return arrived(list(tensors))
 
     def gather(self, tensor: Tensor) -> Pending[list[Tensor]]:
@@ -206,9 +206,13 @@ class Metered(Communicator):
         self.sent += amount
         self.received += amount
 
-    def mean(self, tensors: Sequence[Tensor]) -> Pending[list[Tensor]]:
-        self._count("mean", nbytes(tensors))
-        return self.comm.mean(tensors)
+    def mean(self, tensors: Iterable[Tensor]) -> Pending[list[Tensor]]:
+        return self.comm.mean(self._counted(tensors))
+
+    def _counted(self, tensors: Iterable[Tensor]) -> Iterator[Tensor]:
+        for tensor in tensors:
+            self._count("mean", nbytes([tensor]))
+            yield tensor
 
     def gather(self, tensor: Tensor) -> Pending[list[Tensor]]:
         self._count("gather", nbytes([tensor]))

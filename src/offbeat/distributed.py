@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
@@ -21,8 +21,6 @@ T = TypeVar("T")
 
 _GLANCE = 0.25  # seconds between two looks at who has left
 _STORE_GONE = 5.0  # seconds to wait on after the store, which rank 0 may host, has vanished
-
-_PIECE = 10 * 2**20  # bytes
 
 _made: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
 
@@ -66,12 +64,18 @@ class Torch(Communicator):
             self._lanes[name] = _Lane(_backend(kind, store, self.rank, self.size, self._timeout))
         return self._lanes[name]
 
-    def mean(self, tensors: Sequence[Tensor]) -> Pending[list[Tensor]]:
-        pieces = [piece for tensor in tensors for piece in _pieces(tensor)]
-        calls = [(piece, lambda pg, piece=piece: pg.allreduce([piece])) for piece in pieces]
-        # Each piece is scaled while it is still warm in the cache and the next one is on its way.
-        finish = [lambda piece=piece: piece.mul_(1 / self.size) for piece in pieces]
-        return self._send(calls, lambda: list(tensors), f"the mean of {nbytes(tensors):,} bytes", each=finish)
+    def mean(self, tensors: Iterable[Tensor]) -> Pending[list[Tensor]]:
+        sent: list[Tensor] = []
+
+        def calls() -> Iterator[_Call]:
+            for tensor in tensors:
+                sent.append(tensor)
+                yield tensor, lambda pg, tensor=tensor: pg.allreduce([tensor])
+
+        def scale(i: int) -> None:
+            sent[i].mul_(1 / self.size)  # while it is warm in the cache, and the next one on its way
+
+        return self._send(calls(), lambda: sent, "a mean", each=scale)
 
     def gather(self, tensor: Tensor) -> Pending[list[Tensor]]:
         given, parts = tensor.contiguous(), [torch.empty_like(tensor) for _ in range(self.size)]
@@ -118,14 +122,14 @@ class Torch(Communicator):
 
     def _send(
         self,
-        calls: Sequence[_Call],
+        calls: Iterable[_Call],
         result: Callable[[], T],
         what: str,
         *,
         lane: str | None = None,
-        each: Sequence[Callable[[], object]] = (),
+        each: Callable[[int], None] | None = None,
     ) -> Pending[T]:
-        """Start the calls; once they have arrived, the result. `each` follows the arrival of its call."""
+        """Start the calls; once all have arrived, the result. `each` follows the arrival of each of them."""
         times: list[float] = []
         works = []
         for tensor, call in calls:
@@ -143,7 +147,7 @@ class Torch(Communicator):
             for i, (work, name, number) in enumerate(works):
                 self._await(work, name, number, what)
                 if each:
-                    each[i]()
+                    each(i)
             return result()
 
         return Pending(
@@ -179,12 +183,6 @@ class Torch(Communicator):
     def _lost(self, what: str, error: Exception) -> PeerLost:
         reason = str(error).splitlines()[0].rsplit("] ", 1)[-1]
         return PeerLost(f"Waiting for {what}: rank {self.rank} lost a connection ({reason})")
-
-
-def _pieces(tensor: Tensor) -> list[Tensor]:
-    """A long vector in pieces of ten megabytes, which gloo moves faster than the whole."""
-    length = _PIECE // tensor.element_size()
-    return list(torch.split(tensor.view(-1), length)) if tensor.numel() > length else [tensor]
 
 
 _Call = tuple[Tensor, Callable[[Any], dist.Work]]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -85,7 +85,7 @@ class Virtual(Communicator):
         self.rank, self.size = self._members.index(me), len(self._members)
         self._number = {"data": 0, "control": 0}
 
-    def mean(self, tensors: Sequence[Tensor]) -> Pending[list[Tensor]]:
+    def mean(self, tensors: Iterable[Tensor]) -> Pending[list[Tensor]]:
         def settle(posts: list[list[Tensor]]) -> list[list[Tensor]]:
             for place in zip(*posts, strict=True):
                 total = mean_in_order(place)

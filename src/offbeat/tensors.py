@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -114,12 +114,18 @@ class Packed:
     """
 
     def __init__(
-        self, names: Sequence[str], views: Sequence[Tensor], flats: Sequence[Tensor], spans: Sequence[_Span]
+        self,
+        names: Sequence[str],
+        views: Sequence[Tensor],
+        flats: Sequence[Tensor],
+        spans: Sequence[_Span],
+        staged: dict[int, Tensor] | None = None,
     ) -> None:
         self.names = tuple(names)
-        self.views = list(views)
-        self.flats = list(flats)
+        self._views = list(views)
+        self._flats = list(flats)
         self._spans = tuple(spans)
+        self._staged = {} if staged is None else staged  # sources yet to be copied, by view
 
     @classmethod
     def like(cls, tensors: Mapping[str, Tensor]) -> Packed:
@@ -138,6 +144,16 @@ class Packed:
         ]
         return cls(tuple(tensors), views, flats, placed)
 
+    @property
+    def flats(self) -> list[Tensor]:
+        self._fill()
+        return self._flats
+
+    @property
+    def views(self) -> list[Tensor]:
+        self._fill()
+        return self._views
+
     def cut(self, *lengths: int) -> list[Packed]:
         """The first so many entries, the next so many, …, and the rest, sharing memory."""
         edges = [0, *itertools.accumulate(lengths), len(self.names)]
@@ -149,22 +165,45 @@ class Packed:
             low, _ = edges.get(i, (start, start))
             edges[i] = (low, start + n)
         order = list(edges)
-        flats = [self.flats[i][low:high] for i, (low, high) in edges.items()]
+        flats = [self._flats[i][low:high] for i, (low, high) in edges.items()]
         spans = [(order.index(i), start - edges[i][0], n) for i, start, n in self._spans[first:last]]
-        return Packed(self.names[first:last], self.views[first:last], flats, spans)
+        return Packed(self.names[first:last], self._views[first:last], flats, spans, self._staged)
 
     def over(self, flats: Sequence[Tensor]) -> Packed:
         """The same entries in other vectors of the same lengths."""
         views = [
             flats[i][start : start + n].view(view.shape)
-            for (i, start, n), view in zip(self._spans, self.views, strict=True)
+            for (i, start, n), view in zip(self._spans, self._views, strict=True)
         ]
         return Packed(self.names, views, flats, self._spans)
 
     def read(self, tensors: Sequence[Tensor]) -> None:
         """Copy tensors in."""
-        if self.views:
-            torch._foreach_copy_(self.views, list(tensors))
+        if self._views:
+            torch._foreach_copy_(self._views, list(tensors))
+
+    def stage(self, tensors: Sequence[Tensor]) -> None:
+        """Copy tensors in when the memory is looked at, so that `pieces` can send one and fill the next."""
+        self._staged.update((id(view), tensor) for view, tensor in zip(self._views, tensors, strict=True))
+
+    def pieces(self, size: int) -> Iterator[Tensor]:
+        """The vectors, one after the other, in slices of whole tensors of at least `size` values."""
+        for i, flat in enumerate(self._flats):
+            sent = 0
+            for view, (which, start, n) in zip(self._views, self._spans, strict=True):
+                if which == i:
+                    self._fill([view])
+                    if start + n - sent >= size:
+                        yield flat[sent : start + n]
+                        sent = start + n
+            if sent < flat.numel():
+                yield flat[sent:]
+
+    def _fill(self, views: Sequence[Tensor] | None = None) -> None:
+        if self._staged:
+            chosen = [view for view in (views or self._views) if id(view) in self._staged]
+            if chosen:
+                torch._foreach_copy_(chosen, [self._staged.pop(id(view)) for view in chosen])
 
     def write(self, tensors: Sequence[Tensor]) -> None:
         """Copy into tensors."""

@@ -70,7 +70,7 @@ class Replace(Update):
         return self.keep == 0
 
     def outgoing(self, live: Sequence[Tensor], room: Packed, clock: Clock, state: State) -> None:
-        room.read(live)
+        room.stage(live)
 
     def incoming(self, live: Sequence[Tensor], mean: Packed, clock: Clock, state: State) -> None:
         blend(live, mean, self.keep)

@@ -8,13 +8,15 @@ from offbeat.comm import Communicator, Pending
 from offbeat.schedule import Clock, State
 from offbeat.tensors import Packed
 
+_PIECE = 2**21  # values: eight megabytes of float32, which gloo moves faster than one long vector
+
 
 @dataclass(frozen=True)
 class Mean:
-    """The exact mean in float32 (float64 where the tensors are), one all-reduce per flat vector."""
+    """The exact mean in float32 (float64 where the tensors are), in pieces: one is packed as another flies."""
 
     def init(self) -> State:
         return {}
 
     def start(self, payload: Packed, comm: Communicator, clock: Clock, state: State) -> Pending[Packed]:
-        return comm.mean(payload.flats).then(lambda _: payload)
+        return comm.mean(payload.pieces(_PIECE)).then(lambda _: payload)
