@@ -1,0 +1,169 @@
+"""What README, docs and examples say is true: every block of code runs, and prints what it should."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import Pool
+from torch import nn
+
+import offbeat
+
+ROOT = Path(__file__).parent.parent
+PAGES = [
+    "README.md",
+    "CONTRIBUTING.md",
+    *sorted(str(page.relative_to(ROOT)) for page in ROOT.glob("docs/*.md")),
+]
+
+# A block of Python; before it perhaps a note of how many gloo workers run it, after it perhaps its output.
+BLOCK = re.compile(
+    r"(?:<!-- on (?P<workers>\d) workers -->\n)?```python\n(?P<code>.*?)```"
+    r"(?:\n\n```text\n(?P<output>.*?)```)?",
+    re.DOTALL,
+)
+FENCES = re.compile(r"^```(\w*)\n.*?^```$", re.DOTALL | re.MULTILINE)
+
+
+def blocks(only_pooled: bool) -> list[Any]:
+    found = []
+    for page in PAGES:
+        text = (ROOT / page).read_text()
+        for match in BLOCK.finditer(text):
+            if bool(match["workers"]) == only_pooled:
+                line = text.count("\n", 0, match.start("code")) + 1
+                found.append(pytest.param(match, line, id=f"{page}:{line}"))
+    return found
+
+
+def prepared(rank: int) -> dict[str, Any]:
+    """What the pages take for granted: a model, its optimizer, its data, and the two imports."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 2))
+    draw = torch.Generator().manual_seed(rank)
+    loader = [(torch.randn(5, 6, generator=draw), torch.randint(2, (5,), generator=draw)) for _ in range(20)]
+    return {
+        "offbeat": offbeat,
+        "torch": torch,
+        "model": model,
+        "optimizer": torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
+        "loader": loader,
+        "loss": nn.functional.cross_entropy,
+        "evaluate": lambda model: nn.functional.cross_entropy(model(loader[0][0]), loader[0][1]).item(),
+        "rank": rank,
+        "device": "cpu",
+    }
+
+
+def run(code: str, line: int, rank: int = 0) -> str:
+    """What the block prints."""
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        exec(compile("\n" * (line - 1) + code, "page", "exec"), prepared(rank))
+    return printed.getvalue()
+
+
+def run_on_worker(comm: offbeat.Communicator, code: str, line: int) -> str:
+    return run(code, line, comm.rank)
+
+
+@pytest.mark.parametrize(("block", "line"), blocks(only_pooled=False))
+def test_the_code_runs(
+    block: re.Match[str], line: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    printed = run(block["code"], line)
+    if block["output"] is not None:
+        assert printed == block["output"]
+
+
+@pytest.mark.parametrize(("block", "line"), blocks(only_pooled=True))
+def test_the_code_runs_on_real_workers(pool: Pool, block: re.Match[str], line: int) -> None:
+    printed = pool.run(run_on_worker, block["code"], line, workers=int(block["workers"]))
+    if block["output"] is not None:
+        assert printed[0] == block["output"]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_no_code_escapes(page: str) -> None:
+    text = (ROOT / page).read_text()
+    kinds = [match[1] for match in FENCES.finditer(text)]
+    assert set(kinds) <= {"python", "text", "diff", "sh"}, "a block without a language is not run"
+    assert kinds.count("python") == len(list(BLOCK.finditer(text)))
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_somewhere(page: str) -> None:
+    for target in re.findall(r"\]\((?!https?:)([^)#]+)", (ROOT / page).read_text()):
+        assert ((ROOT / page).parent / target).exists(), target
+
+
+def test_every_method_stands_in_the_tables() -> None:
+    rows = re.findall(r"^\| `(\w+)\(", (ROOT / "README.md").read_text(), re.MULTILINE)
+    sections = re.findall(r"^## `(\w+)`", (ROOT / "docs/methods.md").read_text(), re.MULTILINE)
+    assert sorted(set(rows)) == sorted(offbeat.methods.__all__), "README.md's table of methods"
+    assert sorted(sections) == sorted(offbeat.methods.__all__), "the sections of docs/methods.md"
+
+
+EXAMPLES = {"digits.py": 120, "minimal.py": 50, "simulate.py": 80}
+
+
+def test_examples_are_short_and_say_how_to_run_them() -> None:
+    assert {path.name for path in ROOT.glob("examples/*.py")} == set(EXAMPLES)
+    for name, most in EXAMPLES.items():
+        text = (ROOT / "examples" / name).read_text()
+        assert text.count("\n") <= most, f"{name} is longer than {most} lines"
+        assert f"examples/{name}\n" in text.split('"""')[1], (
+            f"{name}: the command is missing in the docstring"
+        )
+
+
+def launched(*command: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [sys.executable, *command], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240
+    )
+
+
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launch", [TORCHRUN, []], ids=["torchrun", "python"])
+@pytest.mark.parametrize(
+    ("example", "expected"),
+    [
+        (["examples/digits.py", "--steps", "12"], "hierarchical(nodes="),
+        (["examples/minimal.py"], "weights [1.0, 2.0, 3.0,"),
+        (["examples/simulate.py"], "rank 7"),
+    ],
+    ids=["digits", "minimal", "simulate"],
+)
+def test_examples_run_quietly(launch: list[str], example: list[str], expected: str) -> None:
+    if launch and example == ["examples/simulate.py"]:
+        pytest.skip("one process is enough for it")
+    done = launched(*launch, *example)
+    assert done.returncode == 0, done.stderr
+    assert expected in done.stdout
+    assert done.stderr == ""
+
+
+@pytest.mark.slow
+def test_a_bad_expression_is_one_sentence_printed_once() -> None:
+    sentence = "method('local_sgd(evry=8)'): local_sgd has no argument 'evry'"
+    alone = launched("examples/digits.py", "local_sgd(evry=8)")
+    assert alone.returncode == 2
+    assert alone.stderr.startswith(sentence)
+    assert alone.stderr.count("\n") == 1
+    together = launched(*TORCHRUN, "examples/digits.py", "local_sgd(evry=8)")
+    assert together.stderr.count(sentence) == 1
+    assert "exitcode  : 2" in together.stderr
