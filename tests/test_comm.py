@@ -282,7 +282,7 @@ def test_gloo_messages_are_not_done_before_all_have_sent(pool: Pool) -> None:
 
 
 # Bytes one of four ranks hands over: an all-reduce of n bytes 2n·3/4, a gather of n bytes 3n, an all-to-all
-# and a broadcast of n bytes n·3/4; a word to all is 64 bytes to each of three. Of three ranks: 4n/3, 2n, 2n/3.
+# and a broadcast of n bytes n·3/4; a word is 64 bytes to each of the others. Of three: 4n/3, 2n, 2n/3.
 BYTES = {
     "mean": (lambda comm: comm.mean([torch.ones(2), torch.ones(1)]), {1: 0, 3: 16, 4: 18}),
     "mean of doubles": (lambda comm: comm.mean([torch.ones(3).double()]), {1: 0, 3: 32, 4: 36}),
