@@ -197,7 +197,7 @@ def test_a_learning_rate_that_differs_in_its_last_bit_only() -> None:
         go(offbeat.ddp(model, sgd(model, lr=0.1 + 2**-54 if odd else 0.1), group=comm), 1)
 
     assert told(worker) == (
-        "Workers disagree at round 0, step 1: rank 0 has learning rate 0.1, rank 2 0.1. "
+        "Workers disagree at round 0, step 1: rank 0 has learning rate 0.1, rank 2 0.10000000000000006. "
         "Step the learning-rate scheduler alike everywhere."
     )
 

@@ -41,8 +41,8 @@ _SENTENCES = (
     "(step {o_step}).",
     "Workers disagree at round {round}: rank {rank} is at step {step}, rank {o_rank} at step {o_step}. "
     "Does every worker use the same schedule?",
-    "Workers disagree at round {round}, step {step}: rank {rank} has learning rate {lr:g}, "
-    "rank {o_rank} {o_lr:g}. Step the learning-rate scheduler alike everywhere.",
+    "Workers disagree at round {round}, step {step}: rank {rank} has learning rate {lr}, "
+    "rank {o_rank} {o_lr}. Step the learning-rate scheduler alike everywhere.",
 )
 
 
