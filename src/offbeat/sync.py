@@ -142,6 +142,8 @@ class Synchronizer:
         if self.finished:
             return
         self._must_be_open("finish()")
+        if self._inside_step:
+            raise RuntimeError("finish(): a step is under way: call after_step() first.")
         try:
             self._start()
             landed = [part.flush(self._clock()) for part in self.parts]
