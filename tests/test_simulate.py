@@ -465,7 +465,7 @@ def test_a_straggler() -> None:
 
 
 def test_a_straggler_behind_a_delay() -> None:
-    # Rank 0 begins after 4 s; at 6 it must land what rank 1 sends at 12 and what arrives at 13.5: it waits 7.5.
+    # Rank 0 begins after 4 s; at 6 it must land what rank 1 sends at 12: it arrives at 13.5, a wait of 7.5.
     # Rank 1 goes on to 18 meanwhile and waits for nothing. Second round: rank 0 goes on from 13.5 and begins
     # at 15.5, rank 1 at 24, and it lands at 25.5; rank 0, ready for it at 17.5, waits 8.
     found = timed(
