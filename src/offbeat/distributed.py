@@ -42,6 +42,7 @@ class Torch(Communicator):
         _made[group] = _made.get(group, 0) + 1
         ranks = dist.get_process_group_ranks(group)
         backends = dict(item.split(":") for item in str(get_backend_config(group)).split(","))
+        self._names = list(range(len(ranks)))  # what the ranks are called in errors
         self._join(f"offbeat/{group.group_name}/{ranks}/{_made[group]}", ranks, backends, timeout)
 
     def _join(self, key: str, ranks: list[int], backends: dict[str, str], timeout: float) -> None:
@@ -99,6 +100,7 @@ class Torch(Communicator):
             mine = next(group for group in key if self.rank in group)
             child = Torch.__new__(Torch)
             ranks = [self._ranks[rank] for rank in mine]
+            child._names = [self._names[rank] for rank in mine]
             child._join(f"{self._key}/{key}/{mine}", ranks, self._backends, self._timeout)
             self._children[key] = child
         return self._children[key]
@@ -157,7 +159,8 @@ class Torch(Communicator):
             except dist.DistError:
                 deadline = min(deadline, time.perf_counter() + _STORE_GONE)
             if time.perf_counter() > deadline:
-                raise PeerLost(f"Waiting for {what}: rank {self.rank} heard nothing for {self._timeout:g} s.")
+                me = self._names[self.rank]
+                raise PeerLost(f"Waiting for {what}: rank {me} heard nothing for {self._timeout:g} s.")
 
     def _look_for_leavers(self, lane: str, number: int, what: str) -> None:
         if not self._store.check([f"{self._key}/left"]):
@@ -166,11 +169,12 @@ class Torch(Communicator):
             if rank != self.rank and self._store.check([f"{self._key}/left/{rank}"]):
                 note = json.loads(self._store.get(f"{self._key}/left/{rank}"))
                 if number >= note["begun"].get(lane, 0):  # what it sent before it left still arrives
-                    raise Farewell(note["text"], note["shared"]).error(rank, what)
+                    raise Farewell(note["text"], note["shared"]).error(self._names[rank], what)
 
     def _lost(self, what: str, error: Exception) -> PeerLost:
         reason = str(error).splitlines()[0].rsplit("] ", 1)[-1]
-        return PeerLost(f"Waiting for {what}: rank {self.rank} lost a connection ({reason})")
+        me = self._names[self.rank]
+        return PeerLost(f"Waiting for {what}: rank {me} lost a connection ({reason})")
 
 
 _Call = tuple[Tensor, Callable[[Any], dist.Work]]
