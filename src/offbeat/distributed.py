@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -42,6 +43,7 @@ class Torch(Communicator):
         _made[group] = _made.get(group, 0) + 1
         ranks = dist.get_process_group_ranks(group)
         backends = dict(item.split(":") for item in str(get_backend_config(group)).split(","))
+        self._names = list(range(len(ranks)))  # what the ranks are called in errors
         self._join(f"offbeat/{group.group_name}/{ranks}/{_made[group]}", ranks, backends, timeout)
 
     def _join(self, key: str, ranks: list[int], backends: dict[str, str], timeout: float) -> None:
@@ -70,38 +72,41 @@ class Torch(Communicator):
         def calls() -> Iterator[_Call]:
             for tensor in tensors:
                 sent.append(tensor)
-                yield tensor, lambda pg, tensor=tensor: pg.allreduce([tensor])
+                yield tensor, functools.partial(_sum, tensor)
 
         def scale(i: int) -> None:
             sent[i].mul_(1 / self.size)  # while it is warm in the cache, and the next one on its way
 
-        return self._send(calls(), lambda: sent, "a mean", each=scale)
+        return self._send(calls(), lambda: sent, lambda: f"the mean of {nbytes(sent):,} bytes", each=scale)
 
     def gather(self, tensor: Tensor) -> Pending[list[Tensor]]:
         given, parts = tensor.contiguous(), [torch.empty_like(tensor) for _ in range(self.size)]
         calls = [(tensor, lambda pg: pg.allgather([parts], [given]))]
-        return self._send(calls, lambda: parts, f"a gathering of {nbytes([tensor]):,} bytes")
+        return self._send(calls, lambda: parts, lambda: f"a gathering of {nbytes([tensor]):,} bytes")
 
     def exchange(self, chunks: Sequence[Tensor]) -> Pending[list[Tensor]]:
         given, parts = [c.contiguous() for c in chunks], [torch.empty_like(c) for c in chunks]
         calls = [(chunks[0], lambda pg: pg.alltoall(parts, given))]
-        return self._send(calls, lambda: parts, f"an exchange of {nbytes(chunks):,} bytes")
+        return self._send(calls, lambda: parts, lambda: f"an exchange of {nbytes(chunks):,} bytes")
 
     def broadcast(self, tensors: Sequence[Tensor], src: int = 0) -> Pending[list[Tensor]]:
         calls = [(t, lambda pg, t=t: pg.broadcast(t, root=src)) for t in tensors]
-        return self._send(calls, lambda: list(tensors), f"rank {src}'s {nbytes(tensors):,} bytes")
+        return self._send(calls, lambda: list(tensors), lambda: f"rank {src}'s {nbytes(tensors):,} bytes")
 
     def tell(self, numbers: Sequence[int]) -> Pending[list[list[int]]]:
         given = words(numbers)
         parts = [torch.empty(WORDS, dtype=torch.int64) for _ in range(self.size)]
         calls = [(given, lambda pg: pg.allgather([parts], [given]))]
-        return self._send(calls, lambda: [part.tolist() for part in parts], "word from all", lane="control")
+        return self._send(
+            calls, lambda: [part.tolist() for part in parts], lambda: "word from all", lane="control"
+        )
 
     def split(self, groups: Sequence[Sequence[int]]) -> Communicator:
         mine = tuple(next(group for group in groups if self.rank in group))
         if mine not in self._children:
             child = Torch.__new__(Torch)
             ranks = [self._ranks[rank] for rank in mine]
+            child._names = [self._names[rank] for rank in mine]
             child._join(f"{self._key}/{mine}", ranks, self._backends, self._timeout)
             self._children[mine] = child
         return self._children[mine]
@@ -124,7 +129,7 @@ class Torch(Communicator):
         self,
         calls: Iterable[_Call],
         result: Callable[[], T],
-        what: str,
+        what: Callable[[], str],
         *,
         lane: str | None = None,
         each: Callable[[int], None] | None = None,
@@ -139,13 +144,13 @@ class Torch(Communicator):
             try:
                 work = call(self._lane(name).backend)
             except RuntimeError as error:
-                raise self._lost(what, error) from error
+                raise self._lost(what(), error) from error
             work.get_future().then(lambda _: times.append(time.perf_counter()))
             works.append((work, name, number))
 
         def wait() -> T:
             for i, (work, name, number) in enumerate(works):
-                self._await(work, name, number, what)
+                self._await(work, name, number, what())
                 if each:
                     each(i)
             return result()
@@ -169,7 +174,8 @@ class Torch(Communicator):
             except dist.DistError:
                 deadline = min(deadline, time.perf_counter() + _STORE_GONE)
             if time.perf_counter() > deadline:
-                raise PeerLost(f"Waiting for {what}: rank {self.rank} heard nothing for {self._timeout:g} s.")
+                me = self._names[self.rank]
+                raise PeerLost(f"Waiting for {what}: rank {me} heard nothing for {self._timeout:g} s.")
 
     def _look_for_leavers(self, lane: str, number: int, what: str) -> None:
         if not self._store.check([f"{self._key}/left"]):
@@ -178,11 +184,16 @@ class Torch(Communicator):
             if rank != self.rank and self._store.check([f"{self._key}/left/{rank}"]):
                 note = json.loads(self._store.get(f"{self._key}/left/{rank}"))
                 if number >= note["begun"].get(lane, 0):  # what it sent before it left still arrives
-                    raise Farewell(note["text"], note["shared"]).error(rank, what)
+                    raise Farewell(note["text"], note["shared"]).error(self._names[rank], what)
 
     def _lost(self, what: str, error: Exception) -> PeerLost:
         reason = str(error).splitlines()[0].rsplit("] ", 1)[-1]
-        return PeerLost(f"Waiting for {what}: rank {self.rank} lost a connection ({reason})")
+        me = self._names[self.rank]
+        return PeerLost(f"Waiting for {what}: rank {me} lost a connection ({reason})")
+
+
+def _sum(tensor: Tensor, backend: Any) -> Any:
+    return backend.allreduce([tensor])
 
 
 _Call = tuple[Tensor, Callable[[Any], dist.Work]]

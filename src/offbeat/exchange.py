@@ -153,7 +153,7 @@ class Exchange(Part):
                 comm=comm,
                 began=began,
                 waited=comm.now() - began,
-                heads=comm.tell(header(ROUND, self._index, clock)),
+                heads=comm.tell(header(ROUND, self._index, clock, self.peers.everyone.rank)),
                 mean=self.reduce.start(self._filled(clock), comm, clock, self._states["reduce"]),
                 followed=self.buffers.follow(comm),
                 moments=send_mean(moments, comm),

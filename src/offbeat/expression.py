@@ -61,6 +61,8 @@ def _keywords(call: ast.Call, expression: str) -> dict[str, Any]:
     for keyword in call.keywords:
         if keyword.arg is None:
             raise ValueError(f"method({expression!r}): ** is not understood here.")
+        if keyword.arg in found:  # the parser alone does not mind
+            raise ValueError(f"method({expression!r}): {keyword.arg}= is given twice.")
         found[keyword.arg] = _value(keyword.value, expression)
     return found
 

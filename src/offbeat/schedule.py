@@ -172,7 +172,7 @@ class QSR(Schedule):
         if lr is None or lr <= 0:
             return self.base
         # A longer period than 2³¹ steps means no more rounds; the cap keeps the power finite.
-        ratio = min(self.alpha / lr, 2.0 ** (31 / self.power))
+        ratio = min(self.alpha / lr, 2.0 ** min(31 / self.power, 1023))
         return max(self.base, int(ratio**self.power))
 
 

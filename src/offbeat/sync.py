@@ -166,6 +166,8 @@ class Synchronizer:
         if self.finished:
             return
         self._must_be_open("finish()")
+        if self._inside_step:
+            raise RuntimeError("finish(): a step is under way: call after_step() first.")
         try:
             self._start()
             landed = [part.flush(self._clock()) for part in self.parts]
@@ -255,11 +257,13 @@ class Synchronizer:
 
     def _meet(self, kind: int) -> None:
         """All workers are at the same place, or all raise."""
-        where = agreement.header(kind, 0, self._clock())
-        talks = {id(comm): comm for part in self.parts for comm in part.communicators()}
+        where = agreement.header(kind, 0, self._clock(), self._comm.rank)
+        talks = {id(comm): Metered(comm) for part in self.parts for comm in part.communicators()}
         # On all of them at once: a worker that is elsewhere waits for us on one.
         for message in [comm.tell(where) for comm in talks.values()]:
             agreement.compare_headers(message.wait())
+        self._comm.sent += sum(comm.sent for comm in talks.values())
+        self._comm.received += sum(comm.received for comm in talks.values())
 
     def _show_consensus(self) -> None:
         """Anchors where a method has them, the mean of everything else."""

@@ -13,7 +13,7 @@ _PIECE = 2**21  # values: eight megabytes of float32, which gloo moves faster th
 
 @dataclass(frozen=True)
 class Mean:
-    """The exact mean in float32 (float64 where the tensors are), in pieces: one is packed as another flies."""
+    """The exact mean in float32 (float64 where the tensors are), packed piece by piece while others fly."""
 
     def init(self) -> State:
         return {}

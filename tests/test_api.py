@@ -1,0 +1,116 @@
+"""The public names."""
+
+from __future__ import annotations
+
+import inspect
+import subprocess
+import sys
+import types
+from importlib.metadata import version
+
+import pytest
+from problems import Dyadic, optimizer_for
+
+import offbeat
+
+
+def test_all_is_sorted_in_its_two_blocks() -> None:
+    """Values and functions of the library first, then the named methods; capitals before small letters."""
+    names = offbeat.__all__
+    cut = len(names) - len(offbeat.methods.__all__)
+    first, second = names[:cut], names[cut:]
+    assert second == offbeat.methods.__all__ == sorted(offbeat.methods.__all__)
+    # As ruff sorts __all__: CONSTANTS, then Classes, then functions.
+    assert first == sorted(first, key=lambda name: (not name.isupper(), not name[0].isupper(), name))
+    assert len(set(names)) == len(names)
+
+
+def test_all_is_complete() -> None:
+    for name in offbeat.__all__:
+        assert hasattr(offbeat, name), name
+    here = {
+        name
+        for name, value in vars(offbeat).items()
+        if not name.startswith("_") and not isinstance(value, types.ModuleType)
+    }
+    assert here == set(offbeat.__all__)  # neither more nor less
+
+
+def test_no_module_is_in_all() -> None:
+    assert not [name for name in offbeat.__all__ if isinstance(getattr(offbeat, name), types.ModuleType)]
+
+
+def test_every_public_name_says_what_it_is() -> None:
+    for name in offbeat.__all__:
+        value = getattr(offbeat, name)
+        assert value.__doc__, name
+        assert not value.__doc__.startswith(f"{name}("), f"{name} has the docstring dataclasses make up"
+
+
+def test_star_import() -> None:
+    space: dict[str, object] = {}
+    exec("from offbeat import *", space)
+    assert set(offbeat.__all__) <= set(space)
+
+
+@pytest.mark.parametrize("name", offbeat.methods.__all__)
+def test_every_method_has_an_example(name: str) -> None:
+    function = getattr(offbeat, name)
+    text = inspect.getdoc(function)
+    assert text is not None
+    assert text.splitlines()[0].endswith(".")
+    assert f"sync = offbeat.{name}(model, optimizer" in text
+
+
+@pytest.mark.parametrize("name", offbeat.methods.__all__)
+def test_every_example_runs(name: str) -> None:
+    model = Dyadic()
+    text = inspect.getdoc(getattr(offbeat, name)) or ""
+    line = next(line.strip() for line in text.splitlines() if line.strip().startswith("sync = "))
+    line = line.replace("nodes=8", "nodes=1")  # the example has eight workers per node, the test one in all
+    line = line.replace("fragments=4", "fragments=2")  # and its model has two layers
+    space = {"offbeat": offbeat, "model": model, "optimizer": optimizer_for(model)}
+    exec(line, space)
+    assert isinstance(space["sync"], offbeat.Synchronizer)
+
+
+@pytest.mark.parametrize("name", offbeat.methods.__all__)
+def test_every_method_takes_its_options_by_name(name: str) -> None:
+    parameters = inspect.signature(getattr(offbeat, name)).parameters
+    assert list(parameters)[:2] == ["model", "optimizer"]
+    kinds = [p.kind for p in parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
+    assert kinds == [inspect.Parameter.POSITIONAL_OR_KEYWORD] * 2 + [inspect.Parameter.KEYWORD_ONLY] * (
+        len(kinds) - 2
+    )
+    assert parameters["group"].default is None
+
+
+@pytest.mark.slow
+def test_the_library_needs_torch_alone() -> None:
+    """Imported where none of the extras can be found."""
+    blocked = ["rich", "sklearn", "scipy", "hypothesis", "pytest", "matplotlib", "pandas"]
+    code = (
+        "import sys\n"
+        f"for name in {blocked!r}: sys.modules[name] = None\n"
+        "import offbeat\n"
+        "import torch\n"
+        "model = torch.nn.Linear(1, 1)\n"
+        "with offbeat.local_sgd(model, torch.optim.SGD(model.parameters(), lr=0.1), every=1) as sync:\n"
+        "    model(torch.ones(1)).sum().backward()\n"
+        "    sync.step()\n"
+        "print(sync.totals.rounds, offbeat.__version__)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.stderr == ""
+    assert done.stdout.split() == ["1", offbeat.__version__]
+
+
+def test_the_version_is_the_packages() -> None:
+    assert version("offbeat") == offbeat.__version__
+
+
+def test_errors_are_one_tree() -> None:
+    for name in ("Disagreement", "PeerLost", "Deadlock", "CheckpointMismatch"):
+        assert issubclass(getattr(offbeat, name), offbeat.OffbeatError)
+        assert name in (offbeat.errors.__doc__ or "")
+    assert issubclass(offbeat.OffbeatError, RuntimeError)

@@ -1,0 +1,134 @@
+"""With whom: which groups are accepted, and who is in them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import Pool
+from problems import Dyadic, data, optimizer_for
+from sentences import says
+from torch.distributed.device_mesh import init_device_mesh
+
+import offbeat
+from offbeat import Communicator, Solo, Subgroups, World
+from offbeat.peers import communicator
+
+
+def test_without_any_group_it_is_a_world_of_one() -> None:
+    assert isinstance(communicator(), Solo)
+    assert isinstance(World().everyone, Solo)
+
+
+def test_a_communicator_is_taken_as_it_is() -> None:
+    solo = Solo()
+    assert communicator(solo) is solo
+    assert World(solo).at(7) is World(solo).everyone is solo
+
+
+@pytest.mark.parametrize("group", ["gloo", 4, [0, 1]])
+def test_anything_else_is_refused(group: Any) -> None:
+    with says(
+        TypeError, f"group={group!r}: a ProcessGroup, a one-axis DeviceMesh or a Communicator is needed."
+    ):
+        communicator(group)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "expected"),
+    [
+        (1, [[0], [1], [2], [3]]),
+        (2, [[0, 1], [0, 1], [2, 3], [2, 3]]),
+        (4, [[0, 1, 2, 3]] * 4),
+        (((0, 3), (1,), (2,)), [[0, 3], [1], [2], [0, 3]]),
+        ([[3, 0], [2, 1]], [[3, 0], [2, 1], [2, 1], [3, 0]]),
+    ],
+)
+def test_subgroups(ranks: Any, expected: list[list[int]]) -> None:
+    def worker(comm: Communicator) -> list[int]:
+        peers = Subgroups(ranks, comm)
+        assert peers.everyone is comm
+        assert peers.at(0) is peers.at(1)
+        return [word[0] for word in peers.at(0).tell([comm.rank]).wait()]
+
+    assert offbeat.simulate(worker, 4) == expected
+
+
+@pytest.mark.parametrize(
+    ("ranks", "sentence"),
+    [
+        (
+            3,
+            "Subgroups(3): 4 workers cannot be cut into groups of 3; "
+            "list the ranks of each group for uneven ones.",
+        ),
+        (
+            0,
+            "Subgroups(0): 4 workers cannot be cut into groups of 0; "
+            "list the ranks of each group for uneven ones.",
+        ),
+        (((0, 1), (2,)), "Subgroups(((0, 1), (2,))): each of the ranks 0 to 3 must be in exactly one group."),
+        (
+            ((0, 1), (1, 2, 3)),
+            "Subgroups(((0, 1), (1, 2, 3))): each of the ranks 0 to 3 must be in exactly one group.",
+        ),
+        (
+            ((0, 1, 2, 4),),
+            "Subgroups(((0, 1, 2, 4),)): each of the ranks 0 to 3 must be in exactly one group.",
+        ),
+    ],
+)
+def test_subgroups_that_do_not_cover_all(ranks: Any, sentence: str) -> None:
+    with says(ValueError, sentence):
+        offbeat.simulate(lambda comm: Subgroups(ranks, comm), 4)
+
+
+def meshes(comm: Communicator) -> list[Any]:
+    """On real processes: a group, a mesh of one axis, an axis of a mesh, and a mesh of two axes."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "shard"))
+    axis = communicator(mesh["replica"])
+    mean = axis.mean([torch.tensor([float(dist.get_rank())])]).wait()[0].item()
+    again = communicator(mesh["replica"]) is axis
+    world = communicator()
+    same = world is communicator(dist.group.WORLD)
+    try:
+        communicator(mesh)
+        sentence = "accepted"
+    except ValueError as error:
+        sentence = str(error)
+    return [axis.size, mean, again, world.size, same, sentence.partition(": a mesh")[2]]
+
+
+@pytest.mark.slow
+def test_process_groups_and_meshes(pool: Pool) -> None:
+    expected = " of one axis is needed, not of 2: pass mesh['replica']."
+    # Ranks 0 and 2 hold the first shard, 1 and 3 the second.
+    assert pool.run(meshes) == [[2, mean, True, 4, True, expected] for mean in (1.0, 2.0, 1.0, 2.0)]
+
+
+def lost(comm: Communicator) -> str:
+    """Rank 3 fails while rank 2, alone with it in a node, waits for it."""
+    model = Dyadic()
+    optimizer = optimizer_for(model)
+    sync = offbeat.hierarchical(model, optimizer, nodes=2, inner=1, outer=4, group=comm)
+    try:
+        with sync:
+            for step in range(8):
+                if comm.rank == 3 and step == 2:
+                    raise ZeroDivisionError("no data")
+                model(data(comm.rank, step)).backward()
+                sync.step()
+                optimizer.zero_grad()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}".replace("the gather of int64[8]", "word from all")
+    return "finished"
+
+
+@pytest.mark.parametrize("kind", ["Virtual", "Torch"])
+def test_who_is_lost_in_a_group_is_named_as_among_all(pool: Pool, kind: str) -> None:
+    said = offbeat.simulate(lost, 4) if kind == "Virtual" else pool.run(lost, fresh=True)
+    assert said[3] == "ZeroDivisionError: no data"
+    assert said[2] == "PeerLost: Waiting for word from all: rank 3 failed (ZeroDivisionError: no data)."
+    assert all(sentence.startswith("PeerLost: Waiting for ") for sentence in said[:2])
