@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import time
 from collections.abc import Callable, Sequence
@@ -51,15 +52,17 @@ class Torch(Communicator):
         self._lanes: dict[str, _Lane] = {}
         self._children: dict[tuple[tuple[int, ...], ...], Torch] = {}
         self._left = False
+        # gloo connects all with all, and hangs if one is missing: now, while everybody is here.
         self._lane("control")
+        self._lane("cpu")
 
     def _lane(self, name: str) -> _Lane:
-        """The connections for control messages, or for tensors on a kind of device; opened when first used.
+        """The connections for control messages, or for tensors on a kind of device.
 
         `new_group` is of no use: it numbers groups per process, and hangs where some ranks have made others.
         """
         if name not in self._lanes:
-            kind = "gloo" if name == "control" else self._backends[name]
+            kind = "gloo" if name in ("control", "cpu") else self._backends[name]
             store = PrefixStore(f"{self._key}/{name}", self._store)
             self._lanes[name] = _Lane(_backend(kind, store, self.rank, self.size, self._timeout))
         return self._lanes[name]
@@ -125,9 +128,8 @@ class Torch(Communicator):
         for tensor, call in calls:
             name = lane or tensor.device.type
             number = self._lane(name).begun
-            self._lane(name).begun += 1
             try:
-                work = call(self._lane(name).backend)
+                work = self._lane(name).begin(call)
             except RuntimeError as error:
                 raise self._lost(what, error) from error
             work.get_future().then(lambda _: times.append(time.perf_counter()))
@@ -169,19 +171,32 @@ class Torch(Communicator):
                     raise Farewell(note["text"], note["shared"]).error(rank, what)
 
     def _lost(self, what: str, error: Exception) -> PeerLost:
-        reason = str(error).splitlines()[0].rsplit("] ", 1)[-1]
-        return PeerLost(f"Waiting for {what}: rank {self.rank} lost a connection ({reason})")
+        reason = str(error).splitlines()[0].partition("] ")[2].partition(". ")[0]
+        return PeerLost(f"Waiting for {what}: rank {self.rank} lost a connection ({reason}).")
 
 
 _Call = tuple[Tensor, Callable[[Any], dist.Work]]
 
 
 class _Lane:
-    """Connections of their own, and how many messages were begun on them."""
+    """Connections of their own, how many messages were begun on them, and which of those may be in the air."""
 
     def __init__(self, backend: Any) -> None:
         self.backend = backend
         self.begun = 0
+        self._air: list[dist.Work] = []
+
+    def begin(self, call: Callable[[Any], dist.Work]) -> dist.Work:
+        self.begun += 1
+        work = call(self.backend)
+        self._air = [*(other for other in self._air if not other.is_completed()), work]
+        return work
+
+    def __del__(self, keep: Callable[[Any], None] = ctypes.pythonapi.Py_IncRef) -> None:
+        # gloo's destructor holds the interpreter until all has arrived, which after a failure never happens:
+        # such connections last as long as the process.
+        if not all(work.is_completed() for work in self._air):
+            keep(ctypes.py_object(self.backend))
 
 
 def _backend(kind: str, store: Store, rank: int, size: int, timeout: float) -> Any:
