@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.profiler import record_function
 
-from offbeat.agreement import ROUND, header
+from offbeat.agreement import ROUND, compare_headers, header
 from offbeat.comm import Communicator, Metered, Pending
 from offbeat.cost import Report
 from offbeat.flight import Flight
@@ -131,7 +131,9 @@ class Exchange(Part):
         comm = Metered(self.peers.at(self._round))
         with record_function("offbeat.begin"):
             began = comm.now()
-            moments = self.moments.averaged(comm)
+            head = header(ROUND, self._index, clock, self.peers.everyone.rank)
+            heads = comm.tell([*head, self.moments.mark()]).then(compare_headers)
+            moments = self.moments.averaged(heads.wait)
             self._flight = Flight(
                 clock=clock,
                 due=None if self.delay == "round" else clock.step + self.delay,
@@ -139,7 +141,7 @@ class Exchange(Part):
                 comm=comm,
                 began=began,
                 waited=comm.now() - began,
-                heads=comm.tell(header(ROUND, self._index, clock)),
+                heads=heads,
                 mean=self.reduce.start(self._filled(), comm, clock, self._states["reduce"]),
                 followed=self.buffers.follow(comm),
                 moments=send_mean(moments, comm),

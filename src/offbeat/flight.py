@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from offbeat.agreement import compare_headers
 from offbeat.comm import Metered, Pending, arrived
 from offbeat.cost import Report
 from offbeat.schedule import Clock, State
@@ -22,7 +21,7 @@ class Flight:
     period: int  # steps since the round before
     comm: Metered
     began: float
-    heads: Pending[list[list[int]]]  # where every rank is
+    heads: Pending[list[int]]  # raises if the ranks are not all in this round
     mean: Pending[Packed]
     followed: Pending[list[Tensor]]  # rank 0's buffers
     moments: Pending[Packed]
@@ -32,7 +31,7 @@ class Flight:
     def wait(self) -> None:
         """Until all has arrived. Raises if the workers are not in the same round."""
         start = self.comm.now()
-        compare_headers(self.heads.wait())
+        self.heads.wait()
         for message in (self.mean, self.followed, self.moments):
             message.wait()
         self.waited += self.comm.now() - start
@@ -81,7 +80,7 @@ class Flight:
             period=state["period"],
             comm=comm,
             began=comm.now(),
-            heads=arrived([[]]),
+            heads=arrived([]),
             mean=arrived(room),
             followed=arrived([value.clone() for value in state["followed"]]),
             moments=arrived(moments),

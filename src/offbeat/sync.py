@@ -67,6 +67,8 @@ class Synchronizer:
         if not self._agreed:
             lines = agreement.describe(self.method, self.model)
             agreement.compare_lines(lines, self._comm)
+            for part in self.parts:
+                part.communicators()  # connects to its peers, while everybody is here
             self._agreed = True
 
     def step(self, local: Callable[[], Any] | None = None) -> Any:
@@ -229,7 +231,7 @@ class Synchronizer:
 
     def _meet(self, kind: int) -> None:
         """All workers are at the same place, or all raise."""
-        where = agreement.header(kind, 0, self._clock())
+        where = agreement.header(kind, 0, self._clock(), self._comm.rank)
         talks = {id(comm): comm for part in self.parts for comm in part.communicators()}
         # On all of them at once: a worker that is elsewhere waits for us on one.
         for message in [comm.tell(where) for comm in talks.values()]:
