@@ -16,7 +16,7 @@ from torch.profiler import record_function
 from offbeat.agreement import ROUND, compare_headers, header
 from offbeat.comm import Communicator, Metered, Pending
 from offbeat.cost import Report
-from offbeat.flight import Flight
+from offbeat.flight import Flight, naming
 from offbeat.part import Part
 from offbeat.peers import Peers, World
 from offbeat.reduce import Mean, Reducer
@@ -129,7 +129,7 @@ class Exchange(Part):
         """Send this worker's share of the round."""
         clock = replace(clock, round=self._round)
         comm = Metered(self.peers.at(self._round))
-        with record_function("offbeat.begin"):
+        with record_function("offbeat.begin"), naming(clock):
             began = comm.now()
             head = header(ROUND, self._index, clock, self.peers.everyone.rank)
             heads = comm.tell([*head, self.moments.mark()]).then(compare_headers)
@@ -154,7 +154,7 @@ class Exchange(Part):
         """Wait for the round's messages and apply them."""
         assert self._flight is not None
         flight, self._flight = self._flight, None
-        with record_function("offbeat.land"):
+        with record_function("offbeat.land"), naming(flight.clock):
             flight.wait()
             distances = self._apply(flight, replace(clock, round=flight.clock.round))
             self.moments.reset()

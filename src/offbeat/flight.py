@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from offbeat.comm import Metered, Pending, arrived
 from offbeat.cost import Report
+from offbeat.errors import PeerLost
 from offbeat.schedule import Clock, State
 from offbeat.tensors import Packed
+
+
+@contextmanager
+def naming(clock: Clock) -> Iterator[None]:
+    """A worker lost inside was lost in this round."""
+    try:
+        yield
+    except PeerLost as error:
+        raise error.during(clock.round, clock.step) from error.__cause__
 
 
 @dataclass
@@ -54,7 +66,8 @@ class Flight:
 
     def state_dict(self) -> State:
         """What is in the air, waited for but not applied."""
-        self.wait()
+        with naming(self.clock):
+            self.wait()
         return {
             "step": self.clock.step,
             "round": self.clock.round,
