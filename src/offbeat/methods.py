@@ -5,13 +5,16 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Sequence
-from typing import ParamSpec
+from contextlib import suppress
+from typing import Any, ParamSpec
 
 from torch import nn
 from torch.optim import Optimizer
 
+from offbeat.agreement import compare_lines
+from offbeat.errors import OffbeatError
 from offbeat.exchange import Delay, Exchange
-from offbeat.peers import Group, Subgroups, World
+from offbeat.peers import Group, Subgroups, World, communicator
 from offbeat.reduce import Reducer
 from offbeat.riders import BufferRule, MomentRule
 from offbeat.schedule import QSR, Every, Never, Schedule, Then, schedule
@@ -31,17 +34,35 @@ def recorded(function: Callable[P, Synchronizer]) -> Callable[P, Synchronizer]:
 
     @functools.wraps(function)
     def method(*args: P.args, **kwargs: P.kwargs) -> Synchronizer:
-        given = signature.bind(*args, **kwargs)
-        own = [
-            f"{name}={value!r}"
-            for name, value in given.arguments.items()
-            if name not in ("model", "optimizer", "group") and value != signature.parameters[name].default
-        ]
-        sync = function(*args, **kwargs)
-        sync.agree(f"{function.__name__}({', '.join(own)})")
+        try:
+            call = _call(function.__name__, signature, args, kwargs)
+            sync = function(*args, **kwargs)
+        except (TypeError, ValueError) as error:
+            _refuse(error, kwargs.get("group"))
+            raise
+        sync.agree(call)
         return sync
 
     return method
+
+
+def _call(name: str, signature: inspect.Signature, args: Any, kwargs: Any) -> str:
+    try:
+        given = signature.bind(*args, **kwargs).arguments
+    except TypeError as error:
+        raise TypeError(f"{name}: {error}; it takes {', '.join(signature.parameters)}.") from None
+    own = [
+        f"{key}={value!r}"
+        for key, value in given.items()
+        if key not in ("model", "optimizer", "group") and value != signature.parameters[key].default
+    ]
+    return f"{name}({', '.join(own)})"
+
+
+def _refuse(error: Exception, group: Any) -> None:
+    """Where the others have no such error, they learn of it, since they wait for this worker."""
+    with suppress(OffbeatError, TypeError, ValueError):
+        compare_lines([f"the error {str(error)!r}"], communicator(group))
 
 
 @recorded
