@@ -22,7 +22,7 @@ torch.set_num_threads(1)
 
 
 def processes() -> Any:
-    """A context whose processes start in no time: forked from one that has imported torch and does no more."""
+    """A context whose processes start quickly: forked from one that has imported torch, and nothing else."""
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(["offbeat", "torch._dynamo"])
     return context

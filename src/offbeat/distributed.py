@@ -179,7 +179,7 @@ _Call = tuple[Tensor, Callable[[Any], dist.Work]]
 
 
 class _Lane:
-    """Connections of their own, how many messages were begun on them, and which of those may be in the air."""
+    """Connections of their own, how many messages were begun on them, and which may be in the air."""
 
     def __init__(self, backend: Any) -> None:
         self.backend = backend
