@@ -104,7 +104,7 @@ class Communicator(ABC):
         return time.perf_counter()
 
     def computed(self, step: int) -> None:
-        """The gradient after `step` iterations is ready. Only a simulated clock moves here."""
+        """The gradient after `step` iterations is ready: a simulated clock moves, others look at it."""
         return None
 
 
