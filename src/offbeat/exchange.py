@@ -204,7 +204,8 @@ class Exchange(Part):
     def settle(self, *, wait: bool) -> None:
         while self._unreported and (wait or self._unreported[0][1].done()):
             report, spread = self._unreported.popleft()
-            self._last_drift = float(spread.wait()[0])
+            with naming(report):
+                self._last_drift = float(spread.wait()[0])
             self._hand_in(replace(report, drift=self._last_drift))
 
     def shared_gradient(self, step: int) -> bool:

@@ -16,12 +16,12 @@ from offbeat.tensors import Packed
 
 
 @contextmanager
-def naming(clock: Clock) -> Iterator[None]:
+def naming(when: Clock | Report) -> Iterator[None]:
     """A worker lost inside was lost in this round."""
     try:
         yield
     except PeerLost as error:
-        raise error.during(clock.round, clock.step) from error.__cause__
+        raise error.during(when.round, when.step) from error.__cause__
 
 
 @dataclass
