@@ -130,5 +130,6 @@ def lost(comm: Communicator) -> str:
 def test_who_is_lost_in_a_group_is_named_as_among_all(pool: Pool, kind: str) -> None:
     said = offbeat.simulate(lost, 4) if kind == "Virtual" else pool.run(lost, fresh=True)
     assert said[3] == "ZeroDivisionError: no data"
-    assert said[2] == "PeerLost: Waiting for word from all: rank 3 failed (ZeroDivisionError: no data)."
-    assert all(sentence.startswith("PeerLost: Waiting for ") for sentence in said[:2])
+    sentence = "Round 2 (step 3): Waiting for word from all: rank 3 failed (ZeroDivisionError: no data)."
+    assert said[2] == f"PeerLost: {sentence}"
+    assert all(sentence.startswith("PeerLost: Round ") for sentence in said[:2])

@@ -229,7 +229,9 @@ def test_a_failure_in_training_reaches_all() -> None:
         said[comm.rank] = heard(train)(comm)
 
     simulate(worker, 3)
-    sentence = "Waiting for the gather of int64[8]: rank 1 failed (ZeroDivisionError: no data)."
+    sentence = (
+        "Round 1 (step 4): Waiting for the gather of int64[8]: rank 1 failed (ZeroDivisionError: no data)."
+    )
     assert said[0] == said[2] == f"PeerLost: {sentence}"
     assert said[1] == "ZeroDivisionError: no data"
 

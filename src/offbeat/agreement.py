@@ -14,23 +14,30 @@ from offbeat.errors import Disagreement
 from offbeat.schedule import Clock
 from offbeat.tensors import local, named
 
-_KINDS = ("a round", "averaged()", "finish()")
+_KINDS = ("round {round}", "averaged()", "finish()")
 ROUND, AVERAGED, FINISH = range(3)
 
 
+_COMPARED = 5  # the words of a header in which all ranks must agree
+
+
 def header(kind: int, part: int, clock: Clock, rank: int) -> list[int]:
-    """What a rank, numbered among all workers, is about to do, in a few whole numbers."""
+    """What a rank is about to do, in a few whole numbers; then its number among all workers, since in a
+    subgroup it has another."""
     (lr,) = struct.unpack("<q", struct.pack("<d", clock.lr))
     return [kind, part, clock.round, clock.step, lr, rank]
 
 
-def compare_headers(headers: Sequence[Sequence[int]]) -> None:
-    """Raise if the ranks are not all at the same point."""
+def compare_headers(headers: Sequence[Sequence[int]]) -> list[int]:
+    """Raise if the ranks are not all at the same point; what each has told behind its header."""
     first = headers[0]
     for other in headers:
-        if other[:5] != first[:5]:
-            field = next(i for i in range(5) if other[i] != first[i])
+        if other[:_COMPARED] != first[:_COMPARED]:
+            field = next(i for i in range(_COMPARED) if other[i] != first[i])
+            if first[0] != ROUND and field == 3:
+                field = 0  # both in finish(), but not after the same step
             raise Disagreement(_SENTENCES[field].format(**_words(first, ""), **_words(other, "o_")))
+    return [heard[_COMPARED + 1] for heard in headers]
 
 
 _SENTENCES = (
@@ -41,15 +48,16 @@ _SENTENCES = (
     "(step {o_step}).",
     "Workers disagree at round {round}: rank {rank} is at step {step}, rank {o_rank} at step {o_step}. "
     "Does every worker use the same schedule?",
-    "Workers disagree at round {round}, step {step}: rank {rank} has learning rate {lr}, "
-    "rank {o_rank} {o_lr}. Step the learning-rate scheduler alike everywhere.",
+    "Workers disagree in {kind} at step {step}: rank {rank} has learning rate {lr}, rank {o_rank} {o_lr}. "
+    "Step the learning-rate scheduler alike everywhere.",
 )
 
 
 def _words(header: Sequence[int], prefix: str) -> dict[str, object]:
     kind, part, round, step, lr, rank = header[:6]
     (rate,) = struct.unpack("<d", struct.pack("<q", lr))
-    values = {"kind": _KINDS[kind], "part": part, "round": round, "step": step, "lr": rate, "rank": rank}
+    kinds = _KINDS[kind].format(round=round)
+    values = {"kind": kinds, "part": part, "round": round, "step": step, "lr": rate, "rank": rank}
     return {prefix + name: value for name, value in values.items()}
 
 

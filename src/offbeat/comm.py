@@ -104,7 +104,7 @@ class Communicator(ABC):
         return time.perf_counter()
 
     def computed(self, step: int) -> None:
-        """The gradient after `step` iterations is ready. Only a simulated clock moves here."""
+        """The gradient after `step` iterations is ready: a simulated clock moves, others look at it."""
         return None
 
 
@@ -126,24 +126,27 @@ def words(numbers: Sequence[int]) -> Tensor:
 
 @dataclass(frozen=True)
 class Farewell:
-    """Why a rank left: its own trouble, or a disagreement that concerns everybody."""
+    """Why a rank left: its own trouble, or an error that concerns everybody, to be raised by all."""
 
     text: str
-    shared: bool = False
+    shared: str | None = None  # the kind of the error
 
     @classmethod
     def of(cls, error: BaseException) -> Farewell:
-        if isinstance(error, Disagreement):
-            return cls(str(error), shared=True)
+        for kind in _SHARED:
+            if isinstance(error, kind):
+                return cls(str(error), shared=kind.__name__)
         return cls(f"failed ({type(error).__name__}: {error})")
 
     def error(self, rank: int, what: str) -> OffbeatError:
         """What somebody who waits for `what` from this rank raises."""
-        return (
-            Disagreement(self.text)
-            if self.shared
-            else PeerLost(f"Waiting for {what}: rank {rank} {self.text}.")
-        )
+        for kind in _SHARED:
+            if self.shared == kind.__name__:
+                return kind(self.text)
+        return PeerLost(f"Waiting for {what}: rank {rank} {self.text}.")
+
+
+_SHARED: tuple[type[OffbeatError], ...] = (Disagreement, PeerLost)
 
 
 def nbytes(tensors: Sequence[Tensor]) -> int:

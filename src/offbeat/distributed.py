@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import json
 import time
@@ -53,17 +54,22 @@ class Torch(Communicator):
         self._lanes: dict[str, _Lane] = {}
         self._children: dict[tuple[int, ...], Torch] = {}
         self._left = False
+        # gloo connects all with all, and hangs if one is missing: now, while everybody is here.
         self._lane("control")
+        self._lane("cpu")
 
     def _lane(self, name: str) -> _Lane:
-        """The connections for control messages, or for tensors on a kind of device; opened when first used.
+        """The connections for control messages, or for tensors on a kind of device.
 
         `new_group` is of no use: it numbers groups per process, and hangs where some ranks have made others.
         """
         if name not in self._lanes:
-            kind = "gloo" if name == "control" else self._backends[name]
+            kind = "gloo" if name in ("control", "cpu") else self._backends[name]
             store = PrefixStore(f"{self._key}/{name}", self._store)
-            self._lanes[name] = _Lane(_backend(kind, store, self.rank, self.size, self._timeout))
+            try:
+                self._lanes[name] = _Lane(_backend(kind, store, self.rank, self.size, self._timeout))
+            except RuntimeError as error:
+                raise self._lost("everybody to connect", error) from error
         return self._lanes[name]
 
     def mean(self, tensors: Iterable[Tensor]) -> Pending[list[Tensor]]:
@@ -125,6 +131,13 @@ class Torch(Communicator):
         except dist.DistError:
             pass  # the store went with its host, and who waits for us sees our connections close
 
+    def computed(self, step: int) -> None:
+        """See what arrived behind the computation: times of arrival are as fine as steps are."""
+        for lane in self._lanes.values():
+            lane.look()
+        for child in self._children.values():
+            child.computed(step)
+
     def _send(
         self,
         calls: Iterable[_Call],
@@ -135,33 +148,32 @@ class Torch(Communicator):
         each: Callable[[int], None] | None = None,
     ) -> Pending[T]:
         """Start the calls; once all have arrived, the result. `each` follows the arrival of each of them."""
-        times: list[float] = []
-        works = []
+        sent = []
         for tensor, call in calls:
             name = lane or tensor.device.type
             number = self._lane(name).begun
-            self._lane(name).begun += 1
             try:
-                work = call(self._lane(name).backend)
+                sent.append((self._lane(name).begin(call), name, number))
             except RuntimeError as error:
                 raise self._lost(what(), error) from error
-            work.get_future().then(lambda _: times.append(time.perf_counter()))
-            works.append((work, name, number))
 
         def wait() -> T:
-            for i, (work, name, number) in enumerate(works):
-                self._await(work, name, number, what())
+            for i, (message, name, number) in enumerate(sent):
+                self._await(message.work, name, number, what())
+                message.look()
                 if each:
                     each(i)
             return result()
 
         return Pending(
-            wait, lambda: all(work.is_completed() for work, _, _ in works), lambda: max(times, default=0.0)
+            wait,
+            lambda: all(message.look() for message, _, _ in sent),
+            lambda: max((message.arrived for message, _, _ in sent), default=0.0),
         )
 
     def _await(self, work: dist.Work, lane: str, number: int, what: str) -> None:
         """Wait in short slices, looking up between them whether somebody we wait for has left."""
-        deadline = time.perf_counter() + self._timeout
+        deadline, trouble = time.perf_counter() + self._timeout, f"heard nothing for {self._timeout:g} s"
         while True:
             try:
                 work.wait(timedelta(seconds=_GLANCE))
@@ -172,10 +184,10 @@ class Torch(Communicator):
             try:
                 self._look_for_leavers(lane, number, what)
             except dist.DistError:
+                trouble = "lost the process group's store"
                 deadline = min(deadline, time.perf_counter() + _STORE_GONE)
             if time.perf_counter() > deadline:
-                me = self._names[self.rank]
-                raise PeerLost(f"Waiting for {what}: rank {me} heard nothing for {self._timeout:g} s.")
+                raise PeerLost(f"Waiting for {what}: rank {self._names[self.rank]} {trouble}.")
 
     def _look_for_leavers(self, lane: str, number: int, what: str) -> None:
         if not self._store.check([f"{self._key}/left"]):
@@ -187,9 +199,9 @@ class Torch(Communicator):
                     raise Farewell(note["text"], note["shared"]).error(self._names[rank], what)
 
     def _lost(self, what: str, error: Exception) -> PeerLost:
-        reason = str(error).splitlines()[0].rsplit("] ", 1)[-1]
+        reason = str(error).splitlines()[0].split("] ", 1)[-1].split(". ")[0]
         me = self._names[self.rank]
-        return PeerLost(f"Waiting for {what}: rank {me} lost a connection ({reason})")
+        return PeerLost(f"Waiting for {what}: rank {me} lost a connection ({reason}).")
 
 
 def _sum(tensor: Tensor, backend: Any) -> Any:
@@ -199,12 +211,47 @@ def _sum(tensor: Tensor, backend: Any) -> Any:
 _Call = tuple[Tensor, Callable[[Any], dist.Work]]
 
 
+class _Sent:
+    """A message and when it was first seen to have arrived.
+
+    Python must not run in gloo's threads, which may outlive the interpreter: so no callbacks.
+    """
+
+    def __init__(self, work: dist.Work) -> None:
+        self.work = work
+        self.arrived = 0.0
+
+    def look(self) -> bool:
+        """Whether it is here."""
+        if not self.arrived and self.work.is_completed():
+            self.arrived = time.perf_counter()
+        return self.arrived > 0
+
+
 class _Lane:
-    """Connections of their own, and how many messages were begun on them."""
+    """Connections of their own, how many messages were begun on them, and which may be in the air."""
 
     def __init__(self, backend: Any) -> None:
         self.backend = backend
         self.begun = 0
+        self._air: list[_Sent] = []
+
+    def begin(self, call: Callable[[Any], dist.Work]) -> _Sent:
+        self.look()
+        self.begun += 1
+        message = _Sent(call(self.backend))
+        self._air.append(message)
+        return message
+
+    def look(self) -> None:
+        """See what has arrived."""
+        self._air = [message for message in self._air if not message.look()]
+
+    def __del__(self, keep: Callable[[Any], None] = ctypes.pythonapi.Py_IncRef) -> None:
+        # gloo's destructor holds the interpreter until all has arrived, which after a failure never happens:
+        # such connections last as long as the process.
+        if not all(message.look() for message in self._air):
+            keep(ctypes.py_object(self.backend))
 
 
 def _backend(kind: str, store: Store, rank: int, size: int, timeout: float) -> Any:

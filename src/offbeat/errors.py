@@ -9,6 +9,8 @@ OffbeatError (a RuntimeError)
 Bad arguments are ValueError or TypeError, raised where they are given.
 """
 
+from __future__ import annotations
+
 
 class OffbeatError(RuntimeError):
     """Everything Offbeat raises about workers and checkpoints."""
@@ -20,6 +22,11 @@ class Disagreement(OffbeatError):
 
 class PeerLost(OffbeatError):
     """A worker left, failed or fell silent while others waited for it."""
+
+    def during(self, round: int, step: int) -> PeerLost:
+        """The same, with the round it happened in, unless that is known."""
+        text = str(self)
+        return self if text.startswith("Round ") else PeerLost(f"Round {round} (step {step}): {text}")
 
 
 class Deadlock(OffbeatError):

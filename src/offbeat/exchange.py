@@ -12,10 +12,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.profiler import record_function
 
-from offbeat.agreement import ROUND, header
+from offbeat.agreement import ROUND, compare_headers, header
 from offbeat.comm import Communicator, Metered
 from offbeat.cost import Report
-from offbeat.flight import Flight
+from offbeat.flight import Flight, naming
 from offbeat.ledger import Ledger
 from offbeat.optimizers import rates
 from offbeat.part import Part
@@ -143,9 +143,11 @@ class Exchange(Part):
         """Send this worker's share of the round."""
         comm = Metered(self.peers.at(self._round))
         clock = replace(clock, round=self._round, workers=comm.size, rates=self._rates())
-        with record_function("offbeat.begin"):
+        with record_function("offbeat.begin"), naming(clock):
             began = comm.now()
-            moments = self.moments.averaged(comm)
+            head = header(ROUND, self._index, clock, self.peers.everyone.rank)
+            heads = comm.tell([*head, self.moments.mark()]).then(compare_headers)
+            moments = self.moments.averaged(heads.wait)
             self._flight = Flight(
                 clock=clock,
                 due=None if self.delay == "round" else clock.step + self.delay,
@@ -153,7 +155,7 @@ class Exchange(Part):
                 comm=comm,
                 began=began,
                 waited=comm.now() - began,
-                heads=comm.tell(header(ROUND, self._index, clock, self.peers.everyone.rank)),
+                heads=heads,
                 mean=self.reduce.start(self._filled(clock), comm, clock, self._states["reduce"]),
                 followed=self.buffers.follow(comm),
                 moments=send_mean(moments, comm),
@@ -166,7 +168,7 @@ class Exchange(Part):
         """Wait for the round's messages and apply them."""
         assert self._flight is not None
         flight, self._flight = self._flight, None
-        with record_function("offbeat.land"):
+        with record_function("offbeat.land"), naming(flight.clock):
             flight.wait()
             clock = replace(clock, round=flight.clock.round, workers=flight.comm.size, rates=self._rates())
             distances = self._apply(flight, clock)
@@ -175,8 +177,8 @@ class Exchange(Part):
         self._account(flight, distances)
 
     def _rates(self) -> tuple[float, ...]:
-        """The learning rate of every live tensor, that of its own group."""
-        return rates(self.live.parameters, self.moments.optimizers)
+        """The learning rate of every live tensor, that of its own group; gradients have no use for them."""
+        return () if self.live.early else rates(self.live.parameters, self.moments.optimizers)
 
     def _filled(self, clock: Clock) -> Packed:
         """The payload: what the update sends, then what rides along."""

@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from torch import Tensor
 
-from offbeat.agreement import compare_headers
 from offbeat.comm import Metered, Pending, arrived
 from offbeat.cost import Report
+from offbeat.errors import PeerLost
 from offbeat.schedule import Clock, State
 from offbeat.tensors import Packed
+
+
+@contextmanager
+def naming(when: Clock | Report) -> Iterator[None]:
+    """A worker lost inside was lost in this round."""
+    try:
+        yield
+    except PeerLost as error:
+        raise error.during(when.round, when.step) from error.__cause__
 
 
 @dataclass
@@ -22,7 +33,7 @@ class Flight:
     period: int  # steps since the round before
     comm: Metered
     began: float
-    heads: Pending[list[list[int]]]  # where every rank is
+    heads: Pending[list[int]]  # raises if the ranks are not all in this round
     mean: Pending[Packed]
     followed: Pending[list[Tensor]]  # rank 0's buffers
     moments: Pending[Packed]
@@ -32,7 +43,7 @@ class Flight:
     def wait(self) -> None:
         """Until all has arrived. Raises if the workers are not in the same round."""
         start = self.comm.now()
-        compare_headers(self.heads.wait())
+        self.heads.wait()
         for message in (self.mean, self.followed, self.moments):
             message.wait()
         self.waited += self.comm.now() - start
@@ -55,7 +66,8 @@ class Flight:
 
     def state_dict(self) -> State:
         """What is in the air, waited for but not applied."""
-        self.wait()
+        with naming(self.clock):
+            self.wait()
         return {
             "step": self.clock.step,
             "round": self.clock.round,
@@ -81,7 +93,7 @@ class Flight:
             period=state["period"],
             comm=comm,
             began=comm.now(),
-            heads=arrived([[]]),
+            heads=arrived([]),
             mean=arrived(room),
             followed=arrived([value.clone() for value in state["followed"]]),
             moments=arrived(moments),

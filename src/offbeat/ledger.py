@@ -11,7 +11,7 @@ from torch import Tensor
 
 from offbeat.comm import Pending
 from offbeat.cost import Report
-from offbeat.flight import Flight
+from offbeat.flight import Flight, naming
 from offbeat.schedule import Clock, State
 
 
@@ -46,7 +46,8 @@ class Ledger:
         """Hand in what is complete; with `wait`, everything."""
         while self._open and (wait or self._open[0][2].done()):
             report, lr, scalars = self._open.popleft()
-            drift, loss = scalars.wait()[0].tolist()
+            with naming(report):
+                drift, loss = scalars.wait()[0].tolist()
             self._last = (drift, loss, lr)
             self.hand_in(replace(report, drift=drift))
 

@@ -16,7 +16,11 @@ def check_fit(optimizers: Sequence[Optimizer], model: nn.Module) -> None:
     """Refuse what cannot work, before anything is sent."""
     if not optimizers:
         raise ValueError("optimizer=[]: at least one optimizer is needed.")
-    if isinstance(model, DistributedDataParallel):
+    for optimizer in optimizers:
+        if not isinstance(optimizer, Optimizer):
+            kind = type(optimizer).__name__
+            raise TypeError(f"optimizer holds a {kind}: a torch Optimizer, or a list of them, is needed.")
+    if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
         raise TypeError(
             "The model is wrapped in DistributedDataParallel, which averages gradients at every step: "
             "pass model.module."

@@ -73,18 +73,20 @@ class Moments:
         self._live, self.rule = live, rule
         self.optimizers: Sequence[Optimizer] = ()
 
-    def averaged(self, comm: Communicator) -> dict[str, Tensor]:
+    def mark(self) -> int:
+        """Which there are to be averaged, in one number."""
+        return zlib.crc32(" ".join(self.found()).encode()) if self.rule == "average" else 0
+
+    def averaged(self, marks: Callable[[], list[int]]) -> dict[str, Tensor]:
         """Those to be averaged in a round.
 
-        They are created lazily, so all ranks first say which they have, and wait for the others' word: a rank
-        whose first step was skipped has none, and then they stay as they are until the next round.
+        They are created lazily, so all ranks first say which they have, and wait for the others' marks: a
+        rank whose first step was skipped has none, and then they stay as they are until the next round.
         """
         if self.rule != "average":
             return {}
-        mine = self.found()
-        heard = comm.tell([zlib.crc32(" ".join(mine).encode())]).wait()
-        if all(word == heard[0] for word in heard):
-            return mine
+        if len(set(marks())) == 1:
+            return self.found()
         logger.warning("Not all workers have optimizer moments yet: they are not averaged in this round.")
         return {}
 

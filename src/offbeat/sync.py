@@ -70,6 +70,8 @@ class Synchronizer:
         if not self._agreed:
             lines = agreement.describe(self.method, self.model)
             agreement.compare_lines(lines, self._comm)
+            for part in self.parts:
+                part.communicators()  # connects to its peers, while everybody is here
             self._agreed = True
 
     def step(self, local: Callable[[], Any] | None = None) -> Any:
@@ -155,7 +157,8 @@ class Synchronizer:
             self._inside_averaged = True
             try:
                 if not self._equal:
-                    self._show_consensus()
+                    with self._failing():
+                        self._show_consensus()
                 yield
             finally:
                 self._inside_averaged = False
@@ -199,6 +202,8 @@ class Synchronizer:
             raise RuntimeError(
                 "state_dict(): not inside averaged() or a step: the weights are not those to save."
             )
+        with self._failing():
+            parts = [part.state_dict() for part in self.parts]
         return {
             "format": FORMAT,
             "method": self.method,
@@ -209,17 +214,13 @@ class Synchronizer:
             "started": self._started,
             "lockstep": self._lockstep,
             "equal": self._equal,
-            "parts": [part.state_dict() for part in self.parts],
+            "parts": parts,
         }
 
     def load_state_dict(self, state: State) -> None:
         """Go on from a checkpoint; every rank loads its own. Model and optimizer are loaded by the caller."""
         self._must_be_open("load_state_dict()")
-        try:
-            self.agree()
-            self._check_origin(state)
-        except BaseException as error:
-            self._fail(error)
+        self._check_origin(state)
         self.steps, self._lr, self._started = state["steps"], state["lr"], state["started"]
         self._lockstep, self._equal = state["lockstep"], state["equal"]
         for part, saved in zip(self.parts, state["parts"], strict=True):
@@ -282,21 +283,35 @@ class Synchronizer:
         self._comm.sent = self._comm.received = 0
 
     def _check_origin(self, state: State) -> None:
-        """The checkpoint is of this method, rank and number of workers, and of one step everywhere."""
-        for what, ours in [("format", FORMAT), ("method", self.method), ("workers", self._comm.size)]:
-            if state[what] != ours:
-                raise CheckpointMismatch(f"The checkpoint has {what} {state[what]}, this run has {ours}.")
-        if state["rank"] != self._comm.rank:
-            raise CheckpointMismatch(
-                f"The checkpoint was written by rank {state['rank']}, this is rank {self._comm.rank}: "
-                "every rank loads its own."
-            )
-        heard = [word[0] for word in self._comm.tell([state["steps"]]).wait()]
+        """The checkpoint is of this method, rank and number of workers, and of one step everywhere.
+
+        If not, every worker raises, and all may go on without it.
+        """
+        mismatch = self._mismatch(state)
+        with self._failing():
+            self.agree()
+            heard = [word[0] for word in self._comm.tell([-1 if mismatch else state["steps"]]).wait()]
+        if mismatch:
+            raise CheckpointMismatch(mismatch)
+        for rank, steps in enumerate(heard):
+            if steps < 0:
+                raise CheckpointMismatch(f"Rank {rank} cannot load its checkpoint: its own error says why.")
         for rank, steps in enumerate(heard):
             if steps != heard[0]:
                 raise Disagreement(
                     f"Checkpoints disagree: rank 0 loads step {heard[0]}, rank {rank} step {steps}."
                 )
+
+    def _mismatch(self, state: State) -> str | None:
+        for what, ours in [("format", FORMAT), ("method", self.method), ("workers", self._comm.size)]:
+            if state.get(what) != ours:
+                return f"The checkpoint has {what} {state.get(what)}, this run has {ours}."
+        if state["rank"] != self._comm.rank:
+            return (
+                f"The checkpoint was written by rank {state['rank']}, this is rank {self._comm.rank}: "
+                "every rank loads its own."
+            )
+        return None
 
     def _take(self, report: Report) -> None:
         self._reports.append(report)
@@ -326,3 +341,11 @@ class Synchronizer:
         """Let the others know before this rank goes down."""
         self._leave(error)
         raise error
+
+    @contextmanager
+    def _failing(self) -> Iterator[None]:
+        """An error inside is one this rank goes down with."""
+        try:
+            yield
+        except BaseException as error:
+            self._fail(error)

@@ -5,11 +5,15 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any, ParamSpec, TypedDict
 
 from torch.optim import Optimizer
 
+from offbeat.agreement import compare_lines
+from offbeat.errors import OffbeatError
 from offbeat.exchange import Exchange
+from offbeat.peers import communicator
 from offbeat.reduce import Reducer
 from offbeat.riders import BufferRule, MomentRule
 from offbeat.sync import Synchronizer
@@ -33,17 +37,34 @@ def recorded(function: Callable[P, Synchronizer]) -> Callable[P, Synchronizer]:
 
     @functools.wraps(function)
     def method(*args: P.args, **kwargs: P.kwargs) -> Synchronizer:
-        for name in kwargs:
-            if name not in known and name not in ("model", "optimizer", "group"):
-                choice = ", ".join(known)
-                raise TypeError(f"{function.__name__}({name}=...): no such argument; it takes {choice}.")
-        given = {name: value for name, value in kwargs.items() if name in known and value != known[name]}
-        sync = function(*args, **kwargs)
-        call = ", ".join(f"{name}={given[name]!r}" for name in known if name in given)
-        sync.agree(f"{function.__name__}({call})")
+        try:
+            call = _call(function.__name__, known, kwargs)
+            sync = function(*args, **kwargs)
+        except (TypeError, ValueError) as error:
+            _refuse(error, kwargs.get("group"))
+            raise
+        sync.agree(call)
         return sync
 
     return method
+
+
+def _call(name: str, known: dict[str, Any], given: dict[str, Any]) -> str:
+    """The call as one would type it: what is not the default."""
+    for key in given:
+        if key not in known and key not in ("model", "optimizer", "group"):
+            raise TypeError(f"{name}({key}=...): no such argument; it takes {', '.join(known)}.")
+    for key, default in known.items():
+        if default is inspect.Parameter.empty and key not in given:
+            raise TypeError(f"{name}() needs {key}=.")
+    told = [key for key in known if key in given and given[key] != known[key]]
+    return f"{name}({', '.join(f'{key}={given[key]!r}' for key in told)})"
+
+
+def _refuse(error: Exception, group: Any) -> None:
+    """Where the others have no such error, they learn of it, since they wait for this worker."""
+    with suppress(OffbeatError, TypeError, ValueError):
+        compare_lines([f"the error {str(error)!r}"], communicator(group))
 
 
 def arguments(function: Callable[..., Synchronizer]) -> dict[str, Any]:

@@ -1,0 +1,170 @@
+"""Training in processes of one's own, which may be killed: what runs in them, and who starts them."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from problems import Dyadic, Realistic, data, optimizer_for, snapshot
+from torch import Tensor, nn
+
+import offbeat
+
+SOON = 15.0  # seconds in which a loss must be noticed; far below the timeout
+
+
+class Crew:
+    """Processes that run `function(pipe, *args)` in a process group; their words arrive in their pipes."""
+
+    def __init__(self, context: Any, size: int, function: Callable[..., Any], *args: Any) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        pipes = [context.Pipe() for _ in range(size)]
+        self.pipes: list[Connection] = [ours for ours, _ in pipes]
+        self.processes = [
+            context.Process(target=_work, args=(rank, size, port, theirs, function, args), daemon=True)
+            for rank, (_, theirs) in enumerate(pipes)
+        ]
+        for process, (_, theirs) in zip(self.processes, pipes, strict=True):
+            process.start()
+            theirs.close()
+
+    def hear(self, rank: int, wanted: Callable[[Any], bool]) -> Any:
+        """The first wanted word from a rank; its last one if it goes without."""
+        word = None
+        try:
+            while self.pipes[rank].poll(60):
+                word = self.pipes[rank].recv()
+                if word[0] in ("result", "error") or wanted(word):
+                    break
+            else:
+                raise AssertionError(f"rank {rank} hangs")
+        except EOFError:
+            pass
+        return word
+
+    def kill(self, ranks: Sequence[int]) -> None:
+        for rank in ranks:
+            self.processes[rank].kill()
+
+    def last_words(self) -> list[tuple[str, Any]]:
+        """What each rank ended with, once all have ended; within seconds, or it is a hang."""
+        deadline = time.monotonic() + SOON
+        words = []
+        for rank, process in enumerate(self.processes):
+            word = self.hear(rank, lambda word: False)
+            words.append(word if word and word[0] in ("result", "error") else ("killed", None))
+            process.join(max(0.0, deadline - time.monotonic()))
+            assert not process.is_alive(), f"rank {rank} hangs"
+        return words
+
+
+def _work(
+    rank: int, size: int, port: int, pipe: Connection, function: Callable[..., Any], args: tuple[Any, ...]
+) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=size)
+    try:
+        pipe.send(("result", function(pipe, *args)))
+    except Exception as error:
+        pipe.send(("error", (type(error).__name__, str(error))))
+
+
+class Training:
+    """A loop with a checkpoint per rank and step, each written beside its place and then moved there."""
+
+    def __init__(self, expression: str, directory: Path) -> None:
+        self.rank = dist.get_rank()
+        self.directory = directory
+        torch.manual_seed(self.rank)
+        self.net = Realistic(self.rank)
+        self.opt = optimizer_for(self.net, "adamw")
+        self.scheduler = torch.optim.lr_scheduler.ExponentialLR(self.opt, 0.9)
+        self.sync = offbeat.method(expression)(self.net, self.opt)
+        self.step = self.first = self.newest()
+        if self.step:
+            self.load()
+
+    def newest(self) -> int:
+        """The last step of which every rank has a checkpoint."""
+        mine = {int(path.stem.split("-")[1]) for path in self.directory.glob(f"{self.rank}-*.pt")}
+        heard: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(heard, mine)
+        return max(set.intersection(*heard), default=0)
+
+    def load(self) -> None:
+        state = torch.load(self.directory / f"{self.rank}-{self.step}.pt", weights_only=True)
+        for part in ("net", "opt", "scheduler", "sync"):
+            getattr(self, part).load_state_dict(state[part])
+        torch.set_rng_state(state["rng"])
+
+    def save(self) -> None:
+        parts = {part: getattr(self, part).state_dict() for part in ("net", "opt", "scheduler", "sync")}
+        place = self.directory / f"{self.rank}-{self.step}.pt"
+        torch.save({**parts, "rng": torch.get_rng_state()}, f"{place}.part")
+        os.replace(f"{place}.part", place)
+
+    def one(self) -> dict[str, Tensor]:
+        self.net(data(self.rank, self.step)).backward()
+        self.sync.step()
+        self.opt.zero_grad()
+        self.scheduler.step()
+        self.step += 1
+        return snapshot(self.net)
+
+
+def train(pipe: Connection, expression: str, directory: Path, steps: int, often: int | None) -> Any:
+    """The first step, and the weights after each one from there and after `finish`."""
+    run = Training(expression, directory)
+    trace = []
+    pipe.send(("step", run.step))
+    while run.step < steps:
+        trace.append(run.one())
+        pipe.send(("step", run.step))
+        if often and run.step % often == 0:
+            run.save()
+    run.sync.finish()
+    trace.append(snapshot(run.net))
+    moments = {f"{i}.{k}": v for i, s in run.opt.state_dict()["state"].items() for k, v in s.items()}
+    return run.first, [{k: v.numpy() for k, v in state.items()} for state in [*trace, moments]]
+
+
+def stall(pipe: Connection, expression: str, where: str, victim: int, steps: int) -> None:
+    """The victim stands still at a place of its last step, and the others go on to wait for it."""
+    rank = dist.get_rank()
+    net = Dyadic()
+    opt = optimizer_for(net)
+    sync = offbeat.method(expression)(net, opt)
+
+    def pause(here: str) -> None:
+        if here == where and rank == victim and sync.steps >= steps - 1:
+            pipe.send(("here", None))
+            time.sleep(60)
+
+    for step in range(steps):
+        net(data(rank, step)).backward()
+        pause("backward")
+        sync.step(lambda: (opt.step(), pause("local")))
+    pause("averaged")
+    if where == "averaged":
+        with sync.averaged():
+            pass
+    pause("finish")
+    sync.finish()
+
+
+def send_much(pipe: Connection, values: int) -> None:
+    """Rounds of a large model, one after the other."""
+    net = nn.Linear(values, 1, bias=False)
+    sync = offbeat.local_sgd(net, torch.optim.SGD(net.parameters(), lr=0.1), every=1)
+    while True:
+        sync.step()
+        pipe.send(("step", sync.steps))

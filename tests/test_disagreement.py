@@ -1,0 +1,167 @@
+"""Workers that do not do the same: one sentence on every rank, naming the odd one, and nobody hangs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from conftest import Pool
+from problems import Dyadic, data, optimizer_for
+from torch import nn
+
+import offbeat
+
+METHODS = [
+    "ddp()",
+    "local_sgd(every=3)",
+    "local_sgd(every=3, moments='average')",
+    "local_sgd(every=3, delay=2)",
+    "local_sgd(every=3, delay='round')",
+    "hierarchical(nodes=2, inner=1, outer=4)",
+    "hierarchical(nodes=2, inner=2, outer=4)",
+]
+
+
+def said(answers: list[Any]) -> str:
+    """The sentence of every rank, which is the same."""
+    assert [type(answer) for answer in answers] == [offbeat.Disagreement] * len(answers), answers
+    sentences = {str(answer) for answer in answers}
+    assert len(sentences) == 1, sentences
+    return sentences.pop()
+
+
+def go(comm: offbeat.Communicator, expression: str, steps: int, lr: float = 0.25) -> None:
+    net = Dyadic()
+    opt = torch.optim.SGD(net.parameters(), lr=lr, momentum=0.5)
+    with offbeat.method(expression)(net, opt, group=comm) as sync:
+        for step in range(steps):
+            net(data(comm.rank, step)).backward()
+            sync.step()
+            opt.zero_grad()
+
+
+def stop_early(comm: offbeat.Communicator, expression: str, guilty: int, steps: int) -> None:
+    go(comm, expression, steps if comm.rank == guilty else 12)
+
+
+@pytest.mark.parametrize(("guilty", "steps"), [(0, 0), (3, 3), (0, 4), (3, 4), (0, 7)])
+@pytest.mark.parametrize("expression", METHODS)
+def test_a_rank_with_fewer_batches(pool: Pool, expression: str, guilty: int, steps: int) -> None:
+    sentence = said(pool.attempt(stop_early, expression, guilty, steps))
+    assert f"rank {guilty} is in finish() at step {steps}" in sentence.replace(
+        f"rank {guilty} in finish()", f"rank {guilty} is in finish()"
+    )
+    assert sentence.endswith("Have all workers the same number of batches?")
+
+
+def test_a_rank_with_fewer_batches_where_no_round_comes_in_between(pool: Pool) -> None:
+    assert said(pool.attempt(stop_early, "local_sgd(every=50)", 1, 5)) == (
+        "Workers disagree: rank 0 is in finish() at step 12, rank 1 in finish() at step 5. "
+        "Have all workers the same number of batches?"
+    )
+
+
+def other_rate(comm: offbeat.Communicator, expression: str, guilty: int) -> None:
+    go(comm, expression, 12, lr=0.125 if comm.rank == guilty else 0.25)
+
+
+@pytest.mark.parametrize("guilty", [0, 3])
+@pytest.mark.parametrize("expression", METHODS)
+def test_another_learning_rate(pool: Pool, expression: str, guilty: int) -> None:
+    sentence = said(pool.attempt(other_rate, expression, guilty))
+    # In a subgroup the first of its ranks speaks for the others.
+    other = 2 if guilty == 3 and expression.startswith("hierarchical") else 0 if guilty else 1
+    low, high = ("0.125", "0.25") if guilty == 0 else ("0.25", "0.125")
+    assert f"rank {min(guilty, other)} has learning rate {low}, rank {max(guilty, other)} {high}." in sentence
+    assert sentence.endswith("Step the learning-rate scheduler alike everywhere.")
+
+
+def other_plan(comm: offbeat.Communicator) -> None:
+    go(comm, "local_sgd(every=QSR(alpha=1.0, base=2))", 40, lr=0.25 if comm.rank else 0.5)
+
+
+def test_another_plan(pool: Pool) -> None:
+    """Periods that follow the learning rate differ with it: 4 steps on rank 0, 16 elsewhere."""
+    assert said(pool.attempt(other_plan)) == (
+        "Workers disagree at round 0: rank 0 is at step 4, rank 1 at step 16. "
+        "Does every worker use the same schedule?"
+    )
+
+
+def one_averages(comm: offbeat.Communicator) -> None:
+    net = Dyadic()
+    opt = optimizer_for(net)
+    sync = offbeat.local_sgd(net, opt, every=2, group=comm)
+    for step in range(4):
+        net(data(comm.rank, step)).backward()
+        sync.step()
+        if comm.rank == 2 and step == 2:
+            with sync.averaged():
+                pass
+
+
+def test_averaged_on_one_rank_only(pool: Pool) -> None:
+    assert said(pool.attempt(one_averages)) == (
+        "Workers disagree: rank 0 is in round 1 at step 4, rank 2 in averaged() at step 3. "
+        "Have all workers the same number of batches?"
+    )
+
+
+def other_model(comm: offbeat.Communicator, difference: str) -> None:
+    net: nn.Module = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
+    if comm.rank == 2:
+        if difference == "shape":
+            net[0] = nn.Linear(4, 2)
+        elif difference == "dtype":
+            net.double()
+        elif difference == "layer":
+            net.append(nn.Linear(2, 1))
+        elif difference == "buffer":
+            net[1] = nn.BatchNorm1d(2, track_running_stats=False)
+        elif difference == "frozen":
+            net[0].bias.requires_grad_(False)
+    offbeat.local_sgd(net, torch.optim.SGD(net.parameters(), lr=0.1), group=comm)
+
+
+@pytest.mark.parametrize(
+    ("difference", "ours", "theirs"),
+    [
+        ("shape", "parameter 0.weight [2, 3] float32", "parameter 0.weight [2, 4] float32"),
+        ("dtype", "parameter 0.weight [2, 3] float32", "parameter 0.weight [2, 3] float64"),
+        ("layer", "buffer 1.running_mean [2] float32", "parameter 2.weight [1, 2] float32"),
+        ("buffer", "buffer 1.running_mean [2] float32", "nothing more"),
+    ],
+)
+def test_another_model(pool: Pool, difference: str, ours: str, theirs: str) -> None:
+    assert said(pool.attempt(other_model, difference)) == (
+        f"Workers disagree: rank 0 has {ours}, rank 2 has {theirs}. "
+        "Build the same model and method on every worker."
+    )
+
+
+def test_a_parameter_frozen_on_one_rank(pool: Pool) -> None:
+    sentence = said(pool.attempt(other_model, "frozen"))
+    assert "rank 2 has parameter 0.bias [2] float32, frozen with checksum" in sentence
+
+
+def other_method(comm: offbeat.Communicator, usual: str, odd: str) -> None:
+    go(comm, odd if comm.rank == 1 else usual, 4)
+
+
+@pytest.mark.parametrize(
+    ("usual", "odd"),
+    [
+        ("local_sgd(every=3)", "ddp()"),
+        ("local_sgd(every=3)", "local_sgd(every=4)"),
+        ("local_sgd(every=3, delay=1)", "local_sgd(every=3)"),
+        ("local_sgd(moments='average')", "local_sgd()"),
+        ("hierarchical(nodes=2)", "hierarchical(nodes=4)"),
+        ("hierarchical(nodes=((0, 1), (2, 3)))", "hierarchical(nodes=((0, 2), (1, 3)))"),
+    ],
+)
+def test_another_method_or_other_arguments(pool: Pool, usual: str, odd: str) -> None:
+    assert said(pool.attempt(other_method, usual, odd)) == (
+        f"Workers disagree: rank 0 has the method {usual}, rank 1 has the method {odd}. "
+        "Build the same model and method on every worker."
+    )

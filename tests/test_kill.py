@@ -1,0 +1,160 @@
+"""Processes killed at any moment: the survivors notice, and the run begun again equals one left alone."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import processes
+from killable import SOON, Crew, send_much, stall, train
+from table import METHODS
+
+STEPS = 12
+KILLS = 4
+QUICK = ("local_sgd(every=3, delay=2)", "ddp()")
+
+RUNS = [
+    pytest.param(row, marks=[] if row in QUICK else pytest.mark.slow)
+    for row in METHODS
+    if "((" not in row  # needs more than two workers
+]
+
+
+def interrupted(expression: str, directory: Path, seed: int) -> tuple[list[Any], list[int]]:
+    """What every rank has after a run killed several times, and the steps it was taken up again from."""
+    draw = random.Random(seed)
+    firsts = []
+    for _ in range(KILLS):
+        crew = Crew(processes(), 2, train, expression, directory, STEPS, draw.choice([1, 1, 2, 3]))
+        victims = draw.choice([[0], [1], [0, 1], [1, 0]])
+        kind, first = crew.hear(victims[0], lambda word: True)
+        assert kind == "step", first
+        firsts.append(first)
+        moment = first + draw.randint(0, 6)
+        crew.hear(victims[0], lambda word, moment=moment: word[1] >= moment)
+        time.sleep(draw.uniform(0.0, 0.006))
+        crew.kill(victims)
+        for rank, (kind, what) in enumerate(crew.last_words()):
+            if kind == "error":
+                assert rank not in victims
+                assert what[0] == "PeerLost", what
+    words = Crew(processes(), 2, train, expression, directory, STEPS, None).last_words()
+    assert [kind for kind, _ in words] == ["result", "result"], words
+    return [what for _, what in words], [*firsts, words[0][1][0]]
+
+
+@pytest.mark.parametrize("expression", RUNS)
+def test_a_killed_run_begun_again_is_the_same(tmp_path: Path, expression: str) -> None:
+    whole = Crew(processes(), 2, train, expression, tmp_path, STEPS, None).last_words()
+    results, firsts = interrupted(expression, tmp_path, seed=METHODS.index(expression))
+    assert any(first > 0 for first in firsts)
+    for (kind, (start, expected)), (first, trace) in zip(whole, results, strict=True):
+        assert (kind, start) == ("result", 0)
+        assert len(trace) == len(expected) - first
+        for mine, theirs in zip(trace, expected[first:], strict=True):
+            assert mine.keys() == theirs.keys()
+            assert all(np.array_equal(mine[name], theirs[name]) for name in mine)
+
+
+def lost(expression: str, where: str, victim: int) -> list[str]:
+    """What the two others of three raise when the victim is killed while they wait for it."""
+    crew = Crew(processes(), 3, stall, expression, where, victim, 4)
+    assert crew.hear(victim, lambda word: word[0] == "here") == ("here", None)
+    time.sleep(0.2)
+    began = time.monotonic()
+    crew.kill([victim])
+    words = crew.last_words()
+    assert time.monotonic() - began < SOON
+    assert words.pop(victim) == ("killed", None)
+    assert [kind for kind, _ in words] == ["error"] * 2, words
+    assert [what[0] for _, what in words] == ["PeerLost"] * 2, words
+    return [what[1] for _, what in words]
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+@pytest.mark.parametrize(
+    ("expression", "where", "place"),
+    [
+        ("ddp()", "backward", "Round 3 (step 4): Waiting for word from all: "),
+        ("local_sgd(every=2)", "local", "Round 1 (step 4): Waiting for word from all: "),
+        ("local_sgd(every=2, delay=1)", "local", "Round 1 (step 4): Waiting for word from all: "),
+        ("local_sgd(every=2, moments='average')", "local", "Round 1 (step 4): Waiting for word from all: "),
+        ("local_sgd(every=3)", "averaged", "Waiting for word from all: "),
+        ("local_sgd(every=3, delay=2)", "finish", "Round 0 (step 3): Waiting for the mean of "),
+        ("local_sgd(every=8)", "finish", "Waiting for word from all: "),
+        (
+            "hierarchical(nodes=((0, 1), (2,)), inner=1, outer=4)",
+            "local",
+            "Round 0 (step 4): Waiting for word from all: ",
+        ),
+    ],
+)
+def test_a_killed_worker_is_noticed(expression: str, where: str, place: str, victim: int) -> None:
+    for sentence in lost(expression, where, victim):
+        assert sentence.startswith(place), sentence
+        assert "lost a connection (" in sentence or "heard nothing" in sentence, sentence
+        assert "\n" not in sentence
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_worker_killed_while_tensors_are_on_their_way(victim: int) -> None:
+    crew = Crew(processes(), 3, send_much, 4_000_000)
+    crew.hear(victim, lambda word: word[1] >= 2)
+    time.sleep(random.Random(victim).uniform(0, 0.05))
+    began = time.monotonic()
+    crew.kill([victim])
+    words = crew.last_words()
+    assert time.monotonic() - began < SOON
+    for rank, (kind, what) in enumerate(words):
+        if rank != victim:
+            assert (kind, what[0]) == ("error", "PeerLost")
+            assert what[1].startswith("Round "), what
+
+
+SCRIPT = """
+import sys
+sys.path.insert(0, sys.argv[1])
+import torch.distributed as dist
+from problems import Dyadic, data, optimizer_for
+import offbeat
+
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+net = Dyadic()
+opt = optimizer_for(net)
+with offbeat.local_sgd(net, opt, every=3, delay=1) as sync:
+    for step in range(4 if rank == 1 else 9):
+        net(data(rank, step)).backward()
+        sync.step()
+        opt.zero_grad()
+"""
+
+
+@pytest.mark.slow
+def test_a_script_that_fails_ends_at_once(tmp_path: Path) -> None:
+    """With messages in the air that will never arrive, the interpreter must still be able to shut down."""
+    (tmp_path / "script.py").write_text(SCRIPT)
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=3", "--standalone"]
+    began = time.monotonic()
+    done = subprocess.run(
+        [*command, "--no-python", sys.executable, str(tmp_path / "script.py"), os.path.dirname(__file__)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert time.monotonic() - began < 90
+    assert done.returncode == 1
+    sentence = (
+        "offbeat.errors.Disagreement: Workers disagree: rank 0 is in round 1 at step 6, rank 1 in finish()"
+    )
+    assert done.stderr.count(sentence) >= 1, done.stderr
+    assert "terminate called" not in done.stderr
