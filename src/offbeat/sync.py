@@ -231,10 +231,12 @@ class Synchronizer:
     def _meet(self, kind: int) -> None:
         """All workers are at the same place, or all raise."""
         where = agreement.header(kind, 0, self._clock(), self._comm.rank)
-        talks = {id(comm): comm for part in self.parts for comm in part.communicators()}
+        talks = {id(comm): Metered(comm) for part in self.parts for comm in part.communicators()}
         # On all of them at once: a worker that is elsewhere waits for us on one.
         for message in [comm.tell(where) for comm in talks.values()]:
             agreement.compare_headers(message.wait())
+        self._comm.sent += sum(comm.sent for comm in talks.values())
+        self._comm.received += sum(comm.received for comm in talks.values())
 
     def _count_own(self) -> None:
         """Add what the synchronizer itself has sent to the totals."""
