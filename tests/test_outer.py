@@ -209,6 +209,19 @@ def test_any_outer_optimizer_resumes_exactly(make: Callable[[list[Tensor]], torc
         assert offbeat.simulate(lambda comm, at=at: resumed(comm, at), 2) == whole
 
 
+def test_a_function_may_make_the_outer_optimizer() -> None:
+    """Each worker's own function has an address of its own, which must not look like another method."""
+
+    def worker(comm: offbeat.Communicator) -> tuple[float, str]:
+        walk = Walk(comm, composed(offbeat.Outer(lambda tensors: torch.optim.SGD(tensors, lr=0.5))))
+        return walk.go(2)[-1], repr(walk.sync)
+
+    (first, method), (second, _) = offbeat.simulate(worker, 2)
+    assert first == second == -2
+    assert "<lambda>" in method
+    assert " at 0x" not in method
+
+
 # Consensus and the end.
 
 

@@ -44,7 +44,7 @@ class Synchronizer:
         self.optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
         self.parts = list(parts)
         self.on_report = on_report
-        self.method = f"Synchronizer({self.parts!r})"
+        self.method = agreement.without_addresses(f"Synchronizer({self.parts!r})")
         self.model = self.parts[0].model
         self.steps = 0
         self.finished = False
@@ -66,7 +66,7 @@ class Synchronizer:
     def agree(self, method: str | None = None) -> None:
         """Raise on every rank unless all workers have this very method and model. Sends no weights."""
         if method is not None:
-            self.method = method
+            self.method = agreement.without_addresses(method)
         if not self._agreed:
             lines = agreement.describe(self.method, self.model)
             agreement.compare_lines(lines, self._comm)
