@@ -222,6 +222,21 @@ def test_a_function_may_make_the_outer_optimizer() -> None:
     assert " at 0x" not in method
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a second device")
+@pytest.mark.parametrize("keep", [0.0, 0.5])
+def test_the_anchor_may_live_on_another_device(keep: float) -> None:
+    net = Slopes().cuda()
+    opt = torch.optim.SGD(net.parameters(), lr=1.0)
+    update = offbeat.Outer(offbeat.SGD(lr=0.5), keep=keep, device="cpu")
+    sync = composed(update, every=1)(net, opt, offbeat.Solo())
+    net(1.0).backward()
+    sync.step()
+    assert net.weights == [-0.5 - 0.5 * keep]  # x = −1, a = −0.5
+    assert sync.state_dict()["parts"][0]["states"]["update"]["anchor"][0].device.type == "cpu"
+    with sync.averaged():
+        assert net.weights == [-0.5]
+
+
 # Consensus and the end.
 
 
