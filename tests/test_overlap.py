@@ -59,6 +59,27 @@ def test_overlap_local_sgd_pulls_by_so_much() -> None:
     assert (first[1], second[1]) == (-0.5, -1.5)
 
 
+def test_overlap_local_sgd_at_a_changing_rate() -> None:
+    # One worker on slope 1 with a boundary after every step; pull and momentum 0.5.
+    # γ = 1:    z = 0       x = −1 → −0.5           v = 0.5                           send −0.5
+    # γ = 0.5:  z = −0.5    x = −1 → −0.75          r = 0.5: v = 0.125 + 0.25         send −0.875
+    # γ = 0:    z = −0.875  x = −0.75 → −0.8125     v ← 0.5·0.375 = 0.1875            send x = −0.8125
+    # γ = 1:    z = −0.8125 x = −1.8125 → −1.3125   r = 1/0.5: v = 0.1875 + 0.5       send −1.5
+    rates = [1, 0.5, 0, 1]
+
+    def worker(comm: offbeat.Communicator) -> list[tuple[float, float]]:
+        walk = Walk(
+            comm,
+            "overlap_local_sgd(every=1, pull=0.5, momentum=0.5)",
+            slope=lambda rank, step: 1.0,
+            lr=lambda step: [rates[step]],
+        )
+        return [(walk.go()[0], walk.state()["momentum"][0].item()) for _ in rates]
+
+    trace = [(-0.5, 0.5), (-0.75, 0.375), (-0.8125, 0.1875), (-1.3125, 0.6875)]
+    assert offbeat.simulate(worker, 1) == [trace]
+
+
 def varying(rank: int, step: int) -> float:
     """Rounds of two steps with displacements 2, 4, 2 of rank 0 and 6, 4, 10 of rank 1; then 1 and 3."""
     return ([1, 2, 1, 1], [3, 2, 5, 3])[rank][step // 2]

@@ -84,7 +84,8 @@ class Overlap(Update):
 
         x ← (1 − pull)·x + pull·z        v ← momentum·r·v + (z − x)        send z − v: its mean is the next z
 
-    with r as in `SlowMo`. Larger `pull` holds the workers closer together.
+    with r as in `SlowMo`; where the rate is 0: v ← momentum·v, and x is sent. Larger `pull` holds the workers
+    closer together.
     """
 
     pull: float = 0.6
@@ -108,8 +109,12 @@ class Overlap(Update):
         rows = zip(live, anchor.views, momentum.views, room.views, ratios(clock, state), strict=True)
         for x, z, v, out, ratio in rows:
             x.copy_((1 - self.pull) * x.to(z.dtype) + self.pull * z)
-            v.mul_(self.momentum * (1.0 if ratio is None else ratio)).add_(z - x)
-            torch.sub(z, v, out=out)
+            if ratio is None:
+                v.mul_(self.momentum)
+                out.copy_(x)
+            else:
+                v.mul_(self.momentum * ratio).add_(z - x)
+                torch.sub(z, v, out=out)
 
     def incoming(self, live: Sequence[Tensor], mean: Packed, clock: Clock, state: State) -> None:
         for anchor, flat in zip(state["anchor"], mean.flats, strict=True):
