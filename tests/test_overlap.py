@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
-from slopes import Walk, composed, walked
-from torch import Tensor
+from slopes import Walk, composed, odd, walked
+from torch import Tensor, nn
 
 import offbeat
 
@@ -146,6 +146,44 @@ def test_eager_workers_are_fed_the_sum_of_all_mean_displacements(workers: int, s
 
     mean = sum(0.25 * slope(rank, step) for rank in range(workers) for step in range(steps)) / workers
     assert offbeat.simulate(worker, workers) == [(mean, -mean)] * workers
+
+
+class Shapes(nn.Module):
+    """A scalar, a vector and a matrix."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList([torch.zeros(()), torch.zeros(3), torch.zeros(2, 2)])
+
+    def forward(self, slope: float) -> Tensor:
+        return slope * sum(weight.sum() for weight in self.weights)
+
+
+@pytest.mark.parametrize("momentum", [0.5, 0.0])
+@pytest.mark.parametrize("steps", [5, 6])
+def test_eager_outer_buffers_are_equal_after_finish(momentum: float, steps: int) -> None:
+    def worker(comm: offbeat.Communicator) -> list[list[Tensor]]:
+        net = Shapes()
+        opt = torch.optim.SGD(net.parameters(), lr=0.25)
+        sync = offbeat.eager_diloco(net, opt, every=2, lr=0.5, momentum=momentum, group=comm)
+        for step in range(steps):
+            net(odd(comm.rank, step) * (1 + step % 3)).backward()
+            sync.step()
+            opt.zero_grad()
+        before = buffers(sync)
+        sync.finish()
+        return [before, buffers(sync), list(sync.state_dict()["parts"][0]["states"]["update"]["anchor"])]
+
+    def buffers(sync: offbeat.Synchronizer) -> list[Tensor]:
+        outer = sync.state_dict()["parts"][0]["states"]["update"]["outer"]["state"]
+        return [value for state in outer.values() for value in state.values() if value is not None]
+
+    results = offbeat.simulate(worker, 4)
+    assert len(results[0][1]) == (3 if momentum else 0)
+    for before, after, anchor in results[1:]:
+        assert not any(map(torch.equal, before, results[0][0]))
+        assert all(map(torch.equal, after, results[0][1]))
+        assert all(map(torch.equal, anchor, results[0][2]))
 
 
 # Consensus and the end.

@@ -64,18 +64,14 @@ class Eager(Anchored):
         for mean, own, flat in zip(state["mean"], state["own"], room.flats, strict=True):
             mean.add_(flat).sub_(own, alpha=1 / comm.size)
         self._step(live, room, state)
-        moments = [v for s in state["outer"]["state"].values() for v in s.values() if _is_moment(v)]
-        comm.mean(moments).wait()
+        states = state["outer"]["state"].values()
+        comm.mean([v for s in states for key, v in s.items() if key != "step" and torch.is_tensor(v)]).wait()
         return True
 
     def _step(self, live: Sequence[Tensor], room: Packed, state: State) -> None:
         anchor = room.over(state["anchor"])
         outer_step(self.optimizer, anchor, room.over(state["mean"]), state)
         anchor.write(live)
-
-
-def _is_moment(value: object) -> bool:
-    return isinstance(value, Tensor) and value.is_floating_point() and value.dim() > 0
 
 
 @dataclass(frozen=True)
