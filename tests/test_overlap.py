@@ -186,6 +186,22 @@ def test_eager_outer_buffers_are_equal_after_finish(momentum: float, steps: int)
         assert all(map(torch.equal, anchor, results[0][2]))
 
 
+def test_eager_goes_on_from_a_finished_run_without_feeding_twice() -> None:
+    """With outer lr 1 and no momentum, the weights are always minus all that was fed."""
+
+    def worker(comm: offbeat.Communicator) -> float:
+        first = Walk(comm, "eager_diloco(every=2, lr=1.0, momentum=0.0)")
+        first.go(5)
+        first.finish()
+        second = Walk(comm, "eager_diloco(every=2, lr=1.0, momentum=0.0)")
+        second.net.load_state_dict(first.net.state_dict())
+        second.sync.load_state_dict(first.sync.state_dict())
+        second.go(3)
+        return second.finish()
+
+    assert offbeat.simulate(worker, 4) == [-32.0] * 4  # eight steps of mean slope 4
+
+
 # Consensus and the end.
 
 LATE = [

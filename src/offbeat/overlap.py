@@ -64,6 +64,8 @@ class Eager(Anchored):
         for mean, own, flat in zip(state["mean"], state["own"], room.flats, strict=True):
             mean.add_(flat).sub_(own, alpha=1 / comm.size)
         self._step(live, room, state)
+        for flat in (*state["mean"], *state["own"]):
+            flat.zero_()  # all has been fed: who goes on from here begins anew
         states = state["outer"]["state"].values()
         comm.mean([v for s in states for key, v in s.items() if key != "step" and torch.is_tensor(v)]).wait()
         return True
