@@ -202,6 +202,24 @@ def test_eager_goes_on_from_a_finished_run_without_feeding_twice() -> None:
     assert offbeat.simulate(worker, 4) == [-32.0] * 4  # eight steps of mean slope 4
 
 
+def test_the_last_act_of_eager_counts_in_the_totals() -> None:
+    def worker(comm: offbeat.Communicator) -> tuple[int, int]:
+        net = nn.Linear(100, 10, bias=False)
+        opt = torch.optim.SGD(net.parameters(), lr=0.1)
+        sync = offbeat.eager_diloco(net, opt, every=2, lr=1.0, momentum=0.0, group=comm)
+        for _ in range(3):
+            net(torch.ones(1, 100)).sum().backward()
+            sync.step()
+        before = sync.totals.bytes_sent
+        sync.finish()
+        return sync.totals.bytes_sent - before, sync.totals.rounds
+
+    # The landing round, the mean of the open displacements and that of the weights: 4 000 bytes each.
+    for sent, rounds in offbeat.simulate(worker, 2):
+        assert 12_000 <= sent < 12_500
+        assert rounds == 2
+
+
 # Consensus and the end.
 
 LATE = [
