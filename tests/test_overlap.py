@@ -241,6 +241,16 @@ def test_averaged_shows_the_mean_of_the_live_weights(expression: str) -> None:
     assert shown == also == pytest.approx((first + second) / 2, rel=1e-15)
 
 
+def test_the_anchor_of_overlap_follows_at_the_end() -> None:
+    def worker(comm: offbeat.Communicator) -> tuple[float, float]:
+        walk = Walk(comm, "overlap_local_sgd(every=2)")
+        walk.go(5)
+        return walk.finish(), walk.state()["anchor"][0].item()
+
+    ((first, anchor), (second, also)) = offbeat.simulate(worker, 2)
+    assert first == second == anchor == also
+
+
 @pytest.mark.parametrize("expression", [*LATE, "eager_diloco(every=2)"])
 @pytest.mark.parametrize("steps", [1, 4, 5])
 def test_replicas_are_equal_after_finish(expression: str, steps: int) -> None:

@@ -12,7 +12,7 @@ from offbeat.comm import Communicator
 from offbeat.outer import Anchored, Factory, check_factory, check_slow, displacement, outer_step, ratios
 from offbeat.schedule import Clock, State
 from offbeat.tensors import Packed
-from offbeat.update import Update, square_distance
+from offbeat.update import square_distance
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class Eager(Anchored):
 
 
 @dataclass(frozen=True)
-class Overlap(Update):
+class Overlap(Anchored):
     """A pull to an anchor z that everyone agrees on one round late, the anchor having momentum.
 
         x ← (1 − pull)·x + pull·z        v ← momentum·r·v + (z − x)        send z − v: its mean is the next z
@@ -98,9 +98,11 @@ class Overlap(Update):
         return {"anchor": None, "momentum": None, "rates": None}
 
     def open(self, live: Sequence[Tensor], room: Packed, state: State) -> None:
-        room.read(live)
-        state["anchor"] = [flat.clone() for flat in room.flats]
+        super().open(live, room, state)
         state["momentum"] = [torch.zeros_like(flat) for flat in room.flats]
+
+    def shown(self, room: Packed, state: State) -> None:
+        """The mean of the live weights is the consensus: the anchor is behind it."""
 
     def outgoing(self, live: Sequence[Tensor], room: Packed, clock: Clock, state: State) -> None:
         anchor, momentum = room.over(state["anchor"]), room.over(state["momentum"])
