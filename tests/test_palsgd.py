@@ -123,6 +123,28 @@ def test_rates_come_back_after_an_error() -> None:
     assert opt.param_groups[0]["lr"] == 0.5
 
 
+def test_rates_come_back_when_another_part_fails() -> None:
+    """Also from before the local step, whatever the order of the parts."""
+
+    class Failing(offbeat.Part):
+        def __init__(self, exchange: offbeat.Exchange) -> None:
+            self.model, self.peers = exchange.model, exchange.peers
+
+        def before(self, clock: offbeat.Clock) -> bool:
+            raise ZeroDivisionError
+
+    net = Slopes()
+    opt = torch.optim.SGD(net.parameters(), lr=0.5)
+    outer = offbeat.Exchange(
+        offbeat.params(net), when=offbeat.Every(4), update=offbeat.Outer(offbeat.SGD(lr=1.0))
+    )
+    sync = offbeat.Synchronizer(opt, [outer, offbeat.PseudoSync(outer, p=0.5, eta=1.0), Failing(outer)])
+    net(1.0).backward()
+    with pytest.raises(ZeroDivisionError):
+        sync.step()
+    assert opt.param_groups[0]["lr"] == 0.5
+
+
 def test_a_rate_that_is_a_tensor_comes_back_itself() -> None:
     net = Slopes()
     lr = torch.tensor(0.5)

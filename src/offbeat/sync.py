@@ -83,8 +83,6 @@ class Synchronizer:
             with nullcontext() if theirs else held_still(self.optimizers):
                 result = (local or self._local)()
         except BaseException as error:
-            for part in self.parts:
-                part.release()
             self._fail(error)
         self.after_step()
         return result
@@ -319,6 +317,8 @@ class Synchronizer:
                 comm.leave(Farewell.of(error))
 
     def _fail(self, error: BaseException) -> NoReturn:
-        """Let the others know before this rank goes down."""
+        """Let the others know before this rank goes down, with all that was changed for the step undone."""
+        for part in self.parts:
+            part.release()
         self._leave(error)
         raise error
