@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 import struct
 from collections.abc import Sequence
 
@@ -59,6 +60,11 @@ def _words(header: Sequence[int], prefix: str) -> dict[str, object]:
     kinds = _KINDS[kind].format(round=round)
     values = {"kind": kinds, "part": part, "round": round, "step": step, "lr": rate, "rank": rank}
     return {prefix + name: value for name, value in values.items()}
+
+
+def without_addresses(call: str) -> str:
+    """The call without the addresses of functions in it, which are different in every process."""
+    return re.sub(r" at 0x[0-9a-f]+", "", call)
 
 
 def describe(call: str, model: nn.Module) -> list[str]:

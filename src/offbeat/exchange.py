@@ -258,11 +258,32 @@ class Exchange(Part):
         landed = self._flight is not None
         if landed:
             self.land(clock)
-        closed = not self.live.early and self.update.close(
-            self.live.tensors(), self._own, self.peers.everyone, self._states["update"]
-        )
         self._ledger.settle(wait=True)
+        closed = not self.live.early and self._close(clock)
         return landed or closed
+
+    def _close(self, clock: Clock) -> bool:
+        """The update's last act, which is a round if it sends something."""
+        comm = Metered(self.peers.everyone)
+        began = comm.now()
+        closed = self.update.close(self.live.tensors(), self._own, comm, self._states["update"])
+        if comm.sent:
+            seconds = comm.now() - began
+            self._ledger.hand_in(
+                Report(
+                    step=clock.step,
+                    round=self._round,
+                    workers=comm.size,
+                    bytes_sent=comm.sent,
+                    bytes_received=comm.received,
+                    seconds_waited=seconds,
+                    seconds_in_air=seconds,
+                    drift=None,
+                    norm=None,
+                    period=clock.step - self._began_at,
+                )
+            )
+        return closed
 
     @torch.no_grad()
     def follow(self) -> None:

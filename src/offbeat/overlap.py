@@ -12,7 +12,7 @@ from offbeat.comm import Communicator
 from offbeat.outer import Anchored, Factory, check_factory, check_slow, displacement, outer_step, ratios
 from offbeat.schedule import Clock, State
 from offbeat.tensors import Packed
-from offbeat.update import Update, square_distance
+from offbeat.update import square_distance
 
 
 @dataclass(frozen=True)
@@ -64,8 +64,10 @@ class Eager(Anchored):
         for mean, own, flat in zip(state["mean"], state["own"], room.flats, strict=True):
             mean.add_(flat).sub_(own, alpha=1 / comm.size)
         self._step(live, room, state)
-        moments = [v for s in state["outer"]["state"].values() for v in s.values() if _is_moment(v)]
-        comm.mean(moments).wait()
+        for flat in (*state["mean"], *state["own"]):
+            flat.zero_()  # all has been fed: who goes on from here begins anew
+        states = state["outer"]["state"].values()
+        comm.mean([v for s in states for key, v in s.items() if key != "step" and torch.is_tensor(v)]).wait()
         return True
 
     def _step(self, live: Sequence[Tensor], room: Packed, state: State) -> None:
@@ -74,17 +76,14 @@ class Eager(Anchored):
         anchor.write(live)
 
 
-def _is_moment(value: object) -> bool:
-    return isinstance(value, Tensor) and value.is_floating_point() and value.dim() > 0
-
-
 @dataclass(frozen=True)
-class Overlap(Update):
+class Overlap(Anchored):
     """A pull to an anchor z that everyone agrees on one round late, the anchor having momentum.
 
         x ← (1 − pull)·x + pull·z        v ← momentum·r·v + (z − x)        send z − v: its mean is the next z
 
-    with r as in `SlowMo`. Larger `pull` holds the workers closer together.
+    with r as in `SlowMo`; where the rate is 0: v ← momentum·v, and x is sent. Larger `pull` holds the workers
+    closer together.
     """
 
     pull: float = 0.6
@@ -99,17 +98,23 @@ class Overlap(Update):
         return {"anchor": None, "momentum": None, "rates": None}
 
     def open(self, live: Sequence[Tensor], room: Packed, state: State) -> None:
-        room.read(live)
-        state["anchor"] = [flat.clone() for flat in room.flats]
+        super().open(live, room, state)
         state["momentum"] = [torch.zeros_like(flat) for flat in room.flats]
+
+    def shown(self, room: Packed, state: State) -> None:
+        """The mean of the live weights is the consensus: the anchor is behind it."""
 
     def outgoing(self, live: Sequence[Tensor], room: Packed, clock: Clock, state: State) -> None:
         anchor, momentum = room.over(state["anchor"]), room.over(state["momentum"])
         rows = zip(live, anchor.views, momentum.views, room.views, ratios(clock, state), strict=True)
         for x, z, v, out, ratio in rows:
             x.copy_((1 - self.pull) * x.to(z.dtype) + self.pull * z)
-            v.mul_(self.momentum * (1.0 if ratio is None else ratio)).add_(z - x)
-            torch.sub(z, v, out=out)
+            if ratio is None:
+                v.mul_(self.momentum)
+                out.copy_(x)
+            else:
+                v.mul_(self.momentum * ratio).add_(z - x)
+                torch.sub(z, v, out=out)
 
     def incoming(self, live: Sequence[Tensor], mean: Packed, clock: Clock, state: State) -> None:
         for anchor, flat in zip(state["anchor"], mean.flats, strict=True):

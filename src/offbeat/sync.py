@@ -44,7 +44,7 @@ class Synchronizer:
         self.optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
         self.parts = list(parts)
         self.on_report = on_report
-        self.method = f"Synchronizer({self.parts!r})"
+        self.method = agreement.without_addresses(f"Synchronizer({self.parts!r})")
         self.model = self.parts[0].model
         self.steps = 0
         self.finished = False
@@ -66,7 +66,7 @@ class Synchronizer:
     def agree(self, method: str | None = None) -> None:
         """Raise on every rank unless all workers have this very method and model. Sends no weights."""
         if method is not None:
-            self.method = method
+            self.method = agreement.without_addresses(method)
         if not self._agreed:
             lines = agreement.describe(self.method, self.model)
             agreement.compare_lines(lines, self._comm)
@@ -85,8 +85,6 @@ class Synchronizer:
             with nullcontext() if theirs else held_still(self.optimizers):
                 result = (local or self._local)()
         except BaseException as error:
-            for part in self.parts:
-                part.release()
             self._fail(error)
         self.after_step()
         return result
@@ -338,7 +336,9 @@ class Synchronizer:
                 comm.leave(Farewell.of(error))
 
     def _fail(self, error: BaseException) -> NoReturn:
-        """Let the others know before this rank goes down."""
+        """Let the others know before this rank goes down, with all that was changed for the step undone."""
+        for part in self.parts:
+            part.release()
         self._leave(error)
         raise error
 

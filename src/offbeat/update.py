@@ -114,7 +114,7 @@ def blend(live: Sequence[Tensor], values: Packed, keep: float) -> None:
         values.write(live)
         return
     for x, value in zip(live, values.views, strict=True):
-        x.copy_(keep * x.to(value.dtype) + (1 - keep) * value)
+        x.copy_(keep * x.to(value.dtype) + (1 - keep) * value.to(x.device))
 
 
 def square_distance(these: Sequence[Tensor], those: Sequence[Tensor]) -> float:
