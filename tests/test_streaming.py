@@ -156,6 +156,20 @@ def test_tied_parameters_belong_to_the_first_of_their_layers() -> None:
     ]
 
 
+def test_frozen_layers_do_not_count() -> None:
+    cut = fragments(Frozen(), 3)
+    assert cut[1] == ["blocks.2.0.weight", "blocks.2.0.bias", "blocks.2.1.weight", "blocks.2.1.bias"]
+
+
+@pytest.mark.parametrize(("size", "number"), [("tiny", 2), ("small", 2), ("small", 4), ("large", 4)])
+def test_the_gpt_is_cut_between_its_blocks(size: str, number: int) -> None:
+    """Though the model itself may have more members than blocks, of which all blocks together are one."""
+    model = build_gpt(SIZES[size], seed=0)
+    for i, names in enumerate(fragments(model, number)):
+        blocks = {int(name.split(".")[1]) for name in names if name.startswith("blocks.")}
+        assert blocks == set(range(i, SIZES[size].layers, number))
+
+
 # When the fragments' rounds come.
 
 
