@@ -874,6 +874,7 @@ def test_sparse_gradients_are_refused() -> None:
 
 def test_sparse_gradients_do_not_matter_where_parameters_are_averaged() -> None:
     model = nn.Embedding(4, 2, sparse=True)
+    nn.init.zeros_(model.weight)
     sync = offbeat.local_sgd(model, sgd(model), every=1)
     before = model.weight.detach().clone()
     model(torch.tensor([1])).sum().backward()

@@ -63,6 +63,8 @@ class Every(Schedule):
     skip: int | None = None
 
     def __post_init__(self) -> None:
+        if not isinstance(self.steps, int):
+            raise TypeError(f"{self!r}: steps must be a whole number.")
         if self.steps < 1:
             raise ValueError(f"{self!r}: steps must be at least 1.")
         if not 0 <= self.offset < self.steps:

@@ -7,15 +7,14 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from types import TracebackType
-from typing import Any, NoReturn
+from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
 
-from offbeat import agreement
+from offbeat import agreement, checkpoint
 from offbeat.comm import Farewell, Metered
 from offbeat.cost import Report, Totals
-from offbeat.errors import CheckpointMismatch, Disagreement
 from offbeat.optimizers import check_fit, held_still, learning_rate
 from offbeat.part import Part
 from offbeat.riders import floating_buffers
@@ -24,8 +23,6 @@ from offbeat.tensors import trainable
 from offbeat.weights import put_aside, replace_by_mean, take_from_first, write
 
 logger = logging.getLogger("offbeat")
-
-FORMAT = 1  # of checkpoints
 
 
 class Synchronizer:
@@ -43,6 +40,8 @@ class Synchronizer:
     ) -> None:
         self.optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
         self.parts = list(parts)
+        if not self.parts:
+            raise ValueError("Synchronizer(optimizer, []): at least one part is needed.")
         self.on_report = on_report
         self.method = agreement.without_addresses(f"Synchronizer({self.parts!r})")
         self.model = self.parts[0].model
@@ -81,11 +80,8 @@ class Synchronizer:
         `scaler.update()`; it is always called, and its result returned. Without it the optimizers step.
         """
         theirs = self.before_step()
-        try:
-            with nullcontext() if theirs else held_still(self.optimizers):
-                result = (local or self._local)()
-        except BaseException as error:
-            self._fail(error)
+        with self._failing(), nullcontext() if theirs else held_still(self.optimizers):
+            result = (local or self._local)()
         self.after_step()
         return result
 
@@ -99,7 +95,7 @@ class Synchronizer:
         self._must_be_open("step()")
         if self._inside_step:
             raise RuntimeError("before_step(): the step before has not ended: call after_step() first.")
-        try:
+        with self._failing():
             self._start()
             self._inside_step = True
             self._comm.computed(self.steps)
@@ -107,9 +103,7 @@ class Synchronizer:
             for part in self.parts:
                 part.plan(self._clock())
             ready = [part.before(self._clock()) for part in self.parts]
-            return all(ready)
-        except BaseException as error:
-            self._fail(error)
+        return all(ready)
 
     def after_step(self) -> None:
         """For frameworks that own the step: parameters have moved."""
@@ -118,14 +112,12 @@ class Synchronizer:
         self._inside_step = False
         for part in self.parts:
             part.release()
-        try:
+        with self._failing():
             self._complete()
             while self._again():
                 for part in self.parts:
                     part.plan(self._clock())
                 self._complete()
-        except BaseException as error:
-            self._fail(error)
 
     def _again(self) -> bool:
         answers = [part.again(self._clock()) for part in self.parts]
@@ -155,12 +147,11 @@ class Synchronizer:
             self._inside_averaged = True
             try:
                 if not self._equal:
-                    with self._failing():
+                    with self._failing(), self._accounted():
                         self._show_consensus()
                 yield
             finally:
                 self._inside_averaged = False
-                self._count_own()
 
     def finish(self) -> None:
         """Land what is in the air and leave every worker with the same weights. Every rank calls it."""
@@ -169,17 +160,15 @@ class Synchronizer:
         self._must_be_open("finish()")
         if self._inside_step:
             raise RuntimeError("finish(): a step is under way: call after_step() first.")
-        try:
+        with self._failing():
             self._start()
             landed = [part.flush(self._clock()) for part in self.parts]
-            self._meet(agreement.FINISH)
-            if any(landed) or not self._equal:
-                replace_by_mean(self.model, self._comm)
+            with self._accounted():
+                self._meet(agreement.FINISH)
+                if any(landed) or not self._equal:
+                    replace_by_mean(self.model, self._comm)
             for part in self.parts:
                 part.follow()
-        except BaseException as error:
-            self._fail(error)
-        self._count_own()
         self._equal = self.finished = True
         logger.info("%r finished after %d steps: %s", self, self.steps, self._totals)
 
@@ -203,10 +192,7 @@ class Synchronizer:
         with self._failing():
             parts = [part.state_dict() for part in self.parts]
         return {
-            "format": FORMAT,
-            "method": self.method,
-            "workers": self._comm.size,
-            "rank": self._comm.rank,
+            **checkpoint.origin(self.method, self._comm),
             "steps": self.steps,
             "lr": self._lr,
             "started": self._started,
@@ -218,7 +204,9 @@ class Synchronizer:
     def load_state_dict(self, state: State) -> None:
         """Go on from a checkpoint; every rank loads its own. Model and optimizer are loaded by the caller."""
         self._must_be_open("load_state_dict()")
-        self._check_origin(state)
+        with self._failing():
+            self.agree()
+        checkpoint.check_origin(state, self.method, self._comm)
         self.steps, self._lr, self._started = state["steps"], state["lr"], state["started"]
         self._lockstep, self._equal = state["lockstep"], state["equal"]
         for part, saved in zip(self.parts, state["parts"], strict=True):
@@ -249,8 +237,8 @@ class Synchronizer:
         if self._started:
             return
         self.agree()
-        take_from_first(self.model, self._comm)
-        self._count_own()
+        with self._accounted():
+            take_from_first(self.model, self._comm)
         self._started = True
         logger.info("%r on %d workers starts at step %d", self, self._comm.size, self.steps)
 
@@ -274,42 +262,18 @@ class Synchronizer:
             self._meet(agreement.AVERAGED)
             replace_by_mean(self.model, self._comm, but=agreed)
 
-    def _count_own(self) -> None:
-        """Add what the synchronizer itself has sent to the totals."""
-        self._totals.bytes_sent += self._comm.sent
-        self._totals.bytes_received += self._comm.received
-        self._comm.sent = self._comm.received = 0
-
-    def _check_origin(self, state: State) -> None:
-        """The checkpoint is of this method, rank and number of workers, and of one step everywhere.
-
-        If not, every worker raises, and all may go on without it.
-        """
-        mismatch = self._mismatch(state)
-        with self._failing():
-            self.agree()
-            heard = [word[0] for word in self._comm.tell([-1 if mismatch else state["steps"]]).wait()]
-        if mismatch:
-            raise CheckpointMismatch(mismatch)
-        for rank, steps in enumerate(heard):
-            if steps < 0:
-                raise CheckpointMismatch(f"Rank {rank} cannot load its checkpoint: its own error says why.")
-        for rank, steps in enumerate(heard):
-            if steps != heard[0]:
-                raise Disagreement(
-                    f"Checkpoints disagree: rank 0 loads step {heard[0]}, rank {rank} step {steps}."
-                )
-
-    def _mismatch(self, state: State) -> str | None:
-        for what, ours in [("format", FORMAT), ("method", self.method), ("workers", self._comm.size)]:
-            if state.get(what) != ours:
-                return f"The checkpoint has {what} {state.get(what)}, this run has {ours}."
-        if state["rank"] != self._comm.rank:
-            return (
-                f"The checkpoint was written by rank {state['rank']}, this is rank {self._comm.rank}: "
-                "every rank loads its own."
-            )
-        return None
+    @contextmanager
+    def _accounted(self) -> Iterator[None]:
+        """What the synchronizer itself sends inside, and the time it takes, belong to the totals."""
+        start = self._comm.now()
+        try:
+            yield
+        finally:
+            self._totals.bytes_sent += self._comm.sent
+            self._totals.bytes_received += self._comm.received
+            self._totals.seconds_waited += self._comm.now() - start
+            self._totals.seconds_in_air += self._comm.now() - start
+            self._comm.sent = self._comm.received = 0
 
     def _take(self, report: Report) -> None:
         self._reports.append(report)
@@ -335,17 +299,13 @@ class Synchronizer:
             for comm in part.communicators():
                 comm.leave(Farewell.of(error))
 
-    def _fail(self, error: BaseException) -> NoReturn:
-        """Let the others know before this rank goes down, with all that was changed for the step undone."""
-        for part in self.parts:
-            part.release()
-        self._leave(error)
-        raise error
-
     @contextmanager
     def _failing(self) -> Iterator[None]:
-        """An error inside is one this rank goes down with."""
+        """An error inside is one this rank goes down with: others are told, and what was changed is undone."""
         try:
             yield
         except BaseException as error:
-            self._fail(error)
+            for part in self.parts:
+                part.release()
+            self._leave(error)
+            raise
