@@ -6,6 +6,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -56,15 +57,15 @@ class Crew:
             self.processes[rank].kill()
 
     def last_words(self) -> list[tuple[str, Any]]:
-        """What each rank ended with, once all have ended; within seconds, or it is a hang."""
-        deadline = time.monotonic() + SOON
-        words = []
+        """What each rank ended with. They wait for one another, so that none is noticed by its exit."""
+        words = [self.hear(rank, lambda word: False) for rank in range(len(self.processes))]
+        for pipe in self.pipes:
+            with suppress(BrokenPipeError):
+                pipe.send("goodbye")
         for rank, process in enumerate(self.processes):
-            word = self.hear(rank, lambda word: False)
-            words.append(word if word and word[0] in ("result", "error") else ("killed", None))
-            process.join(max(0.0, deadline - time.monotonic()))
+            process.join(SOON)
             assert not process.is_alive(), f"rank {rank} hangs"
-        return words
+        return [word if word and word[0] in ("result", "error") else ("killed", None) for word in words]
 
 
 def _work(
@@ -76,6 +77,7 @@ def _work(
         pipe.send(("result", function(pipe, *args)))
     except Exception as error:
         pipe.send(("error", (type(error).__name__, str(error))))
+    pipe.poll(60)
 
 
 class Training:

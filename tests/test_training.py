@@ -30,7 +30,7 @@ def equal(ends: list[dict[str, Tensor]]) -> bool:
 
 
 def skipping(comm: offbeat.Communicator, expression: str) -> tuple[int, int, list[int], dict[str, Tensor]]:
-    """Rank 1 sees an inf in its third gradient: its scaler skips the step, those of others do not."""
+    """Rank 1 sees an inf in its third gradient: its scaler skips the optimizer's step, others do not."""
     net = nn.Linear(3, 1)
     opt = torch.optim.SGD(net.parameters(), lr=0.125, momentum=0.5)
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=1000)

@@ -195,7 +195,8 @@ class Torch(Communicator):
         for rank in range(self.size):
             if rank != self.rank and self._store.check([f"{self._key}/left/{rank}"]):
                 note = json.loads(self._store.get(f"{self._key}/left/{rank}"))
-                if number >= note["begun"].get(lane, 0):  # what it sent before it left still arrives
+                # What it sent before it left still arrives, unless a worker on the way is lost.
+                if number >= note["begun"].get(lane, 0) or note["shared"] == PeerLost.__name__:
                     raise Farewell(note["text"], note["shared"]).error(self._names[rank], what)
 
     def _lost(self, what: str, error: Exception) -> PeerLost:

@@ -301,7 +301,7 @@ class Synchronizer:
 
     @contextmanager
     def _failing(self) -> Iterator[None]:
-        """An error inside is one this rank goes down with: others are told, and what was changed is undone."""
+        """An error inside is one this rank goes down with: others are told, what was changed is undone."""
         try:
             yield
         except BaseException as error:
