@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from collections.abc import Callable, Sequence
 
@@ -155,6 +156,18 @@ def test_a_loss_below_zero_counts_as_zero() -> None:
 @pytest.mark.parametrize("first", [0.0, -1.0])
 def test_a_first_loss_that_is_not_positive_halves(first: float) -> None:
     assert losses(AdaComm(start=8, interval=8), [(first, 1), (4, 1)]) == [8, 8, 4]
+
+
+def test_a_rate_of_zero_halves() -> None:
+    assert losses(AdaComm(start=8, interval=8), [(16, 1), (0.01, 0)]) == [8, 8, 4]
+    # At the end of the first interval: nothing can be compared with it.
+    assert losses(AdaComm(start=8, interval=8), [(16, 0), (16, 1)]) == [8, 8, 4]
+
+
+@pytest.mark.parametrize("bad", [math.inf, math.nan])
+def test_a_loss_that_is_no_number_halves(bad: float) -> None:
+    assert losses(AdaComm(start=8, interval=8), [(16, 1), (bad, 1)]) == [8, 8, 4]
+    assert losses(AdaComm(start=8, interval=8), [(bad, 1), (4, 1)]) == [8, 8, 4]
 
 
 def test_the_warm_up_is_no_interval() -> None:
