@@ -212,6 +212,14 @@ def test_adacomm_end_to_end() -> None:
     assert scripted(mean, "adacomm(start=4, interval=4)", 14) == [[4, 8, 10, 12, 13, 14]] * 2
 
 
+def test_losses_before_the_first_period_do_not_count() -> None:
+    """1 000 in the synchronous steps 1 … 4; then F₀ = 16 and F = 4, so the period halves after step 12."""
+
+    def late(rank: int, step: int) -> float:
+        return 1000.0 if step < 4 else 16.0 if step < 8 else 4.0
+
+    (rounds, _) = scripted(late, "post_local_sgd(switch=4, every=AdaComm(start=4, interval=4))", 16)
+    assert rounds == [1, 2, 3, 4, 8, 12, 14, 16]
     # F₀ = (4·1 000 + 4·16)/8 = 508 would have given 4·√(4/508), that is 1.
 
 

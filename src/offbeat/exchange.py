@@ -106,6 +106,8 @@ class Exchange(Part):
     def tick(self, clock: Clock) -> None:
         """Land what is due, then begin the round if this is its step, and land it at once without a delay."""
         self._ledger.settle(wait=False)
+        if self._plan is None and self._flight is None:
+            self._ledger.mean_loss()  # forgotten: the step belongs to no period
         begins = self._plan == clock.step
         if self._flight and (self._flight.due == clock.step or (begins and self._flight.due is None)):
             self.land(clock)
