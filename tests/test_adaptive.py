@@ -223,6 +223,14 @@ def test_losses_before_the_first_period_do_not_count() -> None:
     # F₀ = (4·1 000 + 4·16)/8 = 508 would have given 4·√(4/508), that is 1.
 
 
+@pytest.mark.parametrize("steps", [4, 5, 8])
+def test_finish_lands_a_round_that_has_no_losses_of_its_own(steps: int) -> None:
+    (rounds, _) = scripted(
+        lambda rank, step: 1.0, "local_sgd(every=AdaComm(start=4, interval=4), delay='round')", steps
+    )
+    assert rounds == [4, 8][: steps // 4]
+
+
 # All workers decide alike.
 
 

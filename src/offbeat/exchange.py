@@ -173,8 +173,8 @@ class Exchange(Part):
             clock = replace(clock, round=flight.clock.round, workers=flight.comm.size, rates=self._rates())
             distances = self._apply(flight, clock)
             self.moments.reset()
-        self._landed_at = clock.step
-        self._account(flight, distances)
+        stepped, self._landed_at = clock.step > self._landed_at, clock.step
+        self._account(flight, distances, stepped)
 
     def _rates(self) -> tuple[float, ...]:
         """The learning rate of every live tensor, that of its own group."""
@@ -217,13 +217,18 @@ class Exchange(Part):
         """Buffers averaged, buffers followed, moments averaged."""
         return [*self.buffers.averaged().values(), *self.buffers.followed().values(), *moments.values()]
 
-    def _account(self, flight: Flight, distances: tuple[float, float | None] | None) -> None:
-        if distances is None:
+    def _account(
+        self, flight: Flight, distances: tuple[float, float | None] | None, stepped: bool
+    ) -> None:
+        """Without a step since the round before, which only `finish()` can bring about, there is no loss."""
+        loss = self._ledger.mean_loss()
+        lacking = loss is None and "loss" in self.when.needs
+        if distances is None or (lacking and not stepped):
+            self._ledger.settle(wait=True)  # reports come in the order of their rounds
             self._ledger.hand_in(flight.report(norm=None))
             return
         drift, norm = distances
-        loss = self._ledger.mean_loss()
-        if loss is None and "loss" in self.when.needs:
+        if lacking:
             raise ValueError(
                 f"{self.when!r} needs the loss: call sync.observe(loss) before every sync.step()."
             )
