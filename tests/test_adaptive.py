@@ -234,6 +234,53 @@ def test_finish_lands_a_round_that_has_no_losses_of_its_own(steps: int) -> None:
 # All workers decide alike.
 
 
+@pytest.mark.parametrize(
+    "expression",
+    [
+        "adaptive(start=2, sample=5)",
+        "adacomm(start=6, interval=6)",
+        "noloco(every=Adaptive(start=2, sample=5))",
+        "noloco(every=AdaComm(start=6, interval=6))",
+        "eager_diloco(every=Adaptive(start=2, sample=5))",
+        "local_sgd(every=Adaptive(start=2, sample=5), delay=1)",
+        "palsgd(every=Adaptive(start=2, sample=5), p=0.3)",
+    ],
+)
+def test_wildly_different_data_keeps_all_periods_equal(expression: str) -> None:
+    def worker(comm: offbeat.Communicator) -> list[int]:
+        torch.manual_seed(comm.rank)
+        net = torch.nn.Linear(3, 1).double()
+        opt = torch.optim.SGD(net.parameters(), lr=1e-3)
+        sync = offbeat.method(expression)(net, opt, group=comm)
+        for step in range(40):
+            scale = 50.0 if comm.rank == 3 and step % 7 < 3 else 0.1
+            loss = (net(scale * torch.randn(4, 3).double()) - comm.rank).square().mean()
+            loss.backward()
+            sync.observe(loss)
+            sync.step()
+            opt.zero_grad()
+        sync.finish()
+        return [report.step for report in sync.reports]
+
+    first, *others = offbeat.simulate(worker, 4)
+    assert all(rounds == first for rounds in others)
+    assert len({after - before for before, after in itertools.pairwise(first)}) > 1
+
+
+def test_the_drift_of_gossip_is_told_to_everyone_only_if_it_decides() -> None:
+    """With a fixed period nobody waits for all: each pair knows its own drift."""
+
+    def worker(comm: offbeat.Communicator, every: str) -> float | None:
+        walk = Walk(comm, f"noloco(every={every}, seed=1)")
+        walk.go(2)
+        return walk.sync.reports[0].drift
+
+    # After two steps −2, −6 | −10: the pair has drift 4, who is alone 0; the mean over all is 8/3.
+    assert offbeat.simulate(lambda comm: worker(comm, "2"), 3) == [4, 4, 0]
+    told = offbeat.simulate(lambda comm: worker(comm, "Adaptive(start=2, sample=5)"), 3)
+    assert told == pytest.approx([8 / 3] * 3)
+
+
 # Bad input.
 
 

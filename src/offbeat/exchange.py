@@ -232,7 +232,9 @@ class Exchange(Part):
             raise ValueError(
                 f"{self.when!r} needs the loss: call sync.observe(loss) before every sync.step()."
             )
-        self._ledger.add(flight, drift, loss or 0.0, None if norm is None else math.sqrt(norm))
+        # What decides when the next round comes must be the same for everyone, not only for its peers.
+        comm = self.peers.everyone if self.when.needs else flight.comm.comm
+        self._ledger.add(flight, comm, drift, loss or 0.0, None if norm is None else math.sqrt(norm))
 
     def settle(self, *, wait: bool) -> None:
         self._ledger.settle(wait=wait)
