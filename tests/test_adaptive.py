@@ -320,6 +320,26 @@ def test_bad_numbers(expression: str, sentence: str) -> None:
         Walk(offbeat.Solo(), expression)
 
 
+@pytest.mark.parametrize(
+    ("expression", "sentence"),
+    [
+        (
+            "adaptive(sample=5, drift=False)",
+            "drift=False with Adaptive(start=4, sample=5, warmup=0): it decides by what rounds tell; "
+            "leave drift out.",
+        ),
+        (
+            "adacomm(start=4, interval=5, drift=False)",
+            "drift=False with AdaComm(start=4, interval=5, warmup=0): it decides by what rounds tell; "
+            "leave drift out.",
+        ),
+    ],
+)
+def test_what_decides_must_be_measured(expression: str, sentence: str) -> None:
+    with pytest.raises(ValueError, match=f"^{re.escape(sentence)}$"):
+        Walk(offbeat.Solo(), expression)
+
+
 def test_adaptive_without_sample() -> None:
     net = Slopes()
     sentence = "adaptive() missing 1 required keyword-only argument: 'sample'"
@@ -335,3 +355,21 @@ def test_adacomm_without_observe(expression: str) -> None:
     )
     with pytest.raises(ValueError, match=f"^{re.escape(sentence)}$"):
         walked(expression, 4)
+
+
+def test_gradients_may_be_exchanged_by_the_loss() -> None:
+    """Where drift is not measured by itself, it is when the schedule wants to know."""
+
+    def worker(comm: offbeat.Communicator) -> list[int]:
+        net = Slopes()
+        opt = torch.optim.SGD(net.parameters(), lr=0.25)
+        exchange = offbeat.Exchange(offbeat.grads(net), when=AdaComm(start=4, interval=4), among=comm)
+        sync = offbeat.Synchronizer(opt, [exchange])
+        for step in range(10):
+            net(1.0).backward()
+            sync.observe(16.0 if step < 4 else 4.0)
+            sync.step()
+            opt.zero_grad()
+        return [report.step for report in sync.reports]
+
+    assert offbeat.simulate(worker, 2) == [[4, 8, 10]] * 2

@@ -58,7 +58,9 @@ class Exchange(Part):
         self.reduce: Reducer = Mean() if reduce is None else reduce
         self.update: Update = Replace() if update is None else update
         self.buffers, self.moments = Buffers(live.model, buffers), Moments(live, moments)
-        self.drift = not live.early if drift is None else drift
+        self.drift = bool(when.needs) or not live.early if drift is None else drift
+        if when.needs and not self.drift:
+            raise ValueError(f"drift=False with {when!r}: it decides by what rounds tell; leave drift out.")
         _check_delay(delay, when)
         self._index, self._ledger = 0, Ledger()
         self._states: dict[str, State] = {
@@ -217,9 +219,7 @@ class Exchange(Part):
         """Buffers averaged, buffers followed, moments averaged."""
         return [*self.buffers.averaged().values(), *self.buffers.followed().values(), *moments.values()]
 
-    def _account(
-        self, flight: Flight, distances: tuple[float, float | None] | None, stepped: bool
-    ) -> None:
+    def _account(self, flight: Flight, distances: tuple[float, float | None] | None, stepped: bool) -> None:
         """Without a step since the round before, which only `finish()` can bring about, there is no loss."""
         loss = self._ledger.mean_loss()
         lacking = loss is None and "loss" in self.when.needs

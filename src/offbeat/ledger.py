@@ -37,9 +37,7 @@ class Ledger:
         self._loss, self._losses = 0.0, 0
         return loss
 
-    def add(
-        self, flight: Flight, comm: Communicator, drift: float, loss: float, norm: float | None
-    ) -> None:
+    def add(self, flight: Flight, comm: Communicator, drift: float, loss: float, norm: float | None) -> None:
         """Send this worker's drift and loss; the report follows when those of all of `comm` have come."""
         metered = Metered(comm)
         scalars = metered.mean([torch.tensor([drift, loss], dtype=torch.float64)])
