@@ -58,7 +58,9 @@ class Exchange(Part):
         self.reduce: Reducer = Mean() if reduce is None else reduce
         self.update: Update = Replace() if update is None else update
         self.buffers, self.moments = Buffers(live.model, buffers), Moments(live, moments)
-        self.drift = not live.early if drift is None else drift
+        self.drift = bool(when.needs) or not live.early if drift is None else drift
+        if when.needs and not self.drift:
+            raise ValueError(f"drift=False with {when!r}: it decides by what rounds tell; leave drift out.")
         _check_delay(delay, when)
         self._index, self._ledger = 0, Ledger()
         self._states: dict[str, State] = {
@@ -106,6 +108,8 @@ class Exchange(Part):
     def tick(self, clock: Clock) -> None:
         """Land what is due, then begin the round if this is its step, and land it at once without a delay."""
         self._ledger.settle(wait=False)
+        if self._plan is None and self._flight is None:
+            self._ledger.mean_loss()  # forgotten: the step belongs to no period
         begins = self._plan == clock.step
         if self._flight and (self._flight.due == clock.step or (begins and self._flight.due is None)):
             self.land(clock)
@@ -173,8 +177,8 @@ class Exchange(Part):
             clock = replace(clock, round=flight.clock.round, workers=flight.comm.size, rates=self._rates())
             distances = self._apply(flight, clock)
             self.moments.reset()
-        self._landed_at = clock.step
-        self._account(flight, distances)
+        stepped, self._landed_at = clock.step > self._landed_at, clock.step
+        self._account(flight, distances, stepped)
 
     def _rates(self) -> tuple[float, ...]:
         """The learning rate of every live tensor, that of its own group; gradients have no use for them."""
@@ -217,17 +221,22 @@ class Exchange(Part):
         """Buffers averaged, buffers followed, moments averaged."""
         return [*self.buffers.averaged().values(), *self.buffers.followed().values(), *moments.values()]
 
-    def _account(self, flight: Flight, distances: tuple[float, float | None] | None) -> None:
-        if distances is None:
+    def _account(self, flight: Flight, distances: tuple[float, float | None] | None, stepped: bool) -> None:
+        """Without a step since the round before, which only `finish()` can bring about, there is no loss."""
+        loss = self._ledger.mean_loss()
+        lacking = loss is None and "loss" in self.when.needs
+        if distances is None or (lacking and not stepped):
+            self._ledger.settle(wait=True)  # reports come in the order of their rounds
             self._ledger.hand_in(flight.report(norm=None))
             return
         drift, norm = distances
-        loss = self._ledger.mean_loss()
-        if loss is None and "loss" in self.when.needs:
+        if lacking:
             raise ValueError(
                 f"{self.when!r} needs the loss: call sync.observe(loss) before every sync.step()."
             )
-        self._ledger.add(flight, drift, loss or 0.0, None if norm is None else math.sqrt(norm))
+        # What decides when the next round comes must be the same for everyone, not only for its peers.
+        comm = self.peers.everyone if self.when.needs else flight.comm.comm
+        self._ledger.add(flight, comm, drift, loss or 0.0, None if norm is None else math.sqrt(norm))
 
     def settle(self, *, wait: bool) -> None:
         self._ledger.settle(wait=wait)

@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from offbeat.comm import Pending
+from offbeat.comm import Communicator, Metered, Pending
 from offbeat.cost import Report
 from offbeat.flight import Flight, naming
 from offbeat.schedule import Clock, State
@@ -37,10 +37,15 @@ class Ledger:
         self._loss, self._losses = 0.0, 0
         return loss
 
-    def add(self, flight: Flight, drift: float, loss: float, norm: float | None) -> None:
-        """Send this worker's drift and loss; the report follows when everyone's have come."""
-        scalars = flight.comm.mean([torch.tensor([drift, loss], dtype=torch.float64)])
-        self._open.append((flight.report(norm), flight.clock.lr, scalars))
+    def add(self, flight: Flight, comm: Communicator, drift: float, loss: float, norm: float | None) -> None:
+        """Send this worker's drift and loss; the report follows when those of all of `comm` have come."""
+        metered = Metered(comm)
+        scalars = metered.mean([torch.tensor([drift, loss], dtype=torch.float64)])
+        report = flight.report(norm)
+        sent, received = report.bytes_sent + metered.sent, report.bytes_received + metered.received
+        self._open.append(
+            (replace(report, bytes_sent=sent, bytes_received=received), flight.clock.lr, scalars)
+        )
 
     def settle(self, *, wait: bool) -> None:
         """Hand in what is complete; with `wait`, everything."""

@@ -275,12 +275,12 @@ class AdaComm(Schedule):
             state["first"] = [loss, lr]
             return
         first_loss, first_lr = state["first"]
-        halved = math.ceil(state["period"] / 2)
-        if lr <= 0 or first_loss <= 0:
-            state["period"] = halved
-            return
-        wanted = max(1, math.ceil(math.sqrt(first_lr / lr * max(loss, 0.0) / first_loss) * self.start))
-        state["period"] = wanted if wanted < state["period"] else halved
+        wanted = math.inf
+        if lr > 0 and first_lr > 0 and 0 < first_loss < math.inf:
+            wanted = math.sqrt(first_lr / lr * max(loss, 0.0) / first_loss) * self.start
+        # Compared before it is rounded, since a loss can be infinite or not a number.
+        smaller = wanted <= state["period"] - 1
+        state["period"] = max(1, math.ceil(wanted)) if smaller else math.ceil(state["period"] / 2)
 
 
 def schedule(every: int | Schedule) -> Schedule:
