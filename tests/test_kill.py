@@ -18,7 +18,7 @@ from table import METHODS
 
 STEPS = 12
 KILLS = 4
-QUICK = ("local_sgd(every=3, delay=2)", "ddp()")
+QUICK = ("local_sgd(every=3, delay=2)",)
 
 RUNS = [
     pytest.param(row, marks=[] if row in QUICK else pytest.mark.slow)
@@ -78,7 +78,7 @@ def lost(expression: str, where: str, victim: int) -> list[str]:
     return [what[1] for _, what in words]
 
 
-@pytest.mark.parametrize("victim", [0, 2])
+@pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize(
     ("expression", "where", "place"),
     [
@@ -103,8 +103,7 @@ def test_a_killed_worker_is_noticed(expression: str, where: str, place: str, vic
         assert "\n" not in sentence
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_worker_killed_while_tensors_are_on_their_way(victim: int) -> None:
     crew = Crew(processes(), 3, send_much, 4_000_000)
     crew.hear(victim, lambda word: word[1] >= 2)
