@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from offbeat.comm import Metered
+from offbeat.schedule import Clock
+
 
 @dataclass(frozen=True)
 class Report:
@@ -19,6 +22,12 @@ class Report:
     drift: float | None  # mean over the workers of |x − x̄|², at landing
     norm: float | None  # length of the change it made here
     period: int  # steps since the round before
+
+    @classmethod
+    def blocking(cls, clock: Clock, comm: Metered, began: float, period: int) -> Report:
+        """Of something sent and waited for since `began`, whose drift is not measured."""
+        seconds, counts = comm.now() - began, (comm.sent, comm.received)
+        return cls(clock.step, clock.round, comm.size, *counts, seconds, seconds, None, None, period)
 
 
 @dataclass

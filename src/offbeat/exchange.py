@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from torch.profiler import record_function
 
 from offbeat.agreement import ROUND, compare_headers, header
+from offbeat.cargo import Cargo
 from offbeat.comm import Communicator, Metered
 from offbeat.cost import Report
 from offbeat.flight import Flight, naming
@@ -21,7 +22,7 @@ from offbeat.optimizers import rates
 from offbeat.part import Part
 from offbeat.peers import Peers, World
 from offbeat.reduce import Mean, Reducer
-from offbeat.riders import BufferRule, Buffers, MomentRule, Moments, land, send_mean
+from offbeat.riders import BufferRule, MomentRule, send_mean
 from offbeat.schedule import Clock, Schedule, State
 from offbeat.tensors import Live, Packed
 from offbeat.update import Replace, Update
@@ -57,7 +58,7 @@ class Exchange(Part):
         self.peers: Peers = World(among) if among is None or isinstance(among, Communicator) else among
         self.reduce: Reducer = Mean() if reduce is None else reduce
         self.update: Update = Replace() if update is None else update
-        self.buffers, self.moments = Buffers(live.model, buffers), Moments(live, moments)
+        self.cargo = Cargo(live, buffers, moments)
         self.drift = bool(when.needs) or not live.early if drift is None else drift
         if when.needs and not self.drift:
             raise ValueError(f"drift=False with {when!r}: it decides by what rounds tell; leave drift out.")
@@ -68,7 +69,6 @@ class Exchange(Part):
             "reduce": self.reduce.init(),
             "update": self.update.init(),
         }
-        self._payload: Packed | None = None
         self._plan: int | None = None
         self._round, self._began_at, self._landed_at = 0, 0, -1
         self._opened = False
@@ -77,13 +77,13 @@ class Exchange(Part):
     def __repr__(self) -> str:
         return (
             f"Exchange({self.live!r}, when={self.when!r}, among={self.peers!r}, reduce={self.reduce!r}, "
-            f"update={self.update!r}, delay={self.delay!r}, buffers={self.buffers.rule!r}, "
-            f"moments={self.moments.rule!r})"
+            f"update={self.update!r}, delay={self.delay!r}, buffers={self.cargo.buffers.rule!r}, "
+            f"moments={self.cargo.moments.rule!r})"
         )
 
     def bind(self, index: int, optimizers: Sequence[Optimizer], report: Callable[[Report], None]) -> None:
         self._index, self._ledger.hand_in = index, report
-        self.moments.optimizers = optimizers
+        self.cargo.moments.optimizers = optimizers
 
     def communicators(self) -> list[Communicator]:
         return [self.peers.everyone, self.peers.at(self._round)]
@@ -139,7 +139,7 @@ class Exchange(Part):
     @torch.no_grad()
     def _open(self) -> None:
         """The first period begins."""
-        self.update.open(list(self.live.like().values()), self._own, self._states["update"])
+        self.update.open(list(self.live.like().values()), self.cargo.own, self._states["update"])
         self._opened = True
 
     @torch.no_grad()
@@ -147,23 +147,26 @@ class Exchange(Part):
         """Send this worker's share of the round."""
         comm = Metered(self.peers.at(self._round))
         clock = replace(clock, round=self._round, workers=comm.size, rates=self._rates())
+        cargo, state = self.cargo, self._states["update"]
         with record_function("offbeat.begin"), naming(clock):
             began = comm.now()
             head = header(ROUND, self._index, clock, self.peers.everyone.rank)
-            heads = comm.tell([*head, self.moments.mark()]).then(compare_headers)
-            moments = self.moments.averaged(heads.wait)
+            heads = comm.tell([*head, cargo.moments.mark()]).then(compare_headers)
+            moments = cargo.moments.averaged(heads.wait)
+            waited = comm.now() - began
+            payload = cargo.pack(lambda live, room: self.update.outgoing(live, room, clock, state))
             self._flight = Flight(
                 clock=clock,
                 due=None if self.delay == "round" else clock.step + self.delay,
                 period=clock.step - self._began_at,
                 comm=comm,
                 began=began,
-                waited=comm.now() - began,
+                waited=waited,
                 heads=heads,
-                mean=self.reduce.start(self._filled(clock), comm, clock, self._states["reduce"]),
-                followed=self.buffers.follow(comm),
+                mean=self.reduce.start(payload, comm, clock, self._states["reduce"]),
+                followed=cargo.buffers.follow(comm),
                 moments=send_mean(moments, comm),
-                sent=[t.clone() for t in self._riders(moments)] if self.delay else None,
+                sent=[t.clone() for t in cargo.riders(moments)] if self.delay else None,
             )
         self._round, self._began_at, self._plan = self._round + 1, clock.step, None
 
@@ -176,50 +179,24 @@ class Exchange(Part):
             flight.wait()
             clock = replace(clock, round=flight.clock.round, workers=flight.comm.size, rates=self._rates())
             distances = self._apply(flight, clock)
-            self.moments.reset()
         stepped, self._landed_at = clock.step > self._landed_at, clock.step
         self._account(flight, distances, stepped)
 
     def _rates(self) -> tuple[float, ...]:
         """The learning rate of every live tensor, that of its own group; gradients have no use for them."""
-        return () if self.live.early else rates(self.live.parameters, self.moments.optimizers)
-
-    def _filled(self, clock: Clock) -> Packed:
-        """The payload: what the update sends, then what rides along."""
-        payload = self._room()
-        notes, live, buffers = self.live.notes(), self.live.tensors(), self.buffers.averaged()
-        own, riders = payload.cut(len(live))
-        self.update.outgoing(live, own, clock, self._states["update"])
-        riders.read([*notes.values(), *buffers.values()])
-        return payload
-
-    def _room(self) -> Packed:
-        """Where payloads are packed, the same memory every time: at most one round is in the air."""
-        if self._payload is None:
-            riders = {f"+{name}": t for name, t in {**self.live.notes(), **self.buffers.averaged()}.items()}
-            self._payload = Packed.like({**self.live.like(), **riders})
-        return self._payload
-
-    @property
-    def _own(self) -> Packed:
-        """The update's part of that memory."""
-        return self._room().cut(len(self.live.names))[0]
+        return () if self.live.early else rates(self.live.parameters, self.cargo.moments.optimizers)
 
     def _apply(self, flight: Flight, clock: Clock) -> tuple[float, float | None] | None:
-        live, state = self.live.tensors(), self._states["update"]
-        own, notes, buffers = flight.mean.wait().cut(len(live), len(self.live.notes()))
-        distances = self.update.distances(live, own, state) if self.drift else None
-        self.update.incoming(live, own, clock, state)
-        self.live.landed(notes.views)
-        moments = flight.moments.wait()
-        news = [*buffers.views, *flight.followed.wait(), *moments.views]
-        found = self.moments.found() if moments.names else {}
-        land(self._riders({name: found[name] for name in moments.names}), news, flight.sent)
-        return distances
+        state = self._states["update"]
+        distances = None
 
-    def _riders(self, moments: dict[str, Tensor]) -> list[Tensor]:
-        """Buffers averaged, buffers followed, moments averaged."""
-        return [*self.buffers.averaged().values(), *self.buffers.followed().values(), *moments.values()]
+        def incoming(live: Sequence[Tensor], mean: Packed) -> None:
+            nonlocal distances
+            distances = self.update.distances(live, mean, state) if self.drift else None
+            self.update.incoming(live, mean, clock, state)
+
+        self.cargo.land(flight, incoming)
+        return distances
 
     def _account(self, flight: Flight, distances: tuple[float, float | None] | None, stepped: bool) -> None:
         """Without a step since the round before, which only `finish()` can bring about, there is no loss."""
@@ -251,12 +228,12 @@ class Exchange(Part):
     def _equalizes(self) -> bool:
         """Whether the last landing left the same in all these tensors and buffers of all workers."""
         everywhere = self.peers.at(self._round - 1).size == self.peers.everyone.size
-        whole = self.live.only is None and self.buffers.equalizes
+        whole = self.live.only is None and self.cargo.buffers.equalizes
         return whole and everywhere and self.delay == 0 and self.update.equalizes
 
     @torch.no_grad()
     def shown(self) -> tuple[dict[str, Tensor], bool]:
-        shown = None if self.live.early else self.update.shown(self._own, self._states["update"])
+        shown = None if self.live.early else self.update.shown(self.cargo.own, self._states["update"])
         if shown is None:
             return {}, True
         tensors, agreed = shown
@@ -275,29 +252,16 @@ class Exchange(Part):
         """The update's last act, which is a round if it sends something."""
         comm = Metered(self.peers.everyone)
         began = comm.now()
-        closed = self.update.close(self.live.tensors(), self._own, comm, self._states["update"])
+        closed = self.update.close(self.live.tensors(), self.cargo.own, comm, self._states["update"])
         if comm.sent:
-            seconds = comm.now() - began
-            self._ledger.hand_in(
-                Report(
-                    step=clock.step,
-                    round=self._round,
-                    workers=comm.size,
-                    bytes_sent=comm.sent,
-                    bytes_received=comm.received,
-                    seconds_waited=seconds,
-                    seconds_in_air=seconds,
-                    drift=None,
-                    norm=None,
-                    period=clock.step - self._began_at,
-                )
-            )
+            clock = replace(clock, round=self._round)
+            self._ledger.hand_in(Report.blocking(clock, comm, began, clock.step - self._began_at))
         return closed
 
     @torch.no_grad()
     def follow(self) -> None:
         if not self.live.early:
-            self.update.follow(self.live.tensors(), self._own, self._states["update"])
+            self.update.follow(self.live.tensors(), self.cargo.own, self._states["update"])
 
     def state_dict(self) -> State:
         return {
@@ -320,7 +284,7 @@ class Exchange(Part):
         self._flight = None
         if state["flight"] is not None:
             comm = Metered(self.peers.at(state["flight"]["round"]))
-            self._flight = Flight.resumed(state["flight"], comm, self._room())
+            self._flight = Flight.resumed(state["flight"], comm, self.cargo.room)
 
 
 def _check_delay(delay: Delay, when: Schedule) -> None:

@@ -1,0 +1,56 @@
+"""What travels in a round: what the update sends, and what rides along."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+
+from offbeat.flight import Flight
+from offbeat.riders import BufferRule, Buffers, MomentRule, Moments, land
+from offbeat.tensors import Live, Packed
+
+
+class Cargo:
+    """Live tensors, the notes that go with them, buffers and moments: packed together, landed together."""
+
+    def __init__(self, live: Live, buffers: BufferRule, moments: MomentRule) -> None:
+        self.live = live
+        self.buffers, self.moments = Buffers(live.model, buffers), Moments(live, moments)
+        self._room: Packed | None = None
+
+    @property
+    def room(self) -> Packed:
+        """Where payloads are packed, the same memory every time: at most one round is in the air."""
+        if self._room is None:
+            riders = {f"+{name}": t for name, t in {**self.live.notes(), **self.buffers.averaged()}.items()}
+            self._room = Packed.like({**self.live.like(), **riders})
+        return self._room
+
+    @property
+    def own(self) -> Packed:
+        """The update's part of that memory."""
+        return self.room.cut(len(self.live.names))[0]
+
+    def pack(self, outgoing: Callable[[Sequence[Tensor], Packed], None]) -> Packed:
+        """The payload: what `outgoing(live, room)` writes, then what rides along."""
+        notes, live, buffers = self.live.notes(), self.live.tensors(), self.buffers.averaged()
+        own, riders = self.room.cut(len(live))
+        outgoing(live, own)
+        riders.read([*notes.values(), *buffers.values()])
+        return self.room
+
+    def land(self, flight: Flight, incoming: Callable[[Sequence[Tensor], Packed], None]) -> None:
+        """Apply what has arrived: `incoming(live, mean)`, then what rode along."""
+        live, moments = self.live.tensors(), flight.moments.wait()
+        own, notes, buffers = flight.mean.wait().cut(len(live), len(self.live.notes()))
+        incoming(live, own)
+        self.live.landed(notes.views)
+        found = self.moments.found() if moments.names else {}
+        news = [*buffers.views, *flight.followed.wait(), *moments.views]
+        land(self.riders({name: found[name] for name in moments.names}), news, flight.sent)
+        self.moments.reset()
+
+    def riders(self, moments: dict[str, Tensor]) -> list[Tensor]:
+        """Buffers averaged, buffers followed, moments averaged."""
+        return [*self.buffers.averaged().values(), *self.buffers.followed().values(), *moments.values()]
