@@ -115,7 +115,9 @@ class Training:
         os.replace(f"{place}.part", place)
 
     def one(self) -> dict[str, Tensor]:
-        self.net(data(self.rank, self.step)).backward()
+        loss = self.net(data(self.rank, self.step))
+        loss.backward()
+        self.sync.observe(loss)
         self.sync.step()
         self.opt.zero_grad()
         self.scheduler.step()
@@ -152,7 +154,9 @@ def stall(pipe: Connection, expression: str, where: str, victim: int, steps: int
             time.sleep(60)
 
     for step in range(steps):
-        net(data(rank, step)).backward()
+        loss = net(data(rank, step))
+        loss.backward()
+        sync.observe(loss)
         pause("backward")
         sync.step(lambda: (opt.step(), pause("local")))
     pause("averaged")

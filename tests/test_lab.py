@@ -25,6 +25,14 @@ PYTHON = [sys.executable, "-c"]
 _marks = itertools.count()
 
 
+@pytest.fixture(autouse=True)
+def ctrl_c() -> Iterator[None]:
+    """A shell starts what runs in the background deaf to it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 def why_not() -> str | None:
     """Ask the kernel itself, so that a lab that fails to open fails the tests."""
     if reason := unavailable():
