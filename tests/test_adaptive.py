@@ -58,9 +58,9 @@ def test_the_period_is_at_least_one() -> None:
 
 
 def test_drift_in_the_warm_up_counts_for_nothing() -> None:
-    # Rounds at 2, 4 (warm-up), 6, 8 (sampled: C = 10), then 10.
+    # Rounds at 2, 4 (warm-up), 6, 8 (sampled: C = 10), then 10 and 12.
     when = Adaptive(start=2, sample=9, warmup=5)
-    assert drifts(when, [(1000, 1), (0, 1), (10, 1), (10, 1), (6, 1)]) == [2, 2, 2, 2, 2, 3]
+    assert drifts(when, [(1000, 1), (0, 1), (10, 1), (10, 1), (8, 1), (6, 1)]) == [2, 2, 2, 2, 2, 2, 3]
     # A round at the very step `warmup` is sampled, one at `sample` is not.
     assert drifts(Adaptive(start=2, sample=4, warmup=2), [(10, 1), (6, 1)]) == [2, 2, 3]
 
@@ -173,6 +173,9 @@ def test_a_loss_that_is_no_number_halves(bad: float) -> None:
 def test_the_warm_up_is_no_interval() -> None:
     # Rounds at 4 (warm-up), 8 (F₀ = 16), 12 (F = 4).
     assert losses(AdaComm(start=4, interval=4, warmup=4), [(1000, 1), (16, 1), (4, 1)]) == [4, 4, 4, 2]
+    # Intervals are counted from it: with 6, the first ends at 10, and the round at 12 makes F₀ = 10.
+    told = [(1000, 1), (16, 1), (4, 1), (2.5, 1)]
+    assert losses(AdaComm(start=4, interval=4, warmup=6), told) == [4, 4, 4, 4, 2]
 
 
 def test_the_loss_of_an_interval_is_weighted_by_steps() -> None:
@@ -210,6 +213,19 @@ def test_adacomm_end_to_end() -> None:
         return (20.0, 12.0)[rank] if step < 4 else (7.9, 0.1)[rank]
 
     assert scripted(mean, "adacomm(start=4, interval=4)", 14) == [[4, 8, 10, 12, 13, 14]] * 2
+
+
+def test_the_loss_of_a_round_is_the_mean_of_its_steps() -> None:
+    """8·√(16/64) = 4 after step 16; 8·√(15.9/64) is not smaller, so 2 after step 24.
+
+    Sums instead of means would be smaller by half, four steps to a round being fewer than the first eight.
+    """
+
+    def falling(rank: int, step: int) -> float:
+        return (64.0, 16.0, 15.9, 1.0)[step // 8]
+
+    (rounds, _) = scripted(falling, "adacomm(start=8, interval=8)", 28)
+    assert rounds == [8, 16, 20, 24, 26, 28]
 
 
 def test_losses_before_the_first_period_do_not_count() -> None:

@@ -124,3 +124,21 @@ def test_fragments_reset_their_own_moments_only() -> None:
     # b = 1, 1.5, 1.75, 1.875 without a reset; layer 1 is reset after 2, layer 0 after 4.
     (trace,) = offbeat.simulate(worker, 1)
     assert trace == [[1, 1], [1.5, 0], [1.75, 1], [0, 1.5]]
+
+
+def test_averaging_leaves_the_count_of_steps() -> None:
+    """Also of a scalar, whose moments have the shape of that count. Rank 1 has skipped a step."""
+
+    def worker(comm: offbeat.Communicator) -> tuple[float, float]:
+        net = torch.nn.ParameterList([torch.zeros(())])
+        opt = torch.optim.Adam(net.parameters(), betas=(0.5, 0.75))
+        sync = offbeat.diloco(net, opt, every=3, moments="average", group=comm)
+        for step in range(3):
+            (net[0] * odd(comm.rank, step)).backward()
+            sync.step((lambda: None) if comm.rank == 1 and step == 1 else None)
+            opt.zero_grad()
+        state = opt.state[net[0]]
+        return state["step"].item(), state["exp_avg"].item()
+
+    # 0.5 + 0.25 + 0.125 of slope 1, 0.5 + 0.25 of slope 3
+    assert offbeat.simulate(worker, 2) == [(3, 1.5625), (2, 1.5625)]
