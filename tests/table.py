@@ -31,6 +31,7 @@ METHODS = [
     "streaming_diloco(every=4, fragments=2, delay=1, keep=0.5, lr=0.5, momentum=0.5)",
     "streaming_diloco(every=3, fragments=2, delay=2, keep=0.5, lr=0.5, momentum=0.5)",
     "eager_diloco(every=3, lr=0.5, momentum=0.5)",
+    "diloco(every=3, lr=0.5, momentum=0.5, warmup=3)",
     "palsgd(every=4, p=0.5, eta=0.5, lr=0.5, momentum=0.5)",
     "palsgd(every=4, p=0.5, eta=0.5, lr=0.5, momentum=0.5, warmup=3)",
     "palsgd(every=4, p=0.5, eta=0.5, lr=0.5, momentum=0.5, shared=False, seed=1)",
@@ -89,6 +90,10 @@ LAWS = [
     Law("palsgd(every=3, p=0.0)", "diloco(every=3)", options=FLOATS),
     Law("palsgd(every=3, p=0.0, shared=False)", "diloco(every=3)", options=FLOATS),
     Law("palsgd(every=3, p=0.5, warmup=100)", "ddp()", options=FLOATS),
+    Law("diloco(every=3, warmup=100)", "ddp()", options=FLOATS),
+    Law("slowmo(every=3, warmup=100)", "ddp()", options=FLOATS),
+    Law("diloco(every=3, warmup=4, lr=0.5)", "palsgd(every=3, warmup=4, lr=0.5, p=0.0)", options=FLOATS),
+    Law("slowmo(every=3, warmup=4, momentum=0.0)", "post_local_sgd(switch=4, every=3)"),
     Law("diloco(every=QSR(alpha=0.0, base=3))", "diloco(every=3)", options=FLOATS),
     Law("slowmo(every=Adaptive(start=3, sample=1000))", "slowmo(every=3)", options=FLOATS),
     # Without momentum the anchor is the mean of the round before; at first it is where everyone starts.

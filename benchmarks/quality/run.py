@@ -38,6 +38,9 @@ METHODS = [
     f"eager_diloco(every={H})",
     f"palsgd(every={H})",
     f"noloco(every={H})",
+    f"diloco(every={H}, lr=1.0, momentum=0.3)",
+    f"diloco(every={H}, lr=1.0, momentum=0.3, warmup=100)",
+    f"slowmo(every={H}, momentum=0.3, warmup=100)",
 ]
 RESULTS = Path(__file__).parent / "results.jsonl"
 
@@ -112,6 +115,7 @@ def main() -> None:
     parser.add_argument("methods", nargs="*", default=METHODS)
     parser.add_argument("--data", help="a text file; the standard library's source if not given")
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--first", type=int, default=0, help="the first seed")
     parser.add_argument("--size", default="tiny")
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--steps", type=int, default=400)
@@ -123,7 +127,7 @@ def main() -> None:
     rows = (
         [json.loads(line) for line in args.results.read_text().splitlines()] if args.results.exists() else []
     )
-    for seed in range(args.seeds):
+    for seed in range(args.first, args.seeds):
         for method in args.methods:
             if not any(row["method"] == method and row["seed"] == seed for row in rows):
                 rows.append(run(method, seed, args))

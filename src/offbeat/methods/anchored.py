@@ -10,12 +10,13 @@ from offbeat.exchange import Exchange
 from offbeat.fragments import fragments as cut
 from offbeat.local import PseudoSync
 from offbeat.methods.record import Optimizers, Options, recorded
+from offbeat.methods.warmup import after, synchronous
 from offbeat.outer import SGD, Gossip, Outer, SlowMo
 from offbeat.overlap import Eager, Overlap
 from offbeat.peers import Group, Pairs, World
-from offbeat.schedule import Every, Never, Schedule, Then, schedule
+from offbeat.schedule import Every, Schedule, schedule
 from offbeat.sync import Synchronizer
-from offbeat.tensors import grads, params
+from offbeat.tensors import params
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -39,6 +40,7 @@ def slowmo(
     every: int | Schedule = 12,
     lr: float = 1.0,
     momentum: float = 0.7,
+    warmup: int = 0,
     group: Group = None,
     **options: Unpack[Options],
 ) -> Synchronizer:
@@ -47,7 +49,8 @@ def slowmo(
         v ← momentum·v + (a − mean(x))        a ← a − lr·v        x ← a
 
     v is rescaled when the learning rate changes, as in the paper's form. With SGD, moments="reset" is the
-    paper's choice. Larger `momentum` (0.4 to 0.8) remembers more rounds.
+    paper's choice. Larger `momentum` (0.4 to 0.8) remembers more rounds. The first `warmup` steps average
+    gradients.
 
         sync = offbeat.slowmo(model, optimizer, every=12, momentum=0.7)
 
@@ -56,13 +59,14 @@ def slowmo(
     return Synchronizer(
         optimizer,
         [
+            *synchronous(model, warmup, group),
             Exchange(
                 params(model),
-                when=schedule(every),
+                when=after(warmup, schedule(every)),
                 among=World(group),
                 update=SlowMo(lr=lr, momentum=momentum),
                 **options,
-            )
+            ),
         ],
     )
 
@@ -75,6 +79,7 @@ def diloco(
     every: int | Schedule = 64,
     lr: float = 0.7,
     momentum: float = 0.9,
+    warmup: int = 0,
     group: Group = None,
     **options: Unpack[Options],
 ) -> Synchronizer:
@@ -82,8 +87,10 @@ def diloco(
 
         Δ = mean(a − x)        a ← outer.step(a, grad=Δ)        x ← a
 
-    With few workers a lower outer `lr` is better: 0.4 to 0.6 with two, towards 1 with eight. For another
-    outer optimizer use `Exchange(..., update=Outer(...))`.
+    With few workers a lower outer `lr` is better: 0.4 to 0.6 with two, towards 1 with eight. The published
+    momentum suits runs of hundreds of rounds that do not start from scratch; for shorter ones take 0.3 and
+    let the first quarter of the steps be synchronous with `warmup`. For another outer optimizer use
+    `Exchange(..., update=Outer(...))`.
 
         sync = offbeat.diloco(model, optimizer, every=64)
 
@@ -92,13 +99,14 @@ def diloco(
     return Synchronizer(
         optimizer,
         [
+            *synchronous(model, warmup, group),
             Exchange(
                 params(model),
-                when=schedule(every),
+                when=after(warmup, schedule(every)),
                 among=World(group),
                 update=Outer(SGD(lr, momentum, nesterov=True)),
                 **options,
-            )
+            ),
         ],
     )
 
@@ -216,12 +224,10 @@ def palsgd(
     return Synchronizer(
         optimizer,
         [
-            Exchange(
-                grads(model), when=Then(warmup, Every(1), Never()), among=World(group), buffers="follow"
-            ),
+            *synchronous(model, warmup, group),
             outer := Exchange(
                 params(model),
-                when=Then(warmup, Never(), schedule(every) if shared else gradient_steps(every, p)),
+                when=after(warmup, schedule(every) if shared else gradient_steps(every, p)),
                 among=World(group),
                 update=Outer(SGD(lr, momentum, nesterov=True)),
                 **options,

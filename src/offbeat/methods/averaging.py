@@ -9,9 +9,10 @@ from torch import nn
 
 from offbeat.exchange import Delay, Exchange
 from offbeat.methods.record import Optimizers, Options, recorded
+from offbeat.methods.warmup import after, synchronous
 from offbeat.peers import Group, Subgroups, World
 from offbeat.reduce import Reducer
-from offbeat.schedule import QSR, AdaComm, Adaptive, Every, Never, Schedule, Then, schedule
+from offbeat.schedule import QSR, AdaComm, Adaptive, Every, Schedule, schedule
 from offbeat.sync import Synchronizer
 from offbeat.tensors import grads, params
 from offbeat.update import Correct, Replace, Update
@@ -108,12 +109,10 @@ def post_local_sgd(
     return Synchronizer(
         optimizer,
         [
-            Exchange(
-                grads(model), when=Then(switch, Every(1), Never()), among=World(group), buffers="follow"
-            ),
+            *synchronous(model, switch, group),
             Exchange(
                 params(model),
-                when=Then(switch, Never(), schedule(every)),
+                when=after(switch, schedule(every)),
                 among=World(group),
                 **options,
             ),

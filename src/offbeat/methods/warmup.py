@@ -1,0 +1,22 @@
+"""A synchronous beginning for methods whose workers step alone afterwards."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from offbeat.exchange import Exchange
+from offbeat.part import Part
+from offbeat.peers import Group, World
+from offbeat.schedule import Every, Never, Schedule, Then
+from offbeat.tensors import grads
+
+
+def synchronous(model: nn.Module, steps: int, group: Group) -> list[Part]:
+    """Gradients are averaged in the first so many steps."""
+    when = Then(steps, Every(1), Never())
+    return [Exchange(grads(model), when=when, among=World(group), buffers="follow")] if steps else []
+
+
+def after(steps: int, when: Schedule) -> Schedule:
+    """A schedule that begins once so many steps are done."""
+    return Then(steps, Never(), when) if steps else when
