@@ -168,7 +168,8 @@ def test_a_synchronizer_of_parts_is_compared_at_its_first_step() -> None:
     def method(steps: int) -> str:
         return (
             f"the method Synchronizer([Exchange(params(4 tensors), when=Every(steps={steps}), among=World(), "
-            "reduce=Mean(), update=Replace(keep=0.0), delay=0, buffers='average', moments='keep')])"
+            "reduce=Mean(), update=Replace(keep=0.0), delay=0, buffers='average', moments='keep', "
+            "drift=True)])"
         )
 
     assert told(worker) == f"Workers disagree: rank 0 has {method(2)}, rank 2 has {method(3)}. {ADVICE}"

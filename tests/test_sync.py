@@ -901,9 +901,9 @@ def test_reprs() -> None:
     ]
     assert repr(Synchronizer(sgd(model), parts)) == (
         "Synchronizer([Exchange(params(1 tensors), when=Every(steps=4), among=World(), reduce=Mean(), "
-        "update=Correct(gain=1.0), delay=2, buffers='keep', moments='reset'), "
+        "update=Correct(gain=1.0), delay=2, buffers='keep', moments='reset', drift=True), "
         "Exchange(grads(1 tensors), when=Never(), among=Subgroups(1), reduce=Mean(), "
-        "update=Replace(keep=0.0), delay=0, buffers='average', moments='keep')])"
+        "update=Replace(keep=0.0), delay=0, buffers='average', moments='keep', drift=False)])"
     )
 
 

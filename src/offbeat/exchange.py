@@ -78,7 +78,7 @@ class Exchange(Part):
         return (
             f"Exchange({self.live!r}, when={self.when!r}, among={self.peers!r}, reduce={self.reduce!r}, "
             f"update={self.update!r}, delay={self.delay!r}, buffers={self.cargo.buffers.rule!r}, "
-            f"moments={self.cargo.moments.rule!r})"
+            f"moments={self.cargo.moments.rule!r}, drift={self.drift})"
         )
 
     def bind(self, index: int, optimizers: Sequence[Optimizer], report: Callable[[Report], None]) -> None:

@@ -61,7 +61,8 @@ class Anchored(Update):
 
     def distances(self, live: Sequence[Tensor], mean: Packed, state: State) -> tuple[float, float | None]:
         """The change is not told: it would take one more copy of the model to know it."""
-        own = [a.to(x.device) - x for a, x in zip(mean.over(state["anchor"]).views, live, strict=True)]
+        anchor = mean.over(state["anchor"]).views
+        own = (a.to(x.device) - x for a, x in zip(anchor, live, strict=True))
         return square_distance(own, mean.views), None
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -117,12 +117,16 @@ def blend(live: Sequence[Tensor], values: Packed, keep: float) -> None:
         x.copy_(keep * x.to(value.dtype) + (1 - keep) * value.to(x.device))
 
 
-def square_distance(these: Sequence[Tensor], those: Sequence[Tensor]) -> float:
-    """|these − those|², summed over the tensors in float64."""
-    if not these:
-        return 0.0
-    lengths = [
-        torch.linalg.vector_norm(a - b, dtype=torch.promote_types(b.dtype, torch.float32)).double()
+def square_distance(these: Iterable[Tensor], those: Iterable[Tensor]) -> float:
+    """|these − those|², summed over the tensors in float64; at no time is there a difference of them all."""
+    squares = [
+        torch.linalg.vector_norm(x - y, dtype=torch.promote_types(y.dtype, torch.float32)).double().square()
         for a, b in zip(these, those, strict=True)
+        for x, y in zip(_pieces(a), _pieces(b), strict=True)
     ]
-    return float(torch.stack(lengths).square().sum())
+    return float(torch.stack(squares).sum()) if squares else 0.0
+
+
+def _pieces(tensor: Tensor) -> Sequence[Tensor]:
+    """A long vector in pieces."""
+    return torch.split(tensor, 2**21) if tensor.dim() == 1 else (tensor,)

@@ -211,8 +211,8 @@ def palsgd(
         x ← x − min(1, γ·eta/p)·(x − a)        with probability p after a gradient step
         gradient steps run with γ/(1 − p)
 
-    Pulls count as iterations: N passes of the loop are about N/(1 − p) of them, and `every` and `warmup`
-    count them too. The first `warmup` steps average gradients. Larger `eta` pulls harder, larger `p` more
+    Pulls count as iterations: N passes of the loop are about N/(1 − p) of them, and `every` counts them too.
+    The first `warmup` steps average gradients and pull nothing. Larger `eta` pulls harder, larger `p` more
     often and more softly. With shared=False each rank draws for itself, and a round comes after every·(1 − p)
     gradient steps.
 
