@@ -20,6 +20,10 @@ METHODS = [
     "local_sgd(every=3, delay='round')",
     "hierarchical(nodes=2, inner=1, outer=4)",
     "hierarchical(nodes=2, inner=2, outer=4)",
+    "diloco(every=3)",
+    "streaming_diloco(every=4, fragments=2, delay=3)",
+    "eager_diloco(every=2)",
+    "overlap_local_sgd(every=3)",
 ]
 
 

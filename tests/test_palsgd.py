@@ -351,7 +351,7 @@ def test_pulled_workers_stay_closer() -> None:
         ("palsgd(every=0, shared=False)", "Every(steps=0): steps must be at least 1."),
         (
             "palsgd(warmup=-1)",
-            "Then(switch=-1, first=Every(steps=1), second=Never()): switch must not be negative.",
+            "-1 synchronous steps: a whole number, 0 or more, is needed.",
         ),
     ],
 )

@@ -495,15 +495,57 @@ def test_several_optimizers() -> None:
     def worker(comm: Communicator) -> list[float]:
         model = Two()
         first = torch.optim.SGD([model.a], lr=1.0, momentum=0.5)
-        second = torch.optim.SGD([model.b], lr=2.0 + comm.rank, momentum=0.5)  # its rate is its own
+        second = torch.optim.SGD([model.b], lr=2.0, momentum=0.5)  # its rate is its own
         sync = offbeat.local_sgd(model, [first, second], every=1, moments="average", group=comm)
         model.a.grad, model.b.grad = torch.full((2, 1), -(2.0 * comm.rank + 1))
         sync.step()
         buffers = [opt.state[p]["momentum_buffer"].item() for opt, p in ((first, model.a), (second, model.b))]
         return [model.a.item(), model.b.item(), *buffers]
 
-    # a: the mean of 1 and 3. b: of 2·1 and 3·3. Momenta: of −1 and −3.
-    assert simulate(worker, 2) == [[2.0, 5.5, -2.0, -2.0]] * 2
+    # a: the mean of 1 and 3. b: of 2·1 and 2·3. Momenta: of −1 and −3.
+    assert simulate(worker, 2) == [[2.0, 4.0, -2.0, -2.0]] * 2
+
+
+def test_rates_of_all_groups_are_compared() -> None:
+    def worker(comm: Communicator) -> None:
+        model = nn.Linear(1, 1)
+        groups = [{"params": [model.weight], "lr": 0.5}, {"params": [model.bias], "lr": 0.5 + comm.rank}]
+        sync = offbeat.ddp(model, torch.optim.SGD(groups), group=comm)
+        model(torch.ones(1)).backward()
+        sync.step()
+
+    with pytest.raises(
+        offbeat.Disagreement, match="rank 0 and rank 1 have other learning rates in one of the"
+    ):
+        simulate(worker, 2)
+
+
+def test_what_is_trained_must_stay_the_same() -> None:
+    model = nn.Linear(1, 1)
+    sync = offbeat.local_sgd(model, sgd(model))
+    model.bias.requires_grad_(False)
+    with pytest.raises(RuntimeError, match="'bias' was frozen after the synchronizer was made: finish"):
+        sync.step()
+
+
+@pytest.mark.parametrize("expression", ["local_sgd(every=2, delay=1)", "eager_diloco(every=2)"])
+def test_a_mask_of_infinities_stays_one(expression: str) -> None:
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.zeros(2))
+            self.register_buffer("mask", torch.tensor([0.0, -torch.inf]))
+
+    def worker(comm: Communicator) -> list[float]:
+        model = Masked()
+        sync = offbeat.method(expression)(model, sgd(model), group=comm)
+        for _ in range(5):
+            model.weight.grad = torch.ones(2)
+            sync.step()
+        sync.finish()
+        return model.mask.tolist()
+
+    assert simulate(worker, 2) == [[0.0, -torch.inf]] * 2
 
 
 # What cannot work.

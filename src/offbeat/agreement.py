@@ -19,14 +19,14 @@ _KINDS = ("round {round}", "averaged()", "finish()")
 ROUND, AVERAGED, FINISH = range(3)
 
 
-_COMPARED = 5  # the words of a header in which all ranks must agree
+_COMPARED = 6  # the words of a header in which all ranks must agree
 
 
-def header(kind: int, part: int, clock: Clock, rank: int) -> list[int]:
+def header(kind: int, part: int, clock: Clock, rates: int, rank: int) -> list[int]:
     """What a rank is about to do, in a few whole numbers; then its number among all workers, since in a
     subgroup it has another."""
     (lr,) = struct.unpack("<q", struct.pack("<d", clock.lr))
-    return [kind, part, clock.round, clock.step, lr, rank]
+    return [kind, part, clock.round, clock.step, lr, rates, rank]
 
 
 def compare_headers(headers: Sequence[Sequence[int]]) -> list[int]:
@@ -51,11 +51,13 @@ _SENTENCES = (
     "Does every worker use the same schedule?",
     "Workers disagree in {kind} at step {step}: rank {rank} has learning rate {lr}, rank {o_rank} {o_lr}. "
     "Step the learning-rate scheduler alike everywhere.",
+    "Workers disagree in {kind} at step {step}: rank {rank} and rank {o_rank} have other learning rates in "
+    "one of the parameter groups. Step the learning-rate scheduler alike everywhere.",
 )
 
 
 def _words(header: Sequence[int], prefix: str) -> dict[str, object]:
-    kind, part, round, step, lr, rank = header[:6]
+    kind, part, round, step, lr, _, rank = header[:7]
     (rate,) = struct.unpack("<d", struct.pack("<q", lr))
     kinds = _KINDS[kind].format(round=round)
     values = {"kind": kinds, "part": part, "round": round, "step": step, "lr": rate, "rank": rank}

@@ -61,8 +61,12 @@ class Communicator(ABC):
     size: int
 
     @abstractmethod
+    def total(self, tensors: Iterable[Tensor]) -> Pending[list[Tensor]]:
+        """The sum over all ranks, in place. Each tensor is sent before the next is asked for."""
+
     def mean(self, tensors: Iterable[Tensor]) -> Pending[list[Tensor]]:
-        """The mean over all ranks, as sum × (1/size), in place. Each is sent before the next is asked for."""
+        """The mean over all ranks, as sum × (1/size), in place."""
+        return self.total(tensors).then(lambda sums: [total.mul_(1 / self.size) for total in sums])
 
     @abstractmethod
     def gather(self, tensor: Tensor) -> Pending[list[Tensor]]:
@@ -97,7 +101,9 @@ class Communicator(ABC):
             raise ValueError(
                 f"scatter_mean: {tensor.numel()} values cannot be cut into {self.size} equal slices: pad."
             )
-        return self.exchange(list(tensor.flatten().chunk(self.size))).then(mean_in_order)
+        return self.exchange(list(tensor.flatten().chunk(self.size))).then(
+            lambda slices: sum_in_order(slices).mul_(1 / self.size)
+        )
 
     def now(self) -> float:
         """Seconds on this worker's clock."""
@@ -111,12 +117,12 @@ class Communicator(ABC):
 WORDS = 8  # numbers in a `tell`; a fixed size, since gloo ends the process when sizes differ
 
 
-def mean_in_order(tensors: Sequence[Tensor]) -> Tensor:
-    """sum × (1/number), summed from the first to the last."""
+def sum_in_order(tensors: Sequence[Tensor]) -> Tensor:
+    """The sum, taken from the first to the last."""
     total = tensors[0].clone()
     for tensor in tensors[1:]:
         total += tensor
-    return total.mul_(1 / len(tensors))
+    return total
 
 
 def words(numbers: Sequence[int]) -> Tensor:
@@ -174,7 +180,7 @@ class Solo(Communicator):
 
     rank, size = 0, 1
 
-    def mean(self, tensors: Iterable[Tensor]) -> Pending[list[Tensor]]:
+    def total(self, tensors: Iterable[Tensor]) -> Pending[list[Tensor]]:
         return arrived(list(tensors))
 
     def gather(self, tensor: Tensor) -> Pending[list[Tensor]]:
@@ -209,8 +215,8 @@ class Metered(Communicator):
         self.sent += amount
         self.received += amount
 
-    def mean(self, tensors: Iterable[Tensor]) -> Pending[list[Tensor]]:
-        return self.comm.mean(self._counted(tensors))
+    def total(self, tensors: Iterable[Tensor]) -> Pending[list[Tensor]]:
+        return self.comm.total(self._counted(tensors))
 
     def _counted(self, tensors: Iterable[Tensor]) -> Iterator[Tensor]:
         for tensor in tensors:

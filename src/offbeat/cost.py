@@ -19,7 +19,7 @@ class Report:
     bytes_received: int
     seconds_waited: float  # time the worker stood still for it
     seconds_in_air: float  # from its beginning to the arrival of its last message
-    drift: float | None  # mean over the workers of |x − x̄|², at landing
+    drift: float | None  # mean over the workers of |x − x̄|², x taken when it lands
     norm: float | None  # length of the change it made here
     period: int  # steps since the round before
 

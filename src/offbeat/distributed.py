@@ -72,7 +72,7 @@ class Torch(Communicator):
                 raise self._lost("everybody to connect", error) from error
         return self._lanes[name]
 
-    def mean(self, tensors: Iterable[Tensor]) -> Pending[list[Tensor]]:
+    def total(self, tensors: Iterable[Tensor]) -> Pending[list[Tensor]]:
         sent: list[Tensor] = []
 
         def calls() -> Iterator[_Call]:
@@ -80,10 +80,7 @@ class Torch(Communicator):
                 sent.append(tensor)
                 yield tensor, functools.partial(_sum, tensor)
 
-        def scale(i: int) -> None:
-            sent[i].mul_(1 / self.size)  # while it is warm in the cache, and the next one on its way
-
-        return self._send(calls(), lambda: sent, lambda: f"the mean of {nbytes(sent):,} bytes", each=scale)
+        return self._send(calls(), lambda: sent, lambda: f"the mean of {nbytes(sent):,} bytes")
 
     def gather(self, tensor: Tensor) -> Pending[list[Tensor]]:
         given, parts = tensor.contiguous(), [torch.empty_like(tensor) for _ in range(self.size)]
@@ -145,9 +142,8 @@ class Torch(Communicator):
         what: Callable[[], str],
         *,
         lane: str | None = None,
-        each: Callable[[int], None] | None = None,
     ) -> Pending[T]:
-        """Start the calls; once all have arrived, the result. `each` follows the arrival of each of them."""
+        """Start the calls; once all have arrived, the result."""
         sent = []
         for tensor, call in calls:
             name = lane or tensor.device.type
@@ -158,11 +154,9 @@ class Torch(Communicator):
                 raise self._lost(what(), error) from error
 
         def wait() -> T:
-            for i, (message, name, number) in enumerate(sent):
+            for message, name, number in sent:
                 self._await(message.work, name, number, what())
                 message.look()
-                if each:
-                    each(i)
             return result()
 
         return Pending(

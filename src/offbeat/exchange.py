@@ -18,7 +18,7 @@ from offbeat.comm import Communicator, Metered
 from offbeat.cost import Report
 from offbeat.flight import Flight, naming
 from offbeat.ledger import Ledger
-from offbeat.optimizers import rates
+from offbeat.optimizers import mark, rates
 from offbeat.part import Part
 from offbeat.peers import Peers, World
 from offbeat.reduce import Mean, Reducer
@@ -56,6 +56,12 @@ class Exchange(Part):
         self.live, self.when, self.delay = live, when, delay
         self.model = live.model
         self.peers: Peers = World(among) if among is None or isinstance(among, Communicator) else among
+        if reduce is not None and not hasattr(reduce, "start"):
+            raise TypeError(f"reduce={reduce!r}: a reducer is needed, such as Mean().")
+        if update is not None and not isinstance(update, Update):
+            raise TypeError(
+                f"update={update!r}: an update is needed, such as Replace() or Outer(SGD(lr=0.7))."
+            )
         self.reduce: Reducer = Mean() if reduce is None else reduce
         self.update: Update = Replace() if update is None else update
         self.cargo = Cargo(live, buffers, moments)
@@ -150,7 +156,8 @@ class Exchange(Part):
         cargo, state = self.cargo, self._states["update"]
         with record_function("offbeat.begin"), naming(clock):
             began = comm.now()
-            head = header(ROUND, self._index, clock, self.peers.everyone.rank)
+            marks = mark(cargo.moments.optimizers)
+            head = header(ROUND, self._index, clock, marks, self.peers.everyone.rank)
             heads = comm.tell([*head, cargo.moments.mark()]).then(compare_headers)
             moments = cargo.moments.averaged(heads.wait)
             waited = comm.now() - began

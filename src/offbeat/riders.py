@@ -135,6 +135,7 @@ def land(now: Sequence[Tensor], news: Sequence[Tensor], sent: Sequence[Tensor] |
             value.copy_(new)
         else:
             low, high = torch.minimum(value, new), torch.maximum(value, new)
-            moved = value + (new - sent[i])
+            # What has not changed is left alone: the difference of infinities, as in a mask, is no number.
+            moved = torch.where(new == sent[i], value, value + (new - sent[i]))
             # Counts follow as they are: only averages are held in bounds.
             value.copy_(moved.clamp(low, high) if value.is_floating_point() else moved)

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from offbeat.comm import Communicator, Farewell, Pending, mean_in_order, nbytes, traffic, words
+from offbeat.comm import Communicator, Farewell, Pending, nbytes, sum_in_order, traffic, words
 from offbeat.errors import Deadlock, Disagreement
 
 T = TypeVar("T")
@@ -85,10 +85,10 @@ class Virtual(Communicator):
         self.rank, self.size = self._members.index(me), len(self._members)
         self._number = {"data": 0, "control": 0}
 
-    def mean(self, tensors: Iterable[Tensor]) -> Pending[list[Tensor]]:
+    def total(self, tensors: Iterable[Tensor]) -> Pending[list[Tensor]]:
         def settle(posts: list[list[Tensor]]) -> list[list[Tensor]]:
             for place in zip(*posts, strict=True):
-                total = mean_in_order(place)
+                total = sum_in_order(place)
                 for tensor in place:
                     tensor.copy_(total)
             return posts

@@ -15,11 +15,11 @@ from torch.optim import Optimizer
 from offbeat import agreement, checkpoint
 from offbeat.comm import Farewell, Metered
 from offbeat.cost import Report, Totals
-from offbeat.optimizers import check_fit, held_still, learning_rate
+from offbeat.optimizers import check_fit, held_still, learning_rate, mark
 from offbeat.part import Part
 from offbeat.riders import floating_buffers
 from offbeat.schedule import Clock, State
-from offbeat.tensors import trainable
+from offbeat.tensors import named, trainable
 from offbeat.weights import put_aside, replace_by_mean, take_from_first, write
 
 logger = logging.getLogger("offbeat")
@@ -56,6 +56,9 @@ class Synchronizer:
         self._lockstep = self._equal = True
         self._reports: deque[Report] = deque(maxlen=1000)
         self._totals = Totals()
+        self._trained = [
+            (name, p, p.requires_grad) for name, p in named(self.model.named_parameters()).items()
+        ]
         for index, part in enumerate(self.parts):
             part.bind(index, self.optimizers, self._take)
 
@@ -100,6 +103,7 @@ class Synchronizer:
             self._inside_step = True
             self._comm.computed(self.steps)
             self._lr = learning_rate(self.optimizers)
+            self._must_train_the_same()
             for part in self.parts:
                 part.plan(self._clock())
             ready = [part.before(self._clock()) for part in self.parts]
@@ -162,9 +166,10 @@ class Synchronizer:
             raise RuntimeError("finish(): a step is under way: call after_step() first.")
         with self._failing():
             self._start()
-            landed = [part.flush(self._clock()) for part in self.parts]
             with self._accounted():
                 self._meet(agreement.FINISH)
+            landed = [part.flush(self._clock()) for part in self.parts]
+            with self._accounted():
                 if any(landed) or not self._equal:
                     replace_by_mean(self.model, self._comm)
             for part in self.parts:
@@ -244,7 +249,7 @@ class Synchronizer:
 
     def _meet(self, kind: int) -> None:
         """All workers are at the same place, or all raise."""
-        where = agreement.header(kind, 0, self._clock(), self._comm.rank)
+        where = agreement.header(kind, 0, self._clock(), mark(self.optimizers), self._comm.rank)
         talks = {id(comm): Metered(comm) for part in self.parts for comm in part.communicators()}
         # On all of them at once: a worker that is elsewhere waits for us on one.
         for message in [comm.tell(where) for comm in talks.values()]:
@@ -286,6 +291,14 @@ class Synchronizer:
         for part in self.parts:
             part.settle(wait=True)
 
+    def _must_train_the_same(self) -> None:
+        for name, parameter, before in self._trained:
+            if parameter.requires_grad != before:
+                change = "frozen" if before else "unfrozen"
+                raise RuntimeError(
+                    f"{name!r} was {change} after the synchronizer was made: finish() it and make another."
+                )
+
     def _must_be_open(self, call: str) -> None:
         if self.finished:
             raise RuntimeError(f"{call}: this run was ended by finish(); make a new synchronizer to go on.")
@@ -296,8 +309,7 @@ class Synchronizer:
 
     def _leave(self, error: BaseException) -> None:
         for part in self.parts:
-            for comm in part.communicators():
-                comm.leave(Farewell.of(error))
+            part.peers.everyone.leave(Farewell.of(error))  # and all it was split into
 
     @contextmanager
     def _failing(self) -> Iterator[None]:

@@ -120,11 +120,13 @@ class Packed:
         flats: Sequence[Tensor],
         spans: Sequence[_Span],
         staged: dict[int, Tensor] | None = None,
+        factor: float = 1.0,
     ) -> None:
         self.names = tuple(names)
         self._views = list(views)
         self._flats = list(flats)
         self._spans = tuple(spans)
+        self._factor = factor  # by which all values are yet to be multiplied
         self._staged = {} if staged is None else staged  # sources yet to be copied, by view
 
     @classmethod
@@ -146,12 +148,12 @@ class Packed:
 
     @property
     def flats(self) -> list[Tensor]:
-        self._fill()
+        self._settle()
         return self._flats
 
     @property
     def views(self) -> list[Tensor]:
-        self._fill()
+        self._settle()
         return self._views
 
     def cut(self, *lengths: int) -> list[Packed]:
@@ -167,7 +169,14 @@ class Packed:
         order = list(edges)
         flats = [self._flats[i][low:high] for i, (low, high) in edges.items()]
         spans = [(order.index(i), start - edges[i][0], n) for i, start, n in self._spans[first:last]]
-        return Packed(self.names[first:last], self._views[first:last], flats, spans, self._staged)
+        return Packed(
+            self.names[first:last], self._views[first:last], flats, spans, self._staged, self._factor
+        )
+
+    def scaled(self, factor: float) -> Packed:
+        """The same memory, its values to be multiplied by `factor` when they are looked at or written."""
+        self._settle()
+        return Packed(self.names, self._views, self._flats, self._spans, factor=factor)
 
     def over(self, flats: Sequence[Tensor]) -> Packed:
         """The same entries in other vectors of the same lengths."""
@@ -205,9 +214,19 @@ class Packed:
             if chosen:
                 torch._foreach_copy_(chosen, [self._staged.pop(id(view)) for view in chosen])
 
+    def _settle(self) -> None:
+        self._fill()
+        if self._factor != 1:
+            for flat in self._flats:
+                flat.mul_(self._factor)
+            self._factor = 1.0
+
     def write(self, tensors: Sequence[Tensor]) -> None:
         """Copy into tensors."""
-        if self.views:
+        if self._factor != 1 and all(t.dtype == v.dtype for t, v in zip(tensors, self._views, strict=True)):
+            for tensor, view in zip(tensors, self._views, strict=True):
+                torch.mul(view, self._factor, out=tensor)  # one pass instead of two
+        elif self._views:
             torch._foreach_copy_(list(tensors), self.views)
 
     def tensors(self) -> dict[str, Tensor]:

@@ -163,7 +163,7 @@ def eager_diloco(
     group: Group = None,
     **options: Unpack[Options],
 ) -> Synchronizer:
-    """DiLoCo that never waits: the others' displacements are used a round late, the own ones at once.
+    """DiLoCo that seldom waits: the others' displacements are used a round late, the own ones at once.
 
         Δ_k(r) = a_k − x_k        D_k = Δ̄(r−1) + (Δ_k(r) − Δ_k(r−1))/K
         a_k ← outer.step(a_k, grad=D_k)        x_k ← a_k
@@ -292,7 +292,7 @@ def noloco(
     group: Group = None,
     **options: Unpack[Options],
 ) -> Synchronizer:
-    """DiLoCo among pairs that are drawn anew each round: nobody ever waits for everybody.
+    """DiLoCo among pairs that are drawn anew each round: in a round nobody waits for everybody.
 
         m ← momentum·m + lr·(mean_pair(x) − φ)        φ ← φ + m        x ← φ
 

@@ -13,6 +13,8 @@ from offbeat.tensors import grads
 
 def synchronous(model: nn.Module, steps: int, group: Group) -> list[Part]:
     """Gradients are averaged in the first so many steps."""
+    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 0:
+        raise ValueError(f"{steps!r} synchronous steps: a whole number, 0 or more, is needed.")
     when = Then(steps, Every(1), Never())
     return [Exchange(grads(model), when=when, among=World(group), buffers="follow")] if steps else []
 

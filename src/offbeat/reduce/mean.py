@@ -19,4 +19,4 @@ class Mean:
         return {}
 
     def start(self, payload: Packed, comm: Communicator, clock: Clock, state: State) -> Pending[Packed]:
-        return comm.mean(payload.pieces(_PIECE)).then(lambda _: payload)
+        return comm.total(payload.pieces(_PIECE)).then(lambda _: payload.scaled(1 / comm.size))
