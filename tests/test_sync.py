@@ -514,9 +514,7 @@ def test_rates_of_all_groups_are_compared() -> None:
         model(torch.ones(1)).backward()
         sync.step()
 
-    with pytest.raises(
-        offbeat.Disagreement, match="rank 0 and rank 1 have other learning rates in one of the"
-    ):
+    with pytest.raises(offbeat.Disagreement, match="rank 0 and rank 1 have other learning rates in one of"):
         simulate(worker, 2)
 
 
