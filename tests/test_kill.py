@@ -84,10 +84,10 @@ def lost(expression: str, where: str, victim: int) -> list[str]:
     [
         ("ddp()", "backward", "Round 3 (step 4): Waiting for word from all: "),
         ("local_sgd(every=2)", "local", "Round 1 (step 4): Waiting for word from all: "),
-        ("local_sgd(every=2, delay=1)", "local", "Round 1 (step 4): Waiting for word from all: "),
+        ("local_sgd(every=2, delay=1)", "local", "Waiting for word from all: "),
         ("local_sgd(every=2, moments='average')", "local", "Round 1 (step 4): Waiting for word from all: "),
         ("local_sgd(every=3)", "averaged", "Waiting for word from all: "),
-        ("local_sgd(every=3, delay=2)", "finish", "Round 0 (step 3): Waiting for the mean of "),
+        ("local_sgd(every=3, delay=2)", "finish", "Waiting for word from all: "),
         ("local_sgd(every=8)", "finish", "Waiting for word from all: "),
         (
             "hierarchical(nodes=((0, 1), (2,)), inner=1, outer=4)",

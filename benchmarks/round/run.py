@@ -52,12 +52,13 @@ def main() -> None:
     print("All but the first column of numbers are ratios to raw.\n")
     print("| link | raw | pieces | copies | **offbeat** | torch averager | raw + copies |")
     print("|---|---|---|---|---|---|---|")
-    show("loopback", loopback(40))
+    repetitions = int(sys.argv[1]) if len(sys.argv) > 1 else 40
+    show("loopback", loopback(repetitions))
     if reason := unavailable():
         print(f"\nShaped links were left out: {reason}")
         return
-    show("1 Gbit/s", shaped("1gbit", 20))
-    show("200 Mbit/s", shaped("200mbit", 10))
+    show("1 Gbit/s", shaped("1gbit", repetitions // 2))
+    show("200 Mbit/s", shaped("200mbit", repetitions // 4))
 
 
 if __name__ == "__main__":
