@@ -8,7 +8,7 @@ from offbeat.comm import Communicator, Pending
 from offbeat.schedule import Clock, State
 from offbeat.tensors import Packed
 
-_PIECE = 2**24  # values; gloo moves one long vector faster than many short ones
+_PIECE = 2**24  # values; on loopback gloo moves one long vector faster than many short ones
 
 
 @dataclass(frozen=True)
