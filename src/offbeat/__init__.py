@@ -8,6 +8,7 @@ from offbeat.distributed import Torch
 from offbeat.errors import CheckpointMismatch, Deadlock, Disagreement, NotFinite, OffbeatError, PeerLost
 from offbeat.exchange import Exchange
 from offbeat.expression import method
+from offbeat.hook import ddp_hook
 from offbeat.local import PseudoSync
 from offbeat.methods import *  # noqa: F403 - the named methods, listed in methods.__all__
 from offbeat.outer import SGD, Gossip, Outer, Rebase, SlowMo
@@ -86,6 +87,7 @@ __all__ = [
     "Update",
     "Virtual",
     "World",
+    "ddp_hook",
     "grads",
     "method",
     "params",

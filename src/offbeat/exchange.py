@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from torch.profiler import record_function
 
 from offbeat.agreement import ROUND, compare_headers, header
 from offbeat.cargo import Cargo
+from offbeat.checkpoint import copied
 from offbeat.comm import Communicator, Metered
 from offbeat.cost import Report
 from offbeat.flight import Flight, naming
@@ -279,7 +280,7 @@ class Exchange(Part):
             "landed_at": self._landed_at,
             "opened": self._opened,
             "ledger": self._ledger.state_dict(),
-            "states": _copied(self._states),
+            "states": copied(self._states),
             "flight": flight,
         }
 
@@ -288,7 +289,7 @@ class Exchange(Part):
         self._plan, self._round, self._began_at = state["plan"], state["round"], state["began_at"]
         self._landed_at, self._opened = state["landed_at"], state["opened"]
         self._ledger.load_state_dict(state["ledger"])
-        self._states = _copied(state["states"])
+        self._states = copied(state["states"])
         self._flight = None
         if state["flight"] is not None:
             comm = Metered(self.peers.at(state["flight"]["round"]))
@@ -325,14 +326,3 @@ def _check_delay(delay: Delay, when: Schedule) -> None:
         raise ValueError(
             f"delay={delay} with {when!r}: delay must not exceed the period, which can be {when.shortest}."
         )
-
-
-def _copied(value: Any) -> Any:
-    """A deep copy of tensors in dicts and lists."""
-    if torch.is_tensor(value):
-        return value.clone()
-    if isinstance(value, dict):
-        return {key: _copied(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_copied(item) for item in value]
-    return value
