@@ -3,18 +3,30 @@
 from offbeat import methods as _methods
 from offbeat.comm import Communicator, Metered, Pending, Solo
 from offbeat.cost import Report, Totals
+from offbeat.detached import Detached
 from offbeat.distributed import Torch
-from offbeat.errors import CheckpointMismatch, Deadlock, Disagreement, OffbeatError, PeerLost
+from offbeat.errors import CheckpointMismatch, Deadlock, Disagreement, NotFinite, OffbeatError, PeerLost
 from offbeat.exchange import Exchange
 from offbeat.expression import method
+from offbeat.hook import ddp_hook
 from offbeat.layout import flatten
 from offbeat.local import PseudoSync
 from offbeat.methods import *  # noqa: F403 - the named methods, listed in methods.__all__
-from offbeat.outer import SGD, Gossip, Outer, SlowMo
+from offbeat.outer import SGD, Gossip, Outer, Rebase, SlowMo
 from offbeat.overlap import Eager, Overlap
 from offbeat.part import Part
 from offbeat.peers import Pairs, Peers, Subgroups, World
-from offbeat.reduce import Mean, Reducer
+from offbeat.reduce import (
+    Code,
+    ErrorFeedback,
+    LowRank,
+    Mean,
+    Quantized,
+    RandomBlock,
+    Reducer,
+    TopK,
+    TwoLevel,
+)
 from offbeat.schedule import QSR, AdaComm, Adaptive, Clock, Every, Never, Schedule, Then
 from offbeat.simulate import Network, Virtual, simulate
 from offbeat.sync import Synchronizer
@@ -30,18 +42,23 @@ __all__ = [
     "Adaptive",
     "CheckpointMismatch",
     "Clock",
+    "Code",
     "Communicator",
     "Correct",
     "Deadlock",
+    "Detached",
     "Disagreement",
     "Eager",
+    "ErrorFeedback",
     "Every",
     "Exchange",
     "Gossip",
+    "LowRank",
     "Mean",
     "Metered",
     "Network",
     "Never",
+    "NotFinite",
     "OffbeatError",
     "Outer",
     "Overlap",
@@ -52,6 +69,9 @@ __all__ = [
     "Peers",
     "Pending",
     "PseudoSync",
+    "Quantized",
+    "RandomBlock",
+    "Rebase",
     "Reducer",
     "Replace",
     "Report",
@@ -61,11 +81,14 @@ __all__ = [
     "Subgroups",
     "Synchronizer",
     "Then",
+    "TopK",
     "Torch",
     "Totals",
+    "TwoLevel",
     "Update",
     "Virtual",
     "World",
+    "ddp_hook",
     "flatten",
     "grads",
     "method",

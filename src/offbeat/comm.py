@@ -11,7 +11,7 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
-from offbeat.errors import Disagreement, OffbeatError, PeerLost
+from offbeat.errors import Disagreement, NotFinite, OffbeatError, PeerLost
 
 T = TypeVar("T")
 S = TypeVar("S")
@@ -152,7 +152,7 @@ class Farewell:
         return PeerLost(f"Waiting for {what}: rank {rank} {self.text}.")
 
 
-_SHARED: tuple[type[OffbeatError], ...] = (Disagreement, PeerLost)
+_SHARED: tuple[type[OffbeatError], ...] = (Disagreement, NotFinite, PeerLost)
 
 
 def nbytes(tensors: Sequence[Tensor]) -> int:

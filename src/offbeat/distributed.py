@@ -83,14 +83,24 @@ class Torch(Communicator):
         return self._send(calls(), lambda: sent, lambda: f"the mean of {nbytes(sent):,} bytes")
 
     def gather(self, tensor: Tensor) -> Pending[list[Tensor]]:
-        given, parts = tensor.contiguous(), [torch.empty_like(tensor) for _ in range(self.size)]
-        calls = [(tensor, lambda pg: pg.allgather([parts], [given]))]
-        return self._send(calls, lambda: parts, lambda: f"a gathering of {nbytes([tensor]):,} bytes")
+        given = tensor.contiguous().view(-1)
+        heard = given.new_empty(self.size * given.numel())
+        calls = [(tensor, lambda pg: pg._allgather_base(heard, given))]
+        return self._send(
+            calls,
+            lambda: list(heard.view(self.size, *tensor.shape)),
+            lambda: f"a gathering of {nbytes([tensor]):,} bytes",
+        )
 
     def exchange(self, chunks: Sequence[Tensor]) -> Pending[list[Tensor]]:
-        given, parts = [c.contiguous() for c in chunks], [torch.empty_like(c) for c in chunks]
-        calls = [(chunks[0], lambda pg: pg.alltoall(parts, given))]
-        return self._send(calls, lambda: parts, lambda: f"an exchange of {nbytes(chunks):,} bytes")
+        given, shape = _joined(chunks), chunks[0].shape
+        heard = torch.empty_like(given)
+        calls = [(given, lambda pg: pg.alltoall_base(heard, given, [], []))]
+        return self._send(
+            calls,
+            lambda: list(heard.view(self.size, *shape)),
+            lambda: f"an exchange of {nbytes(chunks):,} bytes",
+        )
 
     def broadcast(self, tensors: Sequence[Tensor], src: int = 0) -> Pending[list[Tensor]]:
         calls = [(t, lambda pg, t=t: pg.broadcast(t, root=src)) for t in tensors]
@@ -197,6 +207,19 @@ class Torch(Communicator):
         reason = str(error).splitlines()[0].split("] ", 1)[-1].split(". ")[0]
         me = self._names[self.rank]
         return PeerLost(f"Waiting for {what}: rank {me} lost a connection ({reason}).")
+
+
+def _joined(chunks: Sequence[Tensor]) -> Tensor:
+    """The chunks in one vector, which they may already be."""
+    first, size = chunks[0], chunks[0].numel()
+    in_place = all(
+        chunk.is_contiguous() and chunk.data_ptr() == first.data_ptr() + i * nbytes([first])
+        for i, chunk in enumerate(chunks)
+    )
+    same = len({chunk.untyped_storage().data_ptr() for chunk in chunks}) == 1
+    if in_place and same and size:
+        return first.as_strided((len(chunks) * size,), (1,))
+    return torch.cat([chunk.reshape(-1) for chunk in chunks])
 
 
 def _sum(tensor: Tensor, backend: Any) -> Any:

@@ -177,6 +177,11 @@ class Packed:
         self._settle()
         return self._views
 
+    @property
+    def spans(self) -> tuple[_Span, ...]:
+        """For every entry which vector it lies in, where, and how many values it has."""
+        return self._spans
+
     def cut(self, *lengths: int) -> list[Packed]:
         """The first so many entries, the next so many, …, and the rest, sharing memory."""
         edges = [0, *itertools.accumulate(lengths), len(self.names)]

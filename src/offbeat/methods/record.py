@@ -24,13 +24,18 @@ P = ParamSpec("P")
 Optimizers = Optimizer | Sequence[Optimizer]
 
 
-class Options(TypedDict, total=False):
+class Riders(TypedDict, total=False):
     """What every method that exchanges parameters takes besides its own arguments; see `Exchange`."""
 
-    reduce: Reducer | None
     buffers: BufferRule
     moments: MomentRule
     drift: bool | None
+
+
+class Options(Riders, total=False):
+    """The same where what is sent is free, and by default the exact mean."""
+
+    reduce: Reducer | None
 
 
 def recorded(function: Callable[P, Synchronizer]) -> Callable[P, Synchronizer]:
@@ -89,6 +94,7 @@ def arguments(function: Callable[..., Synchronizer]) -> dict[str, Any]:
     """A method's own arguments and options with their defaults; `Parameter.empty` where one is required."""
     parameters = inspect.signature(function).parameters.values()
     own = {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY and p.name != "group"}
-    takes_options = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    taken = {"options": ("reduce", *Riders.__annotations__), "riders": tuple(Riders.__annotations__)}
+    names = [name for p in parameters if p.kind is p.VAR_KEYWORD for name in taken[p.name]]
     defaults = inspect.signature(Exchange).parameters
-    return {**own, **{name: defaults[name].default for name in Options.__annotations__ if takes_options}}
+    return {**own, **{name: defaults[name].default for name in names}}
