@@ -15,6 +15,7 @@ from offbeat.part import Part
 from offbeat.peers import Pairs, Peers, Subgroups, World
 from offbeat.reduce import Mean, Reducer
 from offbeat.schedule import QSR, AdaComm, Adaptive, Clock, Every, Never, Schedule, Then
+from offbeat.server import GLU, Compensated, LocalRule, LocalStep, PushPull
 from offbeat.simulate import Network, Virtual, simulate
 from offbeat.sync import Synchronizer
 from offbeat.tensors import Packed, grads, params
@@ -23,6 +24,7 @@ from offbeat.update import Correct, Replace, Update
 __version__ = "0.1.0"
 
 __all__ = [
+    "GLU",
     "QSR",
     "SGD",
     "AdaComm",
@@ -30,6 +32,7 @@ __all__ = [
     "CheckpointMismatch",
     "Clock",
     "Communicator",
+    "Compensated",
     "Correct",
     "Deadlock",
     "Disagreement",
@@ -37,6 +40,8 @@ __all__ = [
     "Every",
     "Exchange",
     "Gossip",
+    "LocalRule",
+    "LocalStep",
     "Mean",
     "Metered",
     "Network",
@@ -51,6 +56,7 @@ __all__ = [
     "Peers",
     "Pending",
     "PseudoSync",
+    "PushPull",
     "Reducer",
     "Replace",
     "Report",

@@ -9,11 +9,12 @@ from collections.abc import Callable
 from typing import Any
 
 from offbeat import methods, outer, overlap, reduce, schedule, update
+from offbeat.server import rules
 from offbeat.sync import Synchronizer
 
 VALUES = {
     name: value
-    for module in (schedule, reduce, update, outer, overlap)
+    for module in (schedule, reduce, update, outer, overlap, rules)
     for name, value in vars(module).items()
     if inspect.isclass(value) and hasattr(value, "__dataclass_fields__") and name not in ("Anchored", "Clock")
 }

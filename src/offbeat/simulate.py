@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from offbeat.comm import Communicator, Farewell, Pending, nbytes, sum_in_order, traffic, words
+from offbeat.courier import Courier, Lazy
 from offbeat.errors import Deadlock, Disagreement
 
 T = TypeVar("T")
@@ -84,6 +86,7 @@ class Virtual(Communicator):
         self._members = path[-1]
         self.rank, self.size = self._members.index(me), len(self._members)
         self._number = {"data": 0, "control": 0}
+        self._twins = 0
 
     def total(self, tensors: Iterable[Tensor]) -> Pending[list[Tensor]]:
         def settle(posts: list[list[Tensor]]) -> list[list[Tensor]]:
@@ -129,6 +132,13 @@ class Virtual(Communicator):
         members = tuple(self._members[rank] for rank in mine)
         return self._stage.member((*self._path, members), self._me)
 
+    def twin(self) -> Communicator:
+        self._twins += 1
+        return self._stage.member((*self._path, (-self._twins,), self._members), self._me)
+
+    def courier(self) -> Courier:
+        return Lazy(self.now, functools.partial(self._stage.clocks.__setitem__, self._me))
+
     def leave(self, farewell: Farewell) -> None:
         self._stage.farewells.setdefault(self._me, farewell)
 
@@ -157,7 +167,7 @@ class Virtual(Communicator):
 
 
 _Settle = Callable[[list[list[Tensor]]], list[list[Tensor]]]
-_Path = tuple[tuple[int, ...], ...]  # a communicator's members, after those of all it was split from
+_Path = tuple[tuple[int, ...], ...]  # a communicator's members, after those it comes from; below 0: a twin
 
 
 @dataclass

@@ -130,8 +130,8 @@ class Packed:
         self._staged = {} if staged is None else staged  # sources yet to be copied, by view
 
     @classmethod
-    def like(cls, tensors: Mapping[str, Tensor]) -> Packed:
-        """Room for tensors of these shapes."""
+    def like(cls, tensors: Mapping[str, Tensor], *, multiple: int = 1) -> Packed:
+        """Room for tensors of these shapes, in vectors whose lengths are multiples of a number."""
         sizes: dict[tuple[torch.dtype, torch.device], int] = {}
         placed = []
         for tensor in tensors.values():
@@ -139,7 +139,9 @@ class Packed:
             start = sizes.setdefault(kind, 0)
             sizes[kind] += tensor.numel()
             placed.append((list(sizes).index(kind), start, tensor.numel()))
-        flats = [torch.zeros(n, dtype=dtype, device=device) for (dtype, device), n in sizes.items()]
+        flats = [
+            torch.zeros(n + -n % multiple, dtype=dtype, device=device) for (dtype, device), n in sizes.items()
+        ]
         views = [
             flats[i][start : start + n].view(tensor.shape)
             for (i, start, n), tensor in zip(placed, tensors.values(), strict=True)
@@ -155,6 +157,11 @@ class Packed:
     def views(self) -> list[Tensor]:
         self._settle()
         return self._views
+
+    @property
+    def spans(self) -> tuple[_Span, ...]:
+        """Where each tensor lies: in which vector, from where, how many values."""
+        return self._spans
 
     def cut(self, *lengths: int) -> list[Packed]:
         """The first so many entries, the next so many, …, and the rest, sharing memory."""
