@@ -28,6 +28,7 @@ from offbeat.reduce import (
     TwoLevel,
 )
 from offbeat.schedule import QSR, AdaComm, Adaptive, Clock, Every, Never, Schedule, Then
+from offbeat.server import GLU, Compensated, LocalRule, LocalStep, PushPull
 from offbeat.simulate import Network, Virtual, simulate
 from offbeat.sync import Synchronizer
 from offbeat.tensors import Packed, grads, params
@@ -36,6 +37,7 @@ from offbeat.update import Correct, Replace, Update
 __version__ = "0.1.0"
 
 __all__ = [
+    "GLU",
     "QSR",
     "SGD",
     "AdaComm",
@@ -44,6 +46,7 @@ __all__ = [
     "Clock",
     "Code",
     "Communicator",
+    "Compensated",
     "Correct",
     "Deadlock",
     "Detached",
@@ -53,6 +56,8 @@ __all__ = [
     "Every",
     "Exchange",
     "Gossip",
+    "LocalRule",
+    "LocalStep",
     "LowRank",
     "Mean",
     "Metered",
@@ -69,6 +74,7 @@ __all__ = [
     "Peers",
     "Pending",
     "PseudoSync",
+    "PushPull",
     "Quantized",
     "RandomBlock",
     "Rebase",

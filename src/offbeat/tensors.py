@@ -130,10 +130,12 @@ class Packed:
         self._staged = {} if staged is None else staged  # sources yet to be copied, by view
 
     @classmethod
-    def like(cls, tensors: Mapping[str, Tensor]) -> Packed:
-        """Room for tensors of these shapes."""
+    def like(cls, tensors: Mapping[str, Tensor], *, multiple: int = 1) -> Packed:
+        """Room for tensors of these shapes, in vectors whose lengths are multiples of a number."""
         sizes, spans = _placed(tensors.values())
-        flats = [torch.zeros(n, dtype=dtype, device=device) for (dtype, device), n in sizes.items()]
+        flats = [
+            torch.zeros(n + -n % multiple, dtype=dtype, device=device) for (dtype, device), n in sizes.items()
+        ]
         return cls._laid(tensors, flats, spans)
 
     @classmethod

@@ -12,7 +12,7 @@ from offbeat.errors import Deadlock, Disagreement
 from offbeat.simulate.call import Call, describe
 from offbeat.simulate.network import Network
 
-Path = tuple[tuple[int, ...], ...]  # a communicator's members, after those of all it was split from
+Path = tuple[tuple[int, ...], ...]  # a communicator's members, after those it comes from; below 0: a twin
 
 
 class Stage:

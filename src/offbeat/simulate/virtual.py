@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Sequence
 
 from torch import Tensor
 
 from offbeat.comm import Communicator, Farewell, Pending, sum_in_order, words
+from offbeat.courier import Courier, Lazy
 from offbeat.simulate.call import Call, Settle
 from offbeat.simulate.stage import Path, Stage
 
@@ -19,6 +21,7 @@ class Virtual(Communicator):
         self._members = path[-1]
         self.rank, self.size = self._members.index(me), len(self._members)
         self._number = {"data": 0, "control": 0}
+        self._twins = 0
 
     def total(self, tensors: Iterable[Tensor]) -> Pending[list[Tensor]]:
         def settle(posts: list[list[Tensor]]) -> list[list[Tensor]]:
@@ -63,6 +66,13 @@ class Virtual(Communicator):
         mine = next(group for group in groups if self.rank in group)
         members = tuple(self._members[rank] for rank in mine)
         return member(self._stage, (*self._path, members), self._me)
+
+    def twin(self) -> Communicator:
+        self._twins += 1
+        return self._stage.member((*self._path, (-self._twins,), self._members), self._me)
+
+    def courier(self) -> Courier:
+        return Lazy(self.now, functools.partial(self._stage.clocks.__setitem__, self._me))
 
     def leave(self, farewell: Farewell) -> None:
         self._stage.farewells.setdefault(self._me, farewell)
