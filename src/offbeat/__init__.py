@@ -15,7 +15,20 @@ from offbeat.part import Part
 from offbeat.peers import Pairs, Peers, Subgroups, World
 from offbeat.reduce import Mean, Reducer
 from offbeat.schedule import QSR, AdaComm, Adaptive, Clock, Every, Never, Schedule, Then
-from offbeat.simulate import Network, Virtual, simulate
+from offbeat.simulate import (
+    Compute,
+    Constant,
+    Failures,
+    HeavyTailed,
+    Jittered,
+    Level,
+    Network,
+    Recorded,
+    Stragglers,
+    Uneven,
+    Virtual,
+    simulate,
+)
 from offbeat.sync import Synchronizer
 from offbeat.tensors import Packed, grads, params
 from offbeat.update import Correct, Replace, Update
@@ -30,13 +43,19 @@ __all__ = [
     "CheckpointMismatch",
     "Clock",
     "Communicator",
+    "Compute",
+    "Constant",
     "Correct",
     "Deadlock",
     "Disagreement",
     "Eager",
     "Every",
     "Exchange",
+    "Failures",
     "Gossip",
+    "HeavyTailed",
+    "Jittered",
+    "Level",
     "Mean",
     "Metered",
     "Network",
@@ -51,17 +70,20 @@ __all__ = [
     "Peers",
     "Pending",
     "PseudoSync",
+    "Recorded",
     "Reducer",
     "Replace",
     "Report",
     "Schedule",
     "SlowMo",
     "Solo",
+    "Stragglers",
     "Subgroups",
     "Synchronizer",
     "Then",
     "Torch",
     "Totals",
+    "Uneven",
     "Update",
     "Virtual",
     "World",

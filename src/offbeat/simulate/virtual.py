@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+import torch
 from torch import Tensor
 
 from offbeat.comm import Communicator, Farewell, Pending, sum_in_order, words
@@ -54,10 +55,10 @@ class Virtual(Communicator):
 
     def tell(self, numbers: Sequence[int]) -> Pending[list[list[int]]]:
         def settle(posts: list[list[Tensor]]) -> list[list[Tensor]]:
-            return [[post[0] for post in posts] for _ in posts]
+            return [[torch.stack([post[0] for post in posts])]] * len(posts)
 
         heard = self._post("gather", [words(numbers)], settle, lane="control")
-        return heard.then(lambda parts: [part.tolist() for part in parts])
+        return heard.then(lambda parts: parts[0].tolist())
 
     def split(self, groups: Sequence[Sequence[int]]) -> Communicator:
         mine = next(group for group in groups if self.rank in group)
@@ -71,7 +72,7 @@ class Virtual(Communicator):
         return self._stage.clocks[self._me]
 
     def computed(self, step: int) -> None:
-        self._stage.clocks[self._me] += self._stage.compute(self._me, step)
+        self._stage.computed(self._me, step)
 
     def _post(
         self, kind: str, tensors: list[Tensor], settle: Settle, lane: str = "data"
@@ -82,7 +83,7 @@ class Virtual(Communicator):
         call.post(self._me, kind, tensors, self.now())
         if call.complete:
             del self._stage.calls[self._path, lane, number]
-            call.settle(settle, self._stage.network)
+            call.settle(settle, self._stage.traffic, queue=lane == "data")
 
         def wait() -> list[Tensor]:
             self._stage.wait(self._me, call)
