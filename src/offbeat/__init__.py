@@ -7,6 +7,7 @@ from offbeat.distributed import Torch
 from offbeat.errors import CheckpointMismatch, Deadlock, Disagreement, OffbeatError, PeerLost
 from offbeat.exchange import Exchange
 from offbeat.expression import method
+from offbeat.layout import flatten
 from offbeat.local import PseudoSync
 from offbeat.methods import *  # noqa: F403 - the named methods, listed in methods.__all__
 from offbeat.outer import SGD, Gossip, Outer, SlowMo
@@ -87,6 +88,7 @@ __all__ = [
     "Update",
     "Virtual",
     "World",
+    "flatten",
     "grads",
     "method",
     "params",

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from offbeat import agreement, checkpoint
 from offbeat.comm import Farewell, Metered
 from offbeat.cost import Report, Totals
-from offbeat.optimizers import check_fit, held_still, learning_rate, mark
+from offbeat.optimizers import check_fit, held_still, learning_rate, listed, mark
 from offbeat.part import Part
 from offbeat.riders import floating_buffers
 from offbeat.schedule import Clock, State
@@ -38,7 +38,7 @@ class Synchronizer:
         *,
         on_report: Callable[[Report], None] | None = None,
     ) -> None:
-        self.optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+        self.optimizers = listed(optimizer)
         self.parts = list(parts)
         if not self.parts:
             raise ValueError("Synchronizer(optimizer, []): at least one part is needed.")
