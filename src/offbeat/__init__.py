@@ -29,7 +29,20 @@ from offbeat.reduce import (
 )
 from offbeat.schedule import QSR, AdaComm, Adaptive, Clock, Every, Never, Schedule, Then
 from offbeat.server import GLU, Compensated, LocalRule, LocalStep, PushPull
-from offbeat.simulate import Network, Virtual, simulate
+from offbeat.simulate import (
+    Compute,
+    Constant,
+    Failures,
+    HeavyTailed,
+    Jittered,
+    Level,
+    Network,
+    Recorded,
+    Stragglers,
+    Uneven,
+    Virtual,
+    simulate,
+)
 from offbeat.sync import Synchronizer
 from offbeat.tensors import Packed, grads, params
 from offbeat.update import Correct, Replace, Update
@@ -47,6 +60,8 @@ __all__ = [
     "Code",
     "Communicator",
     "Compensated",
+    "Compute",
+    "Constant",
     "Correct",
     "Deadlock",
     "Detached",
@@ -55,7 +70,11 @@ __all__ = [
     "ErrorFeedback",
     "Every",
     "Exchange",
+    "Failures",
     "Gossip",
+    "HeavyTailed",
+    "Jittered",
+    "Level",
     "LocalRule",
     "LocalStep",
     "LowRank",
@@ -78,12 +97,14 @@ __all__ = [
     "Quantized",
     "RandomBlock",
     "Rebase",
+    "Recorded",
     "Reducer",
     "Replace",
     "Report",
     "Schedule",
     "SlowMo",
     "Solo",
+    "Stragglers",
     "Subgroups",
     "Synchronizer",
     "Then",
@@ -91,6 +112,7 @@ __all__ = [
     "Torch",
     "Totals",
     "TwoLevel",
+    "Uneven",
     "Update",
     "Virtual",
     "World",

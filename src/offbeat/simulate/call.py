@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from offbeat.comm import nbytes, traffic
-from offbeat.simulate.network import Network
+from offbeat.comm import nbytes
+from offbeat.simulate.network import Traffic
 
 Settle = Callable[[list[list[Tensor]]], list[list[Tensor]]]
 
@@ -23,15 +23,20 @@ class Call:
     results: list[list[Tensor]] = field(default_factory=list)
     lands: float = 0.0
     error: str | None = None
+    missing: set[int] = field(init=False)  # who has not given yet
+
+    def __post_init__(self) -> None:
+        self.missing = set(self.members)
 
     @property
     def complete(self) -> bool:
-        return len(self.given) == len(self.members)
+        return not self.missing
 
     def post(self, rank: int, kind: str, tensors: list[Tensor], when: float) -> None:
         self.given[rank] = (kind, tensors, when)
+        self.missing.discard(rank)
 
-    def settle(self, settle: Settle, network: Network) -> None:
+    def settle(self, settle: Settle, traffic: Traffic, *, queue: bool) -> None:
         said = {rank: describe(*self.given[rank][:2]) for rank in self.members}
         first = self.members[0]
         for rank in self.members:
@@ -41,8 +46,8 @@ class Call:
         with torch.no_grad():
             self.results = settle([self.given[rank][1] for rank in self.members])
         kind, tensors, _ = self.given[first]
-        cost = network.seconds(traffic(kind, len(self.members), nbytes(tensors)))
-        self.lands = max(when for _, _, when in self.given.values()) + cost
+        ready = max(when for _, _, when in self.given.values())
+        self.lands = traffic.carry(kind, self.members, nbytes(tensors), ready, queue=queue)
 
 
 def describe(kind: str, tensors: list[Tensor]) -> str:

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import torch
 
 from offbeat.comm import Communicator
+from offbeat.simulate.failures import Failures
 from offbeat.simulate.network import Network
 from offbeat.simulate.stage import Stage
 from offbeat.simulate.virtual import member
@@ -22,13 +23,17 @@ def simulate(
     *,
     network: Network | None = None,
     compute: Callable[[int, int], float] | None = None,
+    failures: Failures | None = None,
 ) -> list[T]:
     """Run `worker(comm)` for every rank in one process, and return what each returned.
 
     Exactly one worker runs at a time, and they change places only where one waits for a message, so a run is
     a pure function of its inputs. Each worker has its own state of torch's random numbers, at first the
     caller's.
-    `compute(rank, step)` is how many virtual seconds a worker needs for the gradient after `step` iterations.
+
+    Reports are in virtual seconds. `compute(rank, step)` is how many a worker needs for the gradient after
+    `step` iterations: a function, or a value such as `Jittered(0.2)`. `network` says what messages take, and
+    `failures` how often workers fail and how long they are away.
 
         def worker(comm):
             model, optimizer, batches = build(comm.rank)
@@ -40,7 +45,9 @@ def simulate(
     if workers < 1:
         raise ValueError(f"simulate(workers={workers}): workers must be at least 1.")
     rng = torch.get_rng_state()
-    stage = Stage(workers, network or Network(), compute or (lambda rank, step: 0.0))
+    network = network or Network()
+    network.check(workers)
+    stage = Stage(workers, network, compute or (lambda rank, step: 0.0), failures or Failures(0.0))
     results: list[Any] = [None] * workers
 
     def play(rank: int) -> None:

@@ -10,7 +10,8 @@ import torch
 from offbeat.comm import Communicator, Farewell
 from offbeat.errors import Deadlock, Disagreement
 from offbeat.simulate.call import Call, describe
-from offbeat.simulate.network import Network
+from offbeat.simulate.failures import Failures, Uptime
+from offbeat.simulate.network import Network, Traffic
 
 Path = tuple[tuple[int, ...], ...]  # a communicator's members, after those it comes from; below 0: a twin
 
@@ -18,8 +19,12 @@ Path = tuple[tuple[int, ...], ...]  # a communicator's members, after those it c
 class Stage:
     """The workers' threads, of which one has the baton and runs; the others wait for a message or a turn."""
 
-    def __init__(self, workers: int, network: Network, compute: Callable[[int, int], float]) -> None:
-        self.network, self.compute = network, compute
+    def __init__(
+        self, workers: int, network: Network, compute: Callable[[int, int], float], failures: Failures
+    ) -> None:
+        self.compute = compute
+        self.traffic = Traffic(network)
+        self._uptimes = [Uptime(failures, rank) for rank in range(workers)]
         self.clocks = [0.0] * workers
         self.calls: dict[tuple[Path, str, int], Call] = {}
         self.farewells: dict[int, Farewell] = {}
@@ -34,6 +39,11 @@ class Stage:
 
     def entered(self, rank: int) -> Entered:
         return Entered(self, rank)
+
+    def computed(self, rank: int, step: int) -> None:
+        """The worker's clock moves by a gradient, and by the failures that fell into it."""
+        seconds = self.compute(rank, step)
+        self.clocks[rank] += seconds + self._uptimes[rank].lost(seconds)
 
     def wait(self, rank: int, call: Call) -> None:
         """Give the baton away until the call is complete, and move this worker's clock to its landing."""
@@ -88,8 +98,7 @@ class Stage:
             self._turns[rank].release()
 
     def _over(self, call: Call) -> bool:
-        gone = any(rank in self.farewells for rank in call.members if rank not in call.given)
-        return call.complete or gone
+        return not call.missing or not call.missing.isdisjoint(self.farewells)
 
     def _standstill(self) -> str:
         waits = [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable, Sequence
 
+import torch
 from torch import Tensor
 
 from offbeat.comm import Communicator, Farewell, Pending, sum_in_order, words
@@ -57,10 +58,10 @@ class Virtual(Communicator):
 
     def tell(self, numbers: Sequence[int]) -> Pending[list[list[int]]]:
         def settle(posts: list[list[Tensor]]) -> list[list[Tensor]]:
-            return [[post[0] for post in posts] for _ in posts]
+            return [[torch.stack([post[0] for post in posts])]] * len(posts)
 
         heard = self._post("gather", [words(numbers)], settle, lane="control")
-        return heard.then(lambda parts: [part.tolist() for part in parts])
+        return heard.then(lambda parts: parts[0].tolist())
 
     def split(self, groups: Sequence[Sequence[int]]) -> Communicator:
         mine = next(group for group in groups if self.rank in group)
@@ -69,7 +70,7 @@ class Virtual(Communicator):
 
     def twin(self) -> Communicator:
         self._twins += 1
-        return self._stage.member((*self._path, (-self._twins,), self._members), self._me)
+        return member(self._stage, (*self._path, (-self._twins,), self._members), self._me)
 
     def courier(self) -> Courier:
         return Lazy(self.now, functools.partial(self._stage.clocks.__setitem__, self._me))
@@ -81,7 +82,7 @@ class Virtual(Communicator):
         return self._stage.clocks[self._me]
 
     def computed(self, step: int) -> None:
-        self._stage.clocks[self._me] += self._stage.compute(self._me, step)
+        self._stage.computed(self._me, step)
 
     def _post(
         self, kind: str, tensors: list[Tensor], settle: Settle, lane: str = "data"
@@ -92,7 +93,7 @@ class Virtual(Communicator):
         call.post(self._me, kind, tensors, self.now())
         if call.complete:
             del self._stage.calls[self._path, lane, number]
-            call.settle(settle, self._stage.network)
+            call.settle(settle, self._stage.traffic, queue=lane == "data")
 
         def wait() -> list[Tensor]:
             self._stage.wait(self._me, call)
