@@ -71,6 +71,10 @@ class Part:
         """Whether this part left all workers with the same weights and buffers after `step` iterations."""
         return False
 
+    def settles(self) -> int:
+        """How many iterations show all it ever does, to plan the rest by them; 0 if it sends nothing."""
+        return 0
+
     def state_dict(self) -> State:
         """Everything it needs to go on; waits for what is in the air, but does not apply it."""
         return {}

@@ -8,6 +8,7 @@ import typer
 
 import offbeat
 from offbeat.cli.methods import methods
+from offbeat.cli.plan import plan_command
 from offbeat.cli.refusal import Refused
 from offbeat.errors import OffbeatError
 
@@ -38,6 +39,7 @@ def offbeat_command(
 
 
 app.command()(methods)
+app.command("plan")(plan_command)
 
 
 def run(arguments: Sequence[str]) -> int:
