@@ -18,6 +18,7 @@ from offbeat.schedule import QSR, AdaComm, Adaptive, Clock, Every, Never, Schedu
 from offbeat.simulate import Network, Virtual, simulate
 from offbeat.sync import Synchronizer
 from offbeat.tensors import Packed, grads, params
+from offbeat.throttle import Throttled
 from offbeat.update import Correct, Replace, Update
 
 __version__ = "0.1.0"
@@ -60,6 +61,7 @@ __all__ = [
     "Subgroups",
     "Synchronizer",
     "Then",
+    "Throttled",
     "Torch",
     "Totals",
     "Update",
