@@ -1,0 +1,80 @@
+"""How long this worker stands still for messages, and a clock that can be stopped."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
+
+from torch import Tensor
+
+from offbeat.comm import Communicator, Farewell, Pending
+
+T = TypeVar("T")
+
+
+class Watched(Communicator):
+    """Another communicator; `waited` adds up the seconds its maker's thread spent waiting for messages."""
+
+    def __init__(self, comm: Communicator, root: Watched | None = None) -> None:
+        self.comm, self.rank, self.size = comm, comm.rank, comm.size
+        self._root = root or self
+        self._children: dict[int, Watched] = {}
+        self._owner = threading.get_ident()
+        self.waited = 0.0
+
+    def _watched(self, message: Pending[T]) -> Pending[T]:
+        def wait() -> T:
+            start = self.comm.now()
+            try:
+                return message.wait()
+            finally:
+                if threading.get_ident() == self._root._owner:
+                    self._root.waited += self.comm.now() - start
+
+        return Pending(wait, message.done, message.arrived)
+
+    def total(self, tensors: Iterable[Tensor]) -> Pending[list[Tensor]]:
+        return self._watched(self.comm.total(tensors))
+
+    def gather(self, tensor: Tensor) -> Pending[list[Tensor]]:
+        return self._watched(self.comm.gather(tensor))
+
+    def exchange(self, chunks: Sequence[Tensor]) -> Pending[list[Tensor]]:
+        return self._watched(self.comm.exchange(chunks))
+
+    def broadcast(self, tensors: Sequence[Tensor], src: int = 0) -> Pending[list[Tensor]]:
+        return self._watched(self.comm.broadcast(tensors, src))
+
+    def tell(self, numbers: Sequence[int]) -> Pending[list[list[int]]]:
+        return self._watched(self.comm.tell(numbers))
+
+    def split(self, groups: Sequence[Sequence[int]]) -> Communicator:
+        part = self.comm.split(groups)
+        return self._children.setdefault(id(part), Watched(part, self._root))
+
+    def leave(self, farewell: Farewell) -> None:
+        self.comm.leave(farewell)
+
+    def now(self) -> float:
+        return self.comm.now()
+
+    def computed(self, step: int) -> None:
+        self.comm.computed(step)
+
+
+class Stopwatch:
+    """Seconds of a run, without those in which it was stopped."""
+
+    def __init__(self, now: Callable[[], float], elapsed: float = 0.0) -> None:
+        self._now, self._elapsed, self._since = now, elapsed, now()
+        self._running = True
+
+    def read(self) -> float:
+        return self._elapsed + (self._now() - self._since if self._running else 0.0)
+
+    def stop(self) -> None:
+        self._elapsed, self._running = self.read(), False
+
+    def go_on(self) -> None:
+        self._since, self._running = self._now(), True
