@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.distributed as dist
@@ -53,6 +53,8 @@ class Torch(Communicator):
         self._store = _get_default_store()
         self._lanes: dict[str, _Lane] = {}
         self._children: dict[tuple[int, ...], Torch] = {}
+        self._twins: WeakSet[Torch] = WeakSet()
+        self._twinned = 0
         self._left = False
         # gloo connects all with all, and hangs if one is missing: now, while everybody is here.
         self._lane("control")
@@ -83,14 +85,24 @@ class Torch(Communicator):
         return self._send(calls(), lambda: sent, lambda: f"the mean of {nbytes(sent):,} bytes")
 
     def gather(self, tensor: Tensor) -> Pending[list[Tensor]]:
-        given, parts = tensor.contiguous(), [torch.empty_like(tensor) for _ in range(self.size)]
-        calls = [(tensor, lambda pg: pg.allgather([parts], [given]))]
-        return self._send(calls, lambda: parts, lambda: f"a gathering of {nbytes([tensor]):,} bytes")
+        given = tensor.contiguous().view(-1)
+        heard = given.new_empty(self.size * given.numel())
+        calls = [(tensor, lambda pg: pg._allgather_base(heard, given))]
+        return self._send(
+            calls,
+            lambda: list(heard.view(self.size, *tensor.shape)),
+            lambda: f"a gathering of {nbytes([tensor]):,} bytes",
+        )
 
     def exchange(self, chunks: Sequence[Tensor]) -> Pending[list[Tensor]]:
-        given, parts = [c.contiguous() for c in chunks], [torch.empty_like(c) for c in chunks]
-        calls = [(chunks[0], lambda pg: pg.alltoall(parts, given))]
-        return self._send(calls, lambda: parts, lambda: f"an exchange of {nbytes(chunks):,} bytes")
+        given, shape = _joined(chunks), chunks[0].shape
+        heard = torch.empty_like(given)
+        calls = [(given, lambda pg: pg.alltoall_base(heard, given, [], []))]
+        return self._send(
+            calls,
+            lambda: list(heard.view(self.size, *shape)),
+            lambda: f"an exchange of {nbytes(chunks):,} bytes",
+        )
 
     def broadcast(self, tensors: Sequence[Tensor], src: int = 0) -> Pending[list[Tensor]]:
         calls = [(t, lambda pg, t=t: pg.broadcast(t, root=src)) for t in tensors]
@@ -107,15 +119,25 @@ class Torch(Communicator):
     def split(self, groups: Sequence[Sequence[int]]) -> Communicator:
         mine = tuple(next(group for group in groups if self.rank in group))
         if mine not in self._children:
-            child = Torch.__new__(Torch)
-            ranks = [self._ranks[rank] for rank in mine]
-            child._names = [self._names[rank] for rank in mine]
-            child._join(f"{self._key}/{mine}", ranks, self._backends, self._timeout)
-            self._children[mine] = child
+            self._children[mine] = self._child(f"{mine}", mine)
         return self._children[mine]
 
+    def twin(self) -> Communicator:
+        self._twinned += 1
+        twin = self._child(f"twin {self._twinned}", range(self.size))
+        self._twins.add(twin)
+        return twin
+
+    def _child(self, key: str, members: Iterable[int]) -> Torch:
+        members = list(members)
+        child = Torch.__new__(Torch)
+        ranks = [self._ranks[rank] for rank in members]
+        child._names = [self._names[rank] for rank in members]
+        child._join(f"{self._key}/{key}", ranks, self._backends, self._timeout)
+        return child
+
     def leave(self, farewell: Farewell) -> None:
-        for child in self._children.values():
+        for child in (*self._children.values(), *self._twins):
             child.leave(farewell)
         if self._left:
             return
@@ -197,6 +219,19 @@ class Torch(Communicator):
         reason = str(error).splitlines()[0].split("] ", 1)[-1].split(". ")[0]
         me = self._names[self.rank]
         return PeerLost(f"Waiting for {what}: rank {me} lost a connection ({reason}).")
+
+
+def _joined(chunks: Sequence[Tensor]) -> Tensor:
+    """The chunks in one vector, which they may already be."""
+    first, size = chunks[0], chunks[0].numel()
+    in_place = all(
+        chunk.is_contiguous() and chunk.data_ptr() == first.data_ptr() + i * nbytes([first])
+        for i, chunk in enumerate(chunks)
+    )
+    same = len({chunk.untyped_storage().data_ptr() for chunk in chunks}) == 1
+    if in_place and same and size:
+        return first.as_strided((len(chunks) * size,), (1,))
+    return torch.cat([chunk.reshape(-1) for chunk in chunks])
 
 
 def _sum(tensor: Tensor, backend: Any) -> Any:

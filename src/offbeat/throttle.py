@@ -5,11 +5,14 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from torch import Tensor
 
 from offbeat.comm import Communicator, Farewell, Pending, nbytes, traffic
+
+if TYPE_CHECKING:
+    from offbeat.courier import Courier
 
 T = TypeVar("T")
 
@@ -90,11 +93,19 @@ class Throttled(Communicator):
     def split(self, groups: Sequence[Sequence[int]]) -> Communicator:
         part = self.comm.split(groups)
         if id(part) not in self._children:
-            link = self._link
-            self._children[id(part)] = Throttled(
-                part, rate=link.rate, latency=link.latency, burst=link.burst, link=link
-            )
+            self._children[id(part)] = self._beside(part)
         return self._children[id(part)]
+
+    def twin(self) -> Communicator:
+        return self._beside(self.comm.twin())
+
+    def courier(self) -> Courier:
+        return self.comm.courier()
+
+    def _beside(self, comm: Communicator) -> Throttled:
+        """Another communicator behind the same link."""
+        link = self._link
+        return Throttled(comm, rate=link.rate, latency=link.latency, burst=link.burst, link=link)
 
     def leave(self, farewell: Farewell) -> None:
         self.comm.leave(farewell)

@@ -9,6 +9,7 @@ from typing import TypeVar
 from torch import Tensor
 
 from offbeat.comm import Communicator, Farewell, Pending
+from offbeat.courier import Courier
 
 T = TypeVar("T")
 
@@ -21,16 +22,20 @@ class Watched(Communicator):
         self._root = root or self
         self._children: dict[int, Watched] = {}
         self._owner = threading.get_ident()
-        self.waited = 0.0
+        self.waited, self._inside = 0.0, False
 
     def _watched(self, message: Pending[T]) -> Pending[T]:
+        root = self._root
+
         def wait() -> T:
-            start = self.comm.now()
+            if root._inside or threading.get_ident() != root._owner:
+                return message.wait()  # a courier's job, for which somebody else waits or nobody
+            start, root._inside = self.comm.now(), True
             try:
                 return message.wait()
             finally:
-                if threading.get_ident() == self._root._owner:
-                    self._root.waited += self.comm.now() - start
+                root._inside = False
+                root.waited += self.comm.now() - start
 
         return Pending(wait, message.done, message.arrived)
 
@@ -53,6 +58,12 @@ class Watched(Communicator):
         part = self.comm.split(groups)
         return self._children.setdefault(id(part), Watched(part, self._root))
 
+    def twin(self) -> Communicator:
+        return Watched(self.comm.twin(), self._root)
+
+    def courier(self) -> Courier:
+        return _WatchedCourier(self.comm.courier(), self)
+
     def leave(self, farewell: Farewell) -> None:
         self.comm.leave(farewell)
 
@@ -61,6 +72,20 @@ class Watched(Communicator):
 
     def computed(self, step: int) -> None:
         self.comm.computed(step)
+
+
+class _WatchedCourier(Courier):
+    """Waiting for a courier is waiting, too."""
+
+    def __init__(self, courier: Courier, watched: Watched) -> None:
+        super().__init__()
+        self._courier, self._watched = courier, watched
+
+    def give(self, job: Callable[[], T]) -> Pending[T]:
+        return self._watched._watched(self._courier.give(job))
+
+    def close(self) -> None:
+        self._courier.close()
 
 
 class Stopwatch:
