@@ -40,6 +40,12 @@ METHODS = [
     "hierarchical(nodes=2, inner=1, outer=4, update=Outer(SGD(lr=0.5, momentum=0.5)))",
     "def_sgd(ratio=2, lam=0.25)",
     "sparse_loco(every=3)",
+    # Servers of their own, since some tests have an optimizer that the default does not fit.
+    "ssd_sgd(every=2, warmup=3, alpha=1.0, server=SGD(lr=1.0, momentum=0.5))",
+    "ssd_sgd(every=3, warmup=0, beta=0.25, in_flight=1, server=SGD(lr=1.0, momentum=0.5))",
+    "ssd_sgd(every=5, warmup=1, local_lr=0.125, in_flight=4, server=SGD(lr=1.0))",
+    "od_sgd(warmup=2, server=SGD(lr=1.0, momentum=0.5))",
+    "od_sgd(warmup=0, lam=0.0625, in_flight=1, server=SGD(lr=1.0, momentum=0.5, nesterov=True))",
 ]
 
 # What codes round is no longer dyadic: real and simulated rounds agree to the bit, the last mean does not.
@@ -183,6 +189,19 @@ LAWS = [
     Law("a2sgd(every=3)", "ddp()", options={"workers": 1, **FLOATS}),
     # A message in the air for no time at all corrects by exactly what averaging would have changed.
     Law("local_sgd(every=3, delay='round')", "local_sgd(every=3, delay=3)", options=FLOATS),
+    # A server that is always pulled from is a synchronous optimizer; buffers stay with their workers.
+    Law("ssd_sgd(warmup=100)", "ddp()", exact=False, options={**FLOATS, "buffers": False}),
+    Law("od_sgd(warmup=100)", "ddp()", exact=False, options={**FLOATS, "buffers": False}),
+    Law("ssd_sgd(every=1, warmup=3, alpha=1.0, beta=0.0)", "od_sgd(warmup=3)", options=FLOATS),
+    Law("od_sgd(warmup=3, lam=0.0, server=SGD(lr=1.0))", "od_sgd(warmup=3)", options={}),
+    Law("ssd_sgd(every=3, warmup=2, in_flight=1)", "ssd_sgd(every=3, warmup=2, in_flight=5)", options=FLOATS),
+    # One heavy-ball step ahead of the server is where the server itself arrives, if nobody else pushes.
+    Law(
+        "ssd_sgd(every=1, warmup=0, alpha=1.0, beta=0.5)",
+        "ddp()",
+        exact=False,
+        options={**FLOATS, "workers": 1},
+    ),
 ]
 
 # One worker is the plain optimizer, to the bit.

@@ -9,6 +9,7 @@ from offbeat.errors import CheckpointMismatch, Deadlock, Disagreement, NotFinite
 from offbeat.exchange import Exchange
 from offbeat.expression import method
 from offbeat.hook import ddp_hook
+from offbeat.layout import flatten
 from offbeat.local import PseudoSync
 from offbeat.methods import *  # noqa: F403 - the named methods, listed in methods.__all__
 from offbeat.outer import SGD, Gossip, Outer, Rebase, SlowMo
@@ -27,7 +28,21 @@ from offbeat.reduce import (
     TwoLevel,
 )
 from offbeat.schedule import QSR, AdaComm, Adaptive, Clock, Every, Never, Schedule, Then
-from offbeat.simulate import Network, Virtual, simulate
+from offbeat.server import GLU, Compensated, LocalRule, LocalStep, PushPull
+from offbeat.simulate import (
+    Compute,
+    Constant,
+    Failures,
+    HeavyTailed,
+    Jittered,
+    Level,
+    Network,
+    Recorded,
+    Stragglers,
+    Uneven,
+    Virtual,
+    simulate,
+)
 from offbeat.sync import Synchronizer
 from offbeat.tensors import Packed, grads, params
 from offbeat.update import Correct, Replace, Update
@@ -35,6 +50,7 @@ from offbeat.update import Correct, Replace, Update
 __version__ = "0.1.0"
 
 __all__ = [
+    "GLU",
     "QSR",
     "SGD",
     "AdaComm",
@@ -43,6 +59,9 @@ __all__ = [
     "Clock",
     "Code",
     "Communicator",
+    "Compensated",
+    "Compute",
+    "Constant",
     "Correct",
     "Deadlock",
     "Detached",
@@ -51,7 +70,13 @@ __all__ = [
     "ErrorFeedback",
     "Every",
     "Exchange",
+    "Failures",
     "Gossip",
+    "HeavyTailed",
+    "Jittered",
+    "Level",
+    "LocalRule",
+    "LocalStep",
     "LowRank",
     "Mean",
     "Metered",
@@ -68,15 +93,18 @@ __all__ = [
     "Peers",
     "Pending",
     "PseudoSync",
+    "PushPull",
     "Quantized",
     "RandomBlock",
     "Rebase",
+    "Recorded",
     "Reducer",
     "Replace",
     "Report",
     "Schedule",
     "SlowMo",
     "Solo",
+    "Stragglers",
     "Subgroups",
     "Synchronizer",
     "Then",
@@ -84,10 +112,12 @@ __all__ = [
     "Torch",
     "Totals",
     "TwoLevel",
+    "Uneven",
     "Update",
     "Virtual",
     "World",
     "ddp_hook",
+    "flatten",
     "grads",
     "method",
     "params",

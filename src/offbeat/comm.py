@@ -6,12 +6,15 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
 from offbeat.errors import Disagreement, NotFinite, OffbeatError, PeerLost
+
+if TYPE_CHECKING:
+    from offbeat.courier import Courier
 
 T = TypeVar("T")
 S = TypeVar("S")
@@ -87,6 +90,16 @@ class Communicator(ABC):
     @abstractmethod
     def split(self, groups: Sequence[Sequence[int]]) -> Communicator:
         """The communicator of the group this rank is in; the groups are disjoint and cover all ranks."""
+
+    def twin(self) -> Communicator:
+        """Another communicator of the same ranks, whose messages have an order of their own."""
+        raise NotImplementedError(f"{type(self).__name__} has no twin().")
+
+    def courier(self) -> Courier:
+        """Somebody who works beside this worker, on its clock."""
+        from offbeat.courier import Threaded  # which is made of what stands here
+
+        return Threaded()
 
     @abstractmethod
     def leave(self, farewell: Farewell) -> None:
@@ -198,6 +211,14 @@ class Solo(Communicator):
     def split(self, groups: Sequence[Sequence[int]]) -> Communicator:
         return self
 
+    def twin(self) -> Communicator:
+        return self
+
+    def courier(self) -> Courier:
+        from offbeat.courier import Prompt
+
+        return Prompt()
+
     def leave(self, farewell: Farewell) -> None:
         pass
 
@@ -241,6 +262,12 @@ class Metered(Communicator):
 
     def split(self, groups: Sequence[Sequence[int]]) -> Communicator:
         return Metered(self.comm.split(groups))
+
+    def twin(self) -> Communicator:
+        return self.comm.twin()
+
+    def courier(self) -> Courier:
+        return self.comm.courier()
 
     def leave(self, farewell: Farewell) -> None:
         self.comm.leave(farewell)

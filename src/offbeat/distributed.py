@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.distributed as dist
@@ -53,6 +53,8 @@ class Torch(Communicator):
         self._store = _get_default_store()
         self._lanes: dict[str, _Lane] = {}
         self._children: dict[tuple[int, ...], Torch] = {}
+        self._twins: WeakSet[Torch] = WeakSet()
+        self._twinned = 0
         self._left = False
         # gloo connects all with all, and hangs if one is missing: now, while everybody is here.
         self._lane("control")
@@ -117,15 +119,25 @@ class Torch(Communicator):
     def split(self, groups: Sequence[Sequence[int]]) -> Communicator:
         mine = tuple(next(group for group in groups if self.rank in group))
         if mine not in self._children:
-            child = Torch.__new__(Torch)
-            ranks = [self._ranks[rank] for rank in mine]
-            child._names = [self._names[rank] for rank in mine]
-            child._join(f"{self._key}/{mine}", ranks, self._backends, self._timeout)
-            self._children[mine] = child
+            self._children[mine] = self._child(f"{mine}", mine)
         return self._children[mine]
 
+    def twin(self) -> Communicator:
+        self._twinned += 1
+        twin = self._child(f"twin {self._twinned}", range(self.size))
+        self._twins.add(twin)
+        return twin
+
+    def _child(self, key: str, members: Iterable[int]) -> Torch:
+        members = list(members)
+        child = Torch.__new__(Torch)
+        ranks = [self._ranks[rank] for rank in members]
+        child._names = [self._names[rank] for rank in members]
+        child._join(f"{self._key}/{key}", ranks, self._backends, self._timeout)
+        return child
+
     def leave(self, farewell: Farewell) -> None:
-        for child in self._children.values():
+        for child in (*self._children.values(), *self._twins):
             child.leave(farewell)
         if self._left:
             return

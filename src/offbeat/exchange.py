@@ -65,8 +65,10 @@ class Exchange(Part):
             )
         self.update: Update = Replace() if update is None else update
         self.reduce = _reducer(reduce, self.update, live)
-        self.cargo = Cargo(live, buffers, moments)
         self.drift = bool(when.needs) or not live.early if drift is None else drift
+        plain = self.reduce == Mean() and self.update == Replace()
+        in_place = plain and delay == 0 and not self.drift and not live.early
+        self.cargo = Cargo(live, buffers, moments, in_place=in_place)
         if when.needs and not self.drift:
             raise ValueError(f"drift=False with {when!r}: it decides by what rounds tell; leave drift out.")
         _check_delay(delay, when)

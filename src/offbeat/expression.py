@@ -9,13 +9,14 @@ from collections.abc import Callable
 from typing import Any
 
 from offbeat import detached, methods, outer, overlap, reduce, schedule, update
+from offbeat.server import rules
 from offbeat.sync import Synchronizer
 
 _ABSTRACT = ("Anchored", "Clock", "Code")
 
 VALUES = {
     name: value
-    for module in (schedule, reduce, update, outer, overlap, detached)
+    for module in (schedule, reduce, update, outer, overlap, detached, rules)
     for name, value in vars(module).items()
     if inspect.isclass(value) and hasattr(value, "__dataclass_fields__") and name not in _ABSTRACT
 }

@@ -6,6 +6,8 @@ from offbeat.methods.averaging import *  # noqa: F403
 from offbeat.methods.averaging import __all__ as _averaging
 from offbeat.methods.compressed import *  # noqa: F403
 from offbeat.methods.compressed import __all__ as _compressed
+from offbeat.methods.pushpull import *  # noqa: F403
+from offbeat.methods.pushpull import __all__ as _pushpull
 from offbeat.methods.record import arguments as arguments
 
-__all__ = sorted([*_averaging, *_anchored, *_compressed])
+__all__ = sorted([*_averaging, *_anchored, *_compressed, *_pushpull])

@@ -8,6 +8,7 @@ from torch import nn
 
 from offbeat.exchange import Exchange
 from offbeat.fragments import fragments as cut
+from offbeat.fragments import turn
 from offbeat.local import PseudoSync
 from offbeat.methods.record import Optimizers, Options, Riders, recorded
 from offbeat.methods.warmup import after, synchronous
@@ -146,7 +147,7 @@ def streaming_diloco(
         [
             Exchange(
                 params(model, only=names),
-                when=Every(every, offset=i * every // fragments),
+                when=turn(every, i, fragments),
                 among=World(group),
                 update=Outer(SGD(lr, momentum, nesterov=True), keep=keep if delay else 0.0),
                 reduce=reduce,
