@@ -136,6 +136,29 @@ def test_codes_of_a_node_are_for_its_outside() -> None:
     assert offbeat.simulate(worker, 2)[0] == ("Mean()", repr(Quantized(8)))
 
 
+@pytest.mark.parametrize("delay", [4, "round"])
+@pytest.mark.parametrize(
+    "reduce", ["Quantized(8, least=1)", "LowRank(1, least=1)", "Mean('bfloat16', least=1)"]
+)
+def test_a_delay_hides_question_and_answer(reduce: str, delay: int | str) -> None:
+    """A message takes one and a half steps: two fit into four, if the second goes half-way."""
+
+    def worker(comm: offbeat.Communicator) -> list[float]:
+        net = nn.Linear(8, 8)
+        opt = torch.optim.SGD(net.parameters(), lr=0.5)
+        sync = offbeat.method(f"local_sgd(every=4, delay={delay!r}, reduce={reduce})")(net, opt, group=comm)
+        for _ in range(17):
+            net(torch.ones(8)).sum().backward()
+            sync.step()
+            opt.zero_grad()
+        return [report.seconds_waited for report in sync.reports]
+
+    network = offbeat.Network(latency=1.5)
+    waited = offbeat.simulate(worker, 2, network=network, compute=lambda rank, step: 1.0)[0]
+    assert len(waited) == 3 or len(waited) == 4
+    assert waited == [0.0] * len(waited)
+
+
 def test_streaming_sends_four_bits() -> None:
     net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     opt = torch.optim.SGD(net.parameters(), lr=0.5)
