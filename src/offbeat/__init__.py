@@ -12,13 +12,14 @@ from offbeat.methods import *  # noqa: F403 - the named methods, listed in metho
 from offbeat.outer import SGD, Gossip, Outer, SlowMo
 from offbeat.overlap import Eager, Overlap
 from offbeat.part import Part
-from offbeat.peers import Pairs, Peers, Subgroups, World
+from offbeat.peers import Butterfly, Pairs, Peers, Subgroups, World
 from offbeat.reduce import Mean, Reducer
 from offbeat.schedule import QSR, AdaComm, Adaptive, Clock, Every, Never, Schedule, Then
 from offbeat.simulate import Network, Virtual, simulate
 from offbeat.sync import Synchronizer
 from offbeat.tensors import Packed, grads, params
 from offbeat.update import Correct, Replace, Update
+from offbeat.waitfree import Attendance, EagerGradients, GroupAverage, GroupReport
 
 __version__ = "0.1.0"
 
@@ -27,6 +28,8 @@ __all__ = [
     "SGD",
     "AdaComm",
     "Adaptive",
+    "Attendance",
+    "Butterfly",
     "CheckpointMismatch",
     "Clock",
     "Communicator",
@@ -34,9 +37,12 @@ __all__ = [
     "Deadlock",
     "Disagreement",
     "Eager",
+    "EagerGradients",
     "Every",
     "Exchange",
     "Gossip",
+    "GroupAverage",
+    "GroupReport",
     "Mean",
     "Metered",
     "Network",

@@ -11,6 +11,7 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
+from offbeat.companion import Companion
 from offbeat.errors import Disagreement, OffbeatError, PeerLost
 
 T = TypeVar("T")
@@ -91,6 +92,12 @@ class Communicator(ABC):
     @abstractmethod
     def leave(self, farewell: Farewell) -> None:
         """Tell the others that this rank has failed and sends no more, so that nobody waits for it."""
+
+    def companion(self) -> Companion:
+        """A thread beside this worker's own, with its own connections; all ranks ask for theirs together."""
+        raise NotImplementedError(
+            f"{type(self).__name__}.companion(): only Torch and simulated workers can have a second thread."
+        )
 
     def scatter_mean(self, tensor: Tensor) -> Pending[Tensor]:
         """The mean of this rank's slice of a vector whose length is a multiple of size, summed in rank order.
@@ -241,6 +248,9 @@ class Metered(Communicator):
 
     def split(self, groups: Sequence[Sequence[int]]) -> Communicator:
         return Metered(self.comm.split(groups))
+
+    def companion(self) -> Companion:
+        return self.comm.companion()
 
     def leave(self, farewell: Farewell) -> None:
         self.comm.leave(farewell)

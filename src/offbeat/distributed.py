@@ -5,11 +5,12 @@ from __future__ import annotations
 import ctypes
 import functools
 import json
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,8 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store, get_backend_config
 
 from offbeat.comm import WORDS, Communicator, Farewell, Pending, nbytes, words
+from offbeat.companion import Companion, Stopped
+from offbeat.companion_threads import Threads, clone
 from offbeat.errors import PeerLost
 
 T = TypeVar("T")
@@ -45,18 +48,21 @@ class Torch(Communicator):
         ranks = dist.get_process_group_ranks(group)
         backends = dict(item.split(":") for item in str(get_backend_config(group)).split(","))
         self._names = list(range(len(ranks)))  # what the ranks are called in errors
-        self._join(f"offbeat/{group.group_name}/{ranks}/{_made[group]}", ranks, backends, timeout)
+        self._store, self._stopped = _get_default_store(), threading.Event()
+        self._backends, self._timeout = backends, timeout
+        self._join(f"offbeat/{group.group_name}/{ranks}/{_made[group]}", ranks, ("control", "cpu"))
 
-    def _join(self, key: str, ranks: list[int], backends: dict[str, str], timeout: float) -> None:
+    def _join(self, key: str, ranks: list[int], lanes: tuple[str, ...]) -> None:
         self.rank, self.size = ranks.index(dist.get_rank()), len(ranks)
-        self._key, self._ranks, self._backends, self._timeout = key, ranks, backends, timeout
-        self._store = _get_default_store()
+        self._key, self._ranks, self._first_lanes = key, ranks, lanes
         self._lanes: dict[str, _Lane] = {}
         self._children: dict[tuple[int, ...], Torch] = {}
+        self._asides: WeakSet[Torch] = WeakSet()
+        self._made_asides = 0
         self._left = False
         # gloo connects all with all, and hangs if one is missing: now, while everybody is here.
-        self._lane("control")
-        self._lane("cpu")
+        for lane in lanes:
+            self._lane(lane)
 
     def _lane(self, name: str) -> _Lane:
         """The connections for control messages, or for tensors on a kind of device.
@@ -107,16 +113,32 @@ class Torch(Communicator):
     def split(self, groups: Sequence[Sequence[int]]) -> Communicator:
         mine = tuple(next(group for group in groups if self.rank in group))
         if mine not in self._children:
-            child = Torch.__new__(Torch)
-            ranks = [self._ranks[rank] for rank in mine]
+            child = self._like()
             child._names = [self._names[rank] for rank in mine]
-            child._join(f"{self._key}/{mine}", ranks, self._backends, self._timeout)
+            child._join(f"{self._key}/{mine}", [self._ranks[rank] for rank in mine], self._first_lanes)
             self._children[mine] = child
         return self._children[mine]
 
+    def _like(self) -> Torch:
+        """Another communicator of the same kind, yet to join its ranks."""
+        other = Torch.__new__(Torch)
+        other._names, other._backends, other._timeout = self._names, self._backends, self._timeout
+        other._store, other._stopped = self._store, self._stopped
+        return other
+
+    def companion(self) -> Companion:
+        aside = self._like()
+        aside._store, aside._stopped = clone(self._store), threading.Event()
+        self._made_asides += 1
+        # It speaks to the groups it is split into, and nobody else; control messages have the store.
+        aside._join(f"{self._key}/companion/{self._made_asides}", self._ranks, ())
+        aside._first_lanes = ("cpu",)
+        self._asides.add(aside)
+        return Threads(aside, PrefixStore(f"{aside._key}/queue", self._store), aside._stopped)
+
     def leave(self, farewell: Farewell) -> None:
-        for child in self._children.values():
-            child.leave(farewell)
+        for other in (*self._children.values(), *self._asides):
+            other.leave(farewell)
         if self._left:
             return
         self._left = True
@@ -175,6 +197,8 @@ class Torch(Communicator):
             except RuntimeError as error:
                 if work.is_completed():
                     raise self._lost(what, error) from error
+            if self._stopped.is_set():
+                raise Stopped
             try:
                 self._look_for_leavers(lane, number, what)
             except dist.DistError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -11,6 +12,8 @@ import torch
 from torch import Tensor
 
 from offbeat.comm import Communicator, Farewell, Pending, nbytes, sum_in_order, traffic, words
+from offbeat.companion import Companion
+from offbeat.companion_virtual import Understudy, Until
 from offbeat.errors import Deadlock, Disagreement
 
 T = TypeVar("T")
@@ -70,6 +73,8 @@ def simulate(
     stage.begin()
     for thread in threads:
         thread.join()
+    for thread in stage.understudies:
+        thread.join()
     torch.set_rng_state(rng)
     if stage.failure is not None:
         raise stage.failure
@@ -79,11 +84,12 @@ def simulate(
 class Virtual(Communicator):
     """One simulated worker's view of its peers."""
 
-    def __init__(self, stage: _Stage, path: _Path, me: int) -> None:
-        self._stage, self._path, self._me = stage, path, me
+    def __init__(self, stage: _Stage, path: _Path, me: int, actor: int) -> None:
+        self._stage, self._path, self._me, self._actor = stage, path, me, actor
         self._members = path[-1]
         self.rank, self.size = self._members.index(me), len(self._members)
         self._number = {"data": 0, "control": 0}
+        self._companions = 0
 
     def total(self, tensors: Iterable[Tensor]) -> Pending[list[Tensor]]:
         def settle(posts: list[list[Tensor]]) -> list[list[Tensor]]:
@@ -127,16 +133,21 @@ class Virtual(Communicator):
     def split(self, groups: Sequence[Sequence[int]]) -> Communicator:
         mine = next(group for group in groups if self.rank in group)
         members = tuple(self._members[rank] for rank in mine)
-        return self._stage.member((*self._path, members), self._me)
+        return self._stage.member((*self._path, members), self._me, self._actor)
+
+    def companion(self) -> Companion:
+        self._companions += 1
+        path = (*self._path, (-self._companions,), self._members)  # no ranks: no `split` leads there
+        return Understudy(self._stage, self._me, path)
 
     def leave(self, farewell: Farewell) -> None:
         self._stage.farewells.setdefault(self._me, farewell)
 
     def now(self) -> float:
-        return self._stage.clocks[self._me]
+        return self._stage.clocks[self._actor]
 
     def computed(self, step: int) -> None:
-        self._stage.clocks[self._me] += self._stage.compute(self._me, step)
+        self._stage.clocks[self._actor] += self._stage.compute(self._me, step)
 
     def _post(
         self, kind: str, tensors: list[Tensor], settle: _Settle, lane: str = "data"
@@ -150,10 +161,10 @@ class Virtual(Communicator):
             call.settle(settle, self._stage.network)
 
         def wait() -> list[Tensor]:
-            self._stage.wait(self._me, call)
+            self._stage.wait(self._actor, call)
             return call.results[self.rank]
 
-        return Pending(wait, lambda: self._stage.has_landed(self._me, call), lambda: call.lands)
+        return Pending(wait, lambda: self._stage.has_landed(self._actor, call), lambda: call.lands)
 
 
 _Settle = Callable[[list[list[Tensor]]], list[list[Tensor]]]
@@ -197,7 +208,11 @@ def _describe(kind: str, tensors: list[Tensor]) -> str:
 
 
 class _Stage:
-    """The workers' threads, of which one has the baton and runs; the others wait for a message or a turn."""
+    """The workers' threads, of which one has the baton and runs; the others wait for a message or a turn.
+
+    An actor is a thread: those of the ranks come first, their companions after them. At the same virtual time
+    ranks act before companions, and in their order.
+    """
 
     def __init__(self, workers: int, network: Network, compute: Callable[[int, int], float]) -> None:
         self.network, self.compute = network, compute
@@ -205,14 +220,48 @@ class _Stage:
         self.calls: dict[tuple[_Path, str, int], _Call] = {}
         self.farewells: dict[int, Farewell] = {}
         self.failure: BaseException | None = None
+        self.waiting: dict[int, _Call | Until | None] = dict.fromkeys(range(workers))  # None: may run
+        self.current = 0  # who has the baton
+        self.understudies: list[threading.Thread] = []
+        self.on_exit: dict[int, list[Callable[[], None]]] = {rank: [] for rank in range(workers)}
+        self.heard: dict[tuple[_Path, int], int] = {}
+        self._ranks = list(range(workers))  # of every actor
+        self._posts: list[tuple[float, int, Callable[[float], None]]] = []
+        self._posted = 0
         self._views: dict[tuple[_Path, int], Virtual] = {}
         self._turns = [threading.Semaphore(0) for _ in range(workers)]
-        self._waiting: dict[int, _Call | None] = dict.fromkeys(range(workers))  # None: may run
         self._rng = [torch.get_rng_state() for _ in range(workers)]
 
-    def member(self, path: _Path, me: int) -> Virtual:
+    def member(self, path: _Path, me: int, actor: int | None = None) -> Virtual:
         """The one view `me` has of this communicator: its messages are numbered there."""
-        return self._views.setdefault((path, me), Virtual(self, path, me))
+        view = Virtual(self, path, me, me if actor is None else actor)
+        return self._views.setdefault((path, me), view)
+
+    def hire(self, rank: int) -> int:
+        """One more actor, for a rank; it is not on the stage yet."""
+        self.clocks.append(self.clocks[rank])
+        self._ranks.append(rank)
+        self._turns.append(threading.Semaphore(0))
+        self._rng.append(torch.get_rng_state())
+        return len(self.clocks) - 1
+
+    def play(self, actor: int, work: Callable[[], None]) -> None:
+        """Let an actor come on; its time is that of its hiring: it may be called on before its rank is."""
+
+        def run() -> None:
+            self.enter(actor)
+            work()
+            del self.waiting[actor]
+            self._hand_over()
+
+        self.waiting[actor] = None
+        self.understudies.append(threading.Thread(target=run, daemon=True))
+        self.understudies[-1].start()
+
+    def post(self, when: float, deliver: Callable[[float], None]) -> None:
+        """Something that happens at a time, in nobody's turn."""
+        self._posted += 1
+        heapq.heappush(self._posts, (when, self._posted, deliver))
 
     def begin(self) -> None:
         self._hand_over()
@@ -220,21 +269,21 @@ class _Stage:
     def entered(self, rank: int) -> _Entered:
         return _Entered(self, rank)
 
-    def wait(self, rank: int, call: _Call) -> None:
+    def wait(self, actor: int, call: _Call) -> None:
         """Give the baton away until the call is complete, and move this worker's clock to its landing."""
         if not call.complete:
-            self._waiting[rank] = call
-            self._yield(rank)
+            self.waiting[actor] = call
+            self.catch_up(actor)
         if call.error is not None:
             raise Disagreement(call.error)
         if not call.complete:
-            raise self._why_never(rank, call)
-        self.clocks[rank] = max(self.clocks[rank], call.lands)
+            raise self._why_never(self._ranks[actor], call)
+        self.clocks[actor] = max(self.clocks[actor], call.lands)
 
-    def has_landed(self, rank: int, call: _Call) -> bool:
+    def has_landed(self, actor: int, call: _Call) -> bool:
         """Whether a message is here by now, once all who are behind in time have caught up."""
-        self._yield(rank)
-        return call.complete and call.lands <= self.clocks[rank]
+        self.catch_up(actor)
+        return call.complete and call.lands <= self.clocks[actor]
 
     def _why_never(self, rank: int, call: _Call) -> BaseException:
         what = _describe(*call.given[rank][:2])
@@ -244,33 +293,53 @@ class _Stage:
         assert self.failure is not None
         return self.failure
 
-    def _yield(self, rank: int) -> None:
-        self._rng[rank] = torch.get_rng_state()
+    def catch_up(self, actor: int) -> None:
+        """Let all go on who are behind in time, or at the same time before this actor."""
+        self._rng[actor] = torch.get_rng_state()
         self._hand_over()
-        self.enter(rank)
+        self.enter(actor)
 
-    def enter(self, rank: int) -> None:
-        self._turns[rank].acquire()
-        torch.set_rng_state(self._rng[rank])
+    def enter(self, actor: int) -> None:
+        self._turns[actor].acquire()
+        self.current = actor
+        torch.set_rng_state(self._rng[actor])
 
     def exit(self, rank: int, error: BaseException | None) -> None:
         if error is not None:
             self.failure = self.failure or error
             self.farewells.setdefault(rank, Farewell.of(error))
-        del self._waiting[rank]
+        del self.waiting[rank]
         self.farewells.setdefault(rank, Farewell("has returned"))
+        for leave in self.on_exit[rank]:
+            leave()
         self._hand_over()
 
     def _hand_over(self) -> None:
-        """The baton goes to the worker that is earliest in time among those who can move."""
-        able = [rank for rank, call in self._waiting.items() if call is None or self._over(call)]
-        if not able and self._waiting:
+        """The baton goes to the actor that is earliest in time among those who can move."""
+        able = self._able()
+        while self._posts and (not able or self._posts[0][0] < able[0][0]):
+            when, _, deliver = heapq.heappop(self._posts)
+            deliver(when)
+            able = self._able()
+        if not able and self.waiting:
             self.failure = self.failure or Deadlock(self._standstill())
-            able = list(self._waiting)
+            able = sorted((self.clocks[actor], actor) for actor in self.waiting)
         if able:
-            rank = min(able, key=lambda rank: (self.clocks[rank], rank))
-            self._waiting[rank] = None
-            self._turns[rank].release()
+            when, actor = able[0]
+            self.clocks[actor] = max(self.clocks[actor], when)
+            self.waiting[actor] = None
+            self._turns[actor].release()
+
+    def _able(self) -> list[tuple[float, int]]:
+        """From when on each actor can move, the earliest first."""
+        times = []
+        for actor, what in self.waiting.items():
+            if isinstance(what, Until):
+                if (due := what.due) is not None:
+                    times.append((max(due, self.clocks[actor]), actor))
+            elif what is None or self._over(what):
+                times.append((self.clocks[actor], actor))
+        return sorted(times)
 
     def _over(self, call: _Call) -> bool:
         gone = any(rank in self.farewells for rank in call.members if rank not in call.given)
@@ -278,10 +347,12 @@ class _Stage:
 
     def _standstill(self) -> str:
         waits = [
-            f"rank {rank} waits for {_describe(*call.given[rank][:2])} from "
-            + ", ".join(f"rank {other}" for other in call.members if other not in call.given)
-            for rank, call in self._waiting.items()
-            if call is not None
+            what.what
+            if isinstance(what, Until)
+            else f"rank {self._ranks[actor]} waits for {_describe(*what.given[self._ranks[actor]][:2])} from "
+            + ", ".join(f"rank {other}" for other in what.members if other not in what.given)
+            for actor, what in self.waiting.items()
+            if what is not None and actor < len(self.on_exit)
         ]
         return "Nobody can move: " + "; ".join(waits) + "."
 

@@ -4,6 +4,8 @@ from offbeat.methods.anchored import *  # noqa: F403
 from offbeat.methods.anchored import __all__ as _anchored
 from offbeat.methods.averaging import *  # noqa: F403
 from offbeat.methods.averaging import __all__ as _averaging
+from offbeat.methods.groupwise import *  # noqa: F403
+from offbeat.methods.groupwise import __all__ as _groupwise
 from offbeat.methods.record import arguments as arguments
 
-__all__ = sorted([*_averaging, *_anchored])
+__all__ = sorted([*_averaging, *_anchored, *_groupwise])
