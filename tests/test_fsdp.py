@@ -21,6 +21,7 @@ METHODS = [
     "local_sgd(every=2, moments='average')",
     "post_local_sgd(switch=2, every=2)",
     "qsr(alpha=0.5, base=2)",
+    "ssd_sgd(every=2, warmup=1, server=SGD(lr=1.0, momentum=0.5))",
 ]
 STEPS = 5
 

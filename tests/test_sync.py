@@ -929,6 +929,10 @@ def test_reprs() -> None:
     model = Line()
     assert repr(offbeat.ddp(model, sgd(model))) == "ddp()"
     assert repr(offbeat.local_sgd(model, sgd(model), every=8)) == "local_sgd()"  # as the default
+    assert repr(offbeat.local_sgd(model, sgd(model), every=Every(8))) == "local_sgd()"
+    assert repr(offbeat.slowmo(model, sgd(model), every=Every(3), lr=1, momentum=0)) == (
+        "slowmo(every=3, momentum=0.0)"
+    )
     assert repr(offbeat.local_sgd(model, optimizer=sgd(model), every=3, delay="round", group=Solo())) == (
         "local_sgd(every=3, delay='round')"
     )

@@ -6,13 +6,16 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
 from offbeat.companion import Companion
-from offbeat.errors import Disagreement, OffbeatError, PeerLost
+from offbeat.errors import Disagreement, NotFinite, OffbeatError, PeerLost
+
+if TYPE_CHECKING:
+    from offbeat.courier import Courier
 
 T = TypeVar("T")
 S = TypeVar("S")
@@ -89,6 +92,16 @@ class Communicator(ABC):
     def split(self, groups: Sequence[Sequence[int]]) -> Communicator:
         """The communicator of the group this rank is in; the groups are disjoint and cover all ranks."""
 
+    def twin(self) -> Communicator:
+        """Another communicator of the same ranks, whose messages have an order of their own."""
+        raise NotImplementedError(f"{type(self).__name__} has no twin().")
+
+    def courier(self) -> Courier:
+        """Somebody who works beside this worker, on its clock."""
+        from offbeat.courier import Threaded  # which is made of what stands here
+
+        return Threaded()
+
     @abstractmethod
     def leave(self, farewell: Farewell) -> None:
         """Tell the others that this rank has failed and sends no more, so that nobody waits for it."""
@@ -159,7 +172,7 @@ class Farewell:
         return PeerLost(f"Waiting for {what}: rank {rank} {self.text}.")
 
 
-_SHARED: tuple[type[OffbeatError], ...] = (Disagreement, PeerLost)
+_SHARED: tuple[type[OffbeatError], ...] = (Disagreement, NotFinite, PeerLost)
 
 
 def nbytes(tensors: Sequence[Tensor]) -> int:
@@ -205,6 +218,14 @@ class Solo(Communicator):
     def split(self, groups: Sequence[Sequence[int]]) -> Communicator:
         return self
 
+    def twin(self) -> Communicator:
+        return self
+
+    def courier(self) -> Courier:
+        from offbeat.courier import Prompt
+
+        return Prompt()
+
     def leave(self, farewell: Farewell) -> None:
         pass
 
@@ -248,6 +269,12 @@ class Metered(Communicator):
 
     def split(self, groups: Sequence[Sequence[int]]) -> Communicator:
         return Metered(self.comm.split(groups))
+
+    def twin(self) -> Communicator:
+        return self.comm.twin()
+
+    def courier(self) -> Courier:
+        return self.comm.courier()
 
     def companion(self) -> Companion:
         return self.comm.companion()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 
+from torch import Tensor
+
 
 def whole(*key: object) -> int:
     """A number below 2⁶⁴ from a seed, a step or round, and a name; the same everywhere."""
@@ -18,3 +20,24 @@ def uniform(*key: object) -> float:
 def shuffled(length: int, *key: object) -> list[int]:
     """The numbers below `length` in random order."""
     return sorted(range(length), key=lambda i: whole(*key, i))
+
+
+def uniforms(these: Tensor, those: Tensor, *key: object) -> Tensor:
+    """Numbers in (0, 1), one per pair of whole numbers, which broadcast together; the same everywhere."""
+    mixed = _mixed(_mixed(these * _ODD + _signed(whole(*key))) + those)
+    return ((mixed >> 11) & (2**53 - 1)).double().add_(0.5).mul_(2.0**-53)
+
+
+def _mixed(x: Tensor) -> Tensor:
+    """The bits of 64-bit numbers, stirred: the finalizer of SplitMix64, whose products wrap around."""
+    x = x + _signed(0x9E3779B97F4A7C15)
+    x = (x ^ ((x >> 30) & (2**34 - 1))) * _signed(0xBF58476D1CE4E5B9)
+    x = (x ^ ((x >> 27) & (2**37 - 1))) * _signed(0x94D049BB133111EB)
+    return x ^ ((x >> 31) & (2**33 - 1))
+
+
+def _signed(number: int) -> int:
+    return number - 2**64 if number >= 2**63 else number
+
+
+_ODD = _signed(0xD1342543DE82EF95)  # spreads neighbouring ranks over all bits

@@ -6,11 +6,22 @@ import math
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from typing import Any
 from unittest.mock import patch
 
+import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+
+
+def listed(optimizer: Optimizer | Sequence[Optimizer]) -> list[Optimizer]:
+    """One optimizer or several, as a list."""
+    if isinstance(optimizer, Optimizer):
+        return [optimizer]
+    if not isinstance(optimizer, Sequence):
+        raise TypeError(f"optimizer={optimizer!r}: a torch Optimizer, or a list of them, is needed.")
+    return list(optimizer)
 
 
 def check_fit(optimizers: Sequence[Optimizer], model: nn.Module) -> None:
@@ -57,16 +68,20 @@ def rates(parameters: Sequence[Tensor], optimizers: Sequence[Optimizer]) -> tupl
 
 
 @contextmanager
-def held_still(optimizers: Sequence[Optimizer]) -> Iterator[None]:
-    """Inside, the optimizers' steps do nothing: a part makes the step."""
+def held_still(optimizers: Sequence[Optimizer], told: Callable[[Optimizer], None]) -> Iterator[None]:
+    """Inside, the optimizers do not step: a part does, which is told when they should have."""
     with ExitStack() as stack:
         for optimizer in optimizers:
-            stack.enter_context(patch.object(optimizer, "step", _pretend(optimizer)))
+            stack.enter_context(patch.object(optimizer, "step", _pretend(optimizer, told)))
         yield
 
 
-def _pretend(optimizer: Optimizer) -> Callable[..., None]:
-    def step(closure: object = None) -> None:
+def _pretend(optimizer: Optimizer, told: Callable[[Optimizer], None]) -> Callable[..., Any]:
+    def step(closure: Callable[[], Any] | None = None) -> Any:
         vars(optimizer)["_opt_called"] = True  # or else a learning-rate scheduler warns that nobody stepped
+        with torch.enable_grad():
+            loss = None if closure is None else closure()
+        told(optimizer)
+        return loss
 
     return step

@@ -36,6 +36,9 @@ class Part:
         """Gradients are ready. False: this part makes the step, not the optimizer."""
         return True
 
+    def stepped(self, optimizer: Optimizer) -> None:
+        """In a step that the optimizers do not make, one was told to step, its gradients as they are now."""
+
     def release(self) -> None:
         """The local step is over, or has failed: undo what was changed for it."""
 

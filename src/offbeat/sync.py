@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from offbeat import agreement, checkpoint
 from offbeat.comm import Farewell, Metered
 from offbeat.cost import Report, Totals
-from offbeat.optimizers import check_fit, held_still, learning_rate, mark
+from offbeat.optimizers import check_fit, held_still, learning_rate, listed, mark
 from offbeat.part import Part
 from offbeat.riders import floating_buffers
 from offbeat.schedule import Clock, State
@@ -38,7 +38,7 @@ class Synchronizer:
         *,
         on_report: Callable[[Report], None] | None = None,
     ) -> None:
-        self.optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+        self.optimizers = listed(optimizer)
         self.parts = list(parts)
         if not self.parts:
             raise ValueError("Synchronizer(optimizer, []): at least one part is needed.")
@@ -82,8 +82,8 @@ class Synchronizer:
         `local` is what else used to stand there, such as unscaling, clipping, `scaler.step(optimizer)` and
         `scaler.update()`; it is always called, and its result returned. Without it the optimizers step.
         """
-        theirs = self.before_step()
-        with self._failing(), nullcontext() if theirs else held_still(self.optimizers):
+        theirs = self._before()
+        with self._failing(), nullcontext() if theirs else held_still(self.optimizers, self._stepped):
             result = (local or self._local)()
         self.after_step()
         return result
@@ -95,6 +95,15 @@ class Synchronizer:
 
     def before_step(self) -> bool:
         """For frameworks that own the step: gradients are ready. False: do not step your optimizer."""
+        theirs = self._before()
+        if not theirs:
+            with self._failing():
+                for optimizer in self.optimizers:
+                    self._stepped(optimizer)
+        return theirs
+
+    def _before(self) -> bool:
+        """An iteration begins; whether the optimizers are to step."""
         self._must_be_open("step()")
         if self._inside_step:
             raise RuntimeError("before_step(): the step before has not ended: call after_step() first.")
@@ -122,6 +131,10 @@ class Synchronizer:
                 for part in self.parts:
                     part.plan(self._clock())
                 self._complete()
+
+    def _stepped(self, optimizer: Optimizer) -> None:
+        for part in self.parts:
+            part.stepped(optimizer)
 
     def _again(self) -> bool:
         answers = [part.again(self._clock()) for part in self.parts]
@@ -169,8 +182,9 @@ class Synchronizer:
             with self._accounted():
                 self._meet(agreement.FINISH)
             landed = [part.flush(self._clock()) for part in self.parts]
+            settled = all(part.made_equal(self.steps) for part in self.parts)
             with self._accounted():
-                if any(landed) or not self._equal:
+                if (any(landed) or not self._equal) and not settled:
                     replace_by_mean(self.model, self._comm)
             for part in self.parts:
                 part.follow()

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from offbeat.exchange import Exchange
+from offbeat.methods.averages import average
 from offbeat.methods.record import Optimizers, Options, recorded
 from offbeat.peers import Butterfly, Group, World
 from offbeat.schedule import Every
@@ -54,7 +55,9 @@ def wagma(
     return Synchronizer(
         optimizer,
         [
-            Exchange(params(model), when=Every(every), among=World(group), **options),
+            Exchange(
+                params(model), when=Every(every), among=World(group), update=average(options), **options
+            ),
             GroupAverage(
                 params(model),
                 every=every,
@@ -96,7 +99,9 @@ def eager_sgd(
     return Synchronizer(
         optimizer,
         [
-            Exchange(params(model), when=Every(every), among=World(group), **options),
+            Exchange(
+                params(model), when=Every(every), among=World(group), update=average(options), **options
+            ),
             EagerGradients(
                 grads(model),
                 every=every,

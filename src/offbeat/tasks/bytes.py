@@ -70,6 +70,9 @@ def bytes_task(
         loss=cross_entropy,
         batches=text.batches,
         evaluate=text.evaluate,
+        unit="bytes",
+        lr=3e-3,
+        batch_size=8,
     )
 
 

@@ -1,13 +1,14 @@
 """What every task offers: a model, its loss, batches for each worker, and a held-out evaluation."""
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 Batch = tuple[Tensor, Tensor]
 """Inputs and targets."""
@@ -22,14 +23,22 @@ class Batches(Iterator[Batch]):
     Args:
         positions: the positions this worker may draw.
         gather: turns drawn positions into a batch.
+        augment: changes a batch at random, with the generator that drew its positions.
     """
 
     def __init__(
-        self, positions: range, gather: Callable[[Tensor], Batch], *, rank: int, batch_size: int, seed: int
+        self,
+        positions: range,
+        gather: Callable[[Tensor], Batch],
+        *,
+        rank: int,
+        batch_size: int,
+        seed: int,
+        augment: Callable[[Batch, torch.Generator], Batch] | None = None,
     ) -> None:
         if batch_size < 1:
             raise ValueError(f"batches(batch_size={batch_size}): batch_size must be at least 1.")
-        self.positions, self.gather = positions, gather
+        self.positions, self.gather, self.augment = positions, gather, augment
         self.rank, self.batch_size, self.seed = rank, batch_size, seed
         self.step = 0
 
@@ -39,7 +48,8 @@ class Batches(Iterator[Batch]):
         low, high = self.positions.start, self.positions.stop
         drawn = torch.randint(low, high, (self.batch_size,), generator=generator, device="cpu")
         self.step += 1
-        return self.gather(drawn)
+        batch = self.gather(drawn)
+        return batch if self.augment is None else self.augment(batch, generator)
 
     def state_dict(self) -> dict[str, int]:
         """The step of the next batch."""
@@ -56,7 +66,17 @@ class Sharded(Protocol):
     def __call__(self, rank: int, workers: int, batch_size: int, seed: int) -> Batches: ...
 
 
-@dataclass(frozen=True)
+def adamw(parameters: Iterable[nn.Parameter], lr: float) -> Optimizer:
+    """AdamW as small models like it."""
+    return torch.optim.AdamW(parameters, lr=lr, betas=(0.9, 0.95), weight_decay=0.1)
+
+
+def heavy_ball(parameters: Iterable[nn.Parameter], lr: float) -> Optimizer:
+    """SGD with momentum."""
+    return torch.optim.SGD(parameters, lr=lr, momentum=0.9, weight_decay=5e-4)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Task:
     """Something to train.
 
@@ -66,6 +86,9 @@ class Task:
         loss: the mean loss of a model on a batch; the batch follows the model to its device.
         batches: the endless training batches of one rank.
         evaluate: the loss on data that no rank trains on; leaves train/eval mode as it was.
+        accuracy: the share of the same data that the model gets right, where that is a question.
+        unit: what a batch has as many of as it has targets, in the plural.
+        optimizer, lr, batch_size: what trains it well when nothing else is asked for.
 
     Example:
         >>> task = bytes_task("tiny")
@@ -73,11 +96,16 @@ class Task:
         >>> task.loss(model, next(batches)).backward()
     """
 
-    name: str
+    name: str = "task"
     model: Callable[[], nn.Module] = field(repr=False)
     loss: Callable[[nn.Module, Batch], Tensor] = field(repr=False)
     batches: Sharded = field(repr=False)
     evaluate: Callable[[nn.Module], float] = field(repr=False)
+    accuracy: Callable[[nn.Module], float] | None = field(default=None, repr=False)
+    unit: str = field(default="samples", repr=False)
+    optimizer: Callable[[Iterable[nn.Parameter], float], Optimizer] = field(default=adamw, repr=False)
+    lr: float = field(default=1e-3, repr=False)
+    batch_size: int = field(default=16, repr=False)
 
 
 def shard(length: int, *, rank: int, workers: int) -> range:
@@ -100,3 +128,11 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     finally:
         for module, training in modes:
             module.training = training
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Layers made inside draw their weights from this seed alone; the global generator stays put."""
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+        torch.manual_seed(seed)
+        yield

@@ -24,6 +24,7 @@ class Accumulators:
 
     def __init__(self, like: Mapping[str, Tensor], first: int, companion: Companion) -> None:
         self._companion = companion
+        self.device = next(iter(like.values())).device
         self._out = [Packed.like(like) for _ in range(2)]
         self._open = 0  # the one gradients are added to; the other may be in the air
         self._version = first - 1

@@ -49,7 +49,7 @@ class Waitfree(Part):
             )
         if grace is not None and not 0 <= grace < float("inf"):
             raise ValueError(f"grace={grace!r}: seconds, 0 or more, or None are needed.")
-        if reduce is not None and not isinstance(reduce, Mean):
+        if reduce is not None and (not isinstance(reduce, Mean) or reduce.lossy):
             raise ValueError(
                 f"reduce={reduce!r}: groups sum the weights themselves, old ones among them, which "
                 "a lossy code would spoil: use Mean(), or leave reduce out."

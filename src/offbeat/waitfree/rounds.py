@@ -22,6 +22,8 @@ from offbeat.tensors import Packed
 class Load(Protocol):
     """What a worker and its companion hand to each other."""
 
+    device: torch.device  # where it lies
+
     def take(self, round: int) -> tuple[Packed, int]:
         """In the companion: what is sent in a round, and the round in which the worker had made it."""
 
@@ -125,6 +127,8 @@ class Rounds:
 
     @torch.no_grad()
     def _work(self) -> None:
+        if self.load.device.type != "cpu":
+            torch.accelerator.set_device_index(self.load.device.index)  # a new thread begins with the first
         for round in itertools.count(self._first):
             self._await(round)
             try:

@@ -17,6 +17,7 @@ class Snapshots:
 
     def __init__(self, tensors: Mapping[str, Tensor], version: int, companion: Companion) -> None:
         self._companion = companion
+        self.device = next(iter(tensors.values())).device
         self._shots = [Packed.like(tensors) for _ in range(2)]
         self._rooms = [Packed.like(tensors) for _ in range(2)]
         self._newest, self._version = 0, version

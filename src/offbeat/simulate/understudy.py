@@ -5,29 +5,13 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from offbeat.comm import Communicator
 from offbeat.companion import Companion, Stopped
-
-if TYPE_CHECKING:
-    from offbeat.simulate import _Path, _Stage
+from offbeat.simulate.stage import Path, Stage
+from offbeat.simulate.until import Until
 
 _ANNOUNCEMENT = 8  # bytes
-
-
-@dataclass
-class Until:
-    """Somebody waits until something is so, or until a time."""
-
-    ready: Callable[[], bool]
-    what: str
-    deadline: float | None
-    since: float | None = None  # when it was seen to be so
-
-    @property
-    def due(self) -> float | None:
-        return self.deadline if self.since is None else self.since
 
 
 class Understudy(Companion):
@@ -37,11 +21,11 @@ class Understudy(Companion):
     nobody is late among workers that need no time at all.
     """
 
-    def __init__(self, stage: _Stage, rank: int, path: _Path) -> None:
+    def __init__(self, stage: Stage, rank: int, path: Path, connect: Callable[[int], Communicator]) -> None:
         self._stage, self._rank, self._path = stage, rank, path
         self._actor = stage.hire(rank)
-        self.comm = stage.member(path, rank, self._actor)
-        self._started = self._stopped = False
+        self.comm = connect(self._actor)
+        self._stopped = False
         self._error: BaseException | None = None
         stage.on_exit[rank].append(self.stop)
 
@@ -94,7 +78,7 @@ class Understudy(Companion):
         for rank in self._path[-1]:
             if rank != self._rank:
                 arrival = functools.partial(self._arrive, rank, number)
-                self._stage.post(now + self._stage.network.seconds(_ANNOUNCEMENT), arrival)
+                self._stage.post(now + self._stage.traffic.network.seconds(_ANNOUNCEMENT), arrival)
 
     def _arrive(self, rank: int, number: int, when: float) -> None:
         self._hear(rank, number)

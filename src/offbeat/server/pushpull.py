@@ -1,0 +1,286 @@
+"""Gradients pushed every step to a server sharded over the workers, its weights pulled every few steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.profiler import record_function
+
+from offbeat.agreement import AVERAGED, ROUND, compare_headers, header
+from offbeat.comm import Communicator, Metered, arrived
+from offbeat.cost import Report
+from offbeat.flight import naming
+from offbeat.optimizers import mark
+from offbeat.part import Part
+from offbeat.peers import Peers, World
+from offbeat.riders import floating_buffers, send_mean
+from offbeat.schedule import Clock, State
+from offbeat.server.layout import groups_of, runs_of
+from offbeat.server.pull import Pull, Slices, gathered
+from offbeat.server.replica import Replica
+from offbeat.server.ring import Ring, Slot
+from offbeat.server.rules import LocalRule, LocalStep
+from offbeat.server.shard import Factory, Options, Shard, check_server, options_of
+from offbeat.server.stable import Watch, warn
+from offbeat.tensors import Live, Packed
+
+
+class PushPull(Part):
+    """Every step pushes its gradient to a server; every few steps its weights are pulled.
+
+    The server is the workers themselves: rank r owns slice r of all weights, with its optimizer's state, and
+    applies the mean gradients in the order of the steps while the workers go on. A pull holds exactly the
+    pushes before it and lands in the update of the next step, which it rebases; in between a worker moves by
+    its own `local` rule. In the first `warmup` steps every step pulls, and waits: synchronous SGD.
+
+    `server` makes the server's optimizer, at its default `torch.optim.SGD`; its rate, momentum, weight decay
+    and whatever else the two have in common are always those of the user's optimizer, which itself never
+    steps. `in_flight` is how many pushes may be on their way; more keeps a slow link busy, and takes two
+    copies of the model each.
+
+        PushPull(params(model), every=5, warmup=500, local=GLU(alpha=2.0, beta=0.5))
+    """
+
+    def __init__(
+        self,
+        live: Live,
+        *,
+        every: int,
+        warmup: int = 0,
+        local: LocalRule | None = None,
+        server: Factory | None = None,
+        in_flight: int = 2,
+        among: Peers | Communicator | None = None,
+    ) -> None:
+        for name, value, least in (("every", every, 1), ("warmup", warmup, 0), ("in_flight", in_flight, 1)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ValueError(f"PushPull({name}={value!r}): a whole number, {least} or more, is needed.")
+        if local is not None and not isinstance(local, LocalRule):
+            raise TypeError(f"PushPull(local={local!r}): a rule is needed, such as GLU(alpha=2.0, beta=0.5).")
+        self.live, self.model = live, live.model
+        self.every, self.warmup, self.in_flight = every, warmup, in_flight
+        self.local = LocalStep() if local is None else local
+        self.server = server
+        self.peers: Peers = World(among) if among is None or isinstance(among, Communicator) else among
+        self.watch = Watch()
+        self._index = 0
+        self._optimizers: Sequence[Optimizer] = ()
+        self._smooth = bool(floating_buffers(self.model))
+        self._round = self._pulled_at = self._sent = self._received = 0
+        self._waited = self._began = 0.0
+        self._equal_at = -1
+        self._pull: Pull | None = None
+        self._slot: Slot | None = None
+        self._clock = Clock(step=0, round=0, lr=0.0)
+        self._open = False
+
+    def __repr__(self) -> str:
+        names = ("every", "warmup", "local", "in_flight")
+        told = ", ".join(f"{name}={getattr(self, name)!r}" for name in names)
+        return f"PushPull({self.live!r}, {told}, server={self.server!r}, among={self.peers!r})"
+
+    def bind(self, index: int, optimizers: Sequence[Optimizer], report: Callable[[Report], None]) -> None:
+        self._index, self._optimizers, self._hand_in = index, optimizers, report
+        self._factory = check_server(self.server, optimizers)
+
+    def communicators(self) -> list[Communicator]:
+        """The pulls have a twin of their own: they are sent while the workers push."""
+        if not hasattr(self, "_twin"):
+            self._twin = self.peers.everyone.twin()
+            self._courier = self.peers.everyone.courier()
+        return [self.peers.everyone]
+
+    def plan(self, clock: Clock) -> None:
+        if not self._open:
+            self._prepare()
+
+    @torch.no_grad()
+    def _prepare(self) -> None:
+        """The server's weights are those everyone begins with."""
+        comm, groups = self.peers.everyone, groups_of(self._optimizers)
+        base = Packed.like(self.live.like(), multiple=comm.size)
+        base.read(self.live.tensors())
+        runs = runs_of(base, self.live.parameters, groups)
+        self.replica = Replica(base, runs, len(groups))
+        self.shard = Shard(base.flats, runs, (comm.rank, comm.size), self._factory, len(groups))
+        self.ring = Ring(self.live, base, self.in_flight)
+        self._pace = [0.0] * len(groups)  # the server's rates since the last pull
+        self._open = True
+
+    def before(self, clock: Clock) -> bool:
+        start = self.peers.everyone.now()
+        self._slot = self.ring.free(clock.step)
+        self._waited += self.peers.everyone.now() - start
+        return False
+
+    def stepped(self, optimizer: Optimizer) -> None:
+        assert self._slot is not None
+        self._slot.take(optimizer)
+
+    @torch.no_grad()
+    def after(self, clock: Clock) -> None:
+        """The step: land the pull that is in the air, move, push; ask for a pull if one is due."""
+        assert self._slot is not None
+        slot, self._slot = self._slot, None
+        gradient, options = slot.close(), options_of(groups_of(self._optimizers))
+        clock = self._clock = replace(clock, round=self._round)
+        synchronous = clock.step <= self.warmup
+        if not synchronous:
+            origin = self._land() if self._pull else None
+            self.replica.move(self.local, gradient, options, origin)
+        self._push(slot, options, clock)
+        if synchronous or (clock.step - self.warmup) % self.every == 0:
+            self._ask(clock)
+        if synchronous:
+            self._land()
+            self._equal_at = clock.step
+        self.replica.base.write(self.live.tensors())
+
+    def _push(self, slot: Slot, options: Options, clock: Clock) -> None:
+        """Send the gradient; the server applies it when it is there, after those before it."""
+        comm = Metered(self.peers.everyone)
+        with record_function("offbeat.push"), naming(clock):
+            if self._clock.step == self._pulled_at + 1:
+                self._began = comm.now()
+            head = header(ROUND, self._index, clock, mark(self._optimizers), comm.rank)
+            heads = comm.tell(head).then(compare_headers)
+            flats = slot.room.flats
+            means = [comm.scatter_mean(flat) if flat.numel() else arrived(flat) for flat in flats]
+        shard = self.shard
+
+        def apply() -> None:
+            with record_function("offbeat.apply"), naming(clock), torch.no_grad():
+                heads.wait()
+                shard.apply([mean.wait() for mean in means], options)
+
+        slot.applied = self._courier.give(apply)
+        self._pace = [pace + now["lr"] for pace, now in zip(self._pace, options, strict=True)]
+        self._sent += comm.sent
+        self._received += comm.received
+
+    def _ask(self, clock: Clock) -> None:
+        """Ask for the server's weights, as they are after the pushes so far."""
+        twin, shard = self._twin, self.shard
+
+        def pull() -> tuple[Slices, int]:
+            with record_function("offbeat.pull"), naming(clock):
+                return gathered(shard.weights, twin)
+
+        self._pull = Pull(
+            clock=clock,
+            period=clock.step - self._pulled_at,
+            pace=self._pace,
+            sent=self._sent,
+            received=self._received,
+            waited=self._waited,
+            began=self._began,
+            weights=self._courier.give(pull),
+        )
+        self._round += 1
+        self._pulled_at, self._pace = clock.step, [0.0] * len(self._pace)
+        self._sent = self._received = 0
+        self._waited = 0.0
+
+    def _land(self) -> list[Tensor] | None:
+        """Rebase on the weights that were pulled; the weights so far, where the rule asks for them."""
+        pull, comm = self._pull, self.peers.everyone
+        assert pull is not None
+        start = comm.now()
+        with record_function("offbeat.land"):
+            slices, _ = pull.weights.wait()
+            waited = comm.now() - start
+            origin = None
+            if self.local.compares:
+                here = self.replica.base.over([torch.zeros_like(flat) for flat in self.replica.base.flats])
+                here.read(self.live.tensors())
+                origin = here.flats
+            norm, stride = self.replica.rebase(slices, pull.pace)
+        self._pull = None
+        self._hand_in(pull.report(comm.size, norm, waited))
+        if self.watch.see(stride, synchronous=pull.clock.step <= self.warmup):
+            momentum = groups_of(self._optimizers)[0].get("momentum", 0.0)
+            warn(pull.clock.step, self.every, pull.clock.lr, momentum, self.local.gains)
+        return origin
+
+    @torch.no_grad()
+    def shown(self) -> tuple[dict[str, Tensor], bool]:
+        """The server's weights after all pushes."""
+        if self._equal_at == self._clock.step:
+            views = self.replica.base.views
+        else:
+            views = self.replica.base.over([torch.cat(parts) for parts in self._served()]).views
+        return dict(zip(self.live.names, views, strict=True)), True
+
+    def _served(self) -> Slices:
+        """A pull in the air holds all pushes there are; otherwise the server is asked, beside the rounds."""
+        if self._pull is not None:
+            return self._pull.weights.wait()[0]
+        comm = Metered(self.peers.everyone)
+        head = header(AVERAGED, self._index, self._clock, mark(self._optimizers), comm.rank)
+        comm.tell(head).then(compare_headers).wait()
+        slices, sent = self._courier.give(lambda: gathered(self.shard.weights, self._twin)).wait()
+        self._sent += comm.sent + sent
+        self._received += comm.received + sent
+        return slices
+
+    @torch.no_grad()
+    def flush(self, clock: Clock) -> bool:
+        """The server's weights after all pushes become everyone's, and floating buffers their mean."""
+        if self._open and self._equal_at != clock.step:
+            if self._pull is None:
+                self._ask(replace(clock, round=self._round))
+            self._land()
+            self.replica.base.write(self.live.tensors())
+            self._equal_at = clock.step
+        if self._open:
+            self.ring.drain()
+            self._average_buffers()
+        self._courier.close()
+        return self._open
+
+    def _average_buffers(self) -> None:
+        if self._smooth:
+            comm, buffers = Metered(self.peers.everyone), floating_buffers(self.model)
+            began = comm.now()
+            send_mean(buffers, comm).wait().write(list(buffers.values()))
+            self._smooth = False
+            self._hand_in(Report.blocking(replace(self._clock, round=self._round), comm, began, 0))
+
+    def made_equal(self, step: int) -> bool:
+        return self._equal_at == step and not self._smooth
+
+    def state_dict(self) -> State:
+        """Pushes in the air are waited for, and applied: only their order counts. A pull is not."""
+        if not self._open:
+            return {"open": False}
+        self.ring.drain()
+        return {
+            "open": True,
+            "replica": self.replica.state_dict(),
+            "shard": self.shard.state_dict(),
+            "watch": self.watch.state_dict(),
+            "pace": list(self._pace),
+            "pull": None if self._pull is None else self._pull.state_dict(),
+            "counts": [self._round, self._pulled_at, self._sent, self._received, self._equal_at],
+            "step": self._clock.step,
+        }
+
+    @torch.no_grad()
+    def load_state_dict(self, state: State) -> None:
+        self._open = False
+        if not state["open"]:
+            return
+        self._prepare()
+        self.replica.load_state_dict(state["replica"])
+        self.shard.load_state_dict(state["shard"])
+        self.watch.load_state_dict(state["watch"])
+        self._pace = list(state["pace"])
+        now = self.peers.everyone.now()
+        self._began = now
+        self._pull = None if state["pull"] is None else Pull.resumed(state["pull"], now)
+        self._round, self._pulled_at, self._sent, self._received, self._equal_at = state["counts"]
+        self._clock = replace(self._clock, step=state["step"])

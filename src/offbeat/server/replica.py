@@ -1,0 +1,81 @@
+"""A worker's own weights, and what it knows of the server's."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from offbeat.schedule import State
+from offbeat.server.layout import Run, Stretch
+from offbeat.server.pull import Slices
+from offbeat.server.rules import LocalRule
+from offbeat.server.shard import Options
+from offbeat.tensors import Packed
+
+
+class Replica:
+    """The base a worker moves, the weights pulled last, and the way from there to those pulled before."""
+
+    def __init__(self, base: Packed, runs: Sequence[Run], groups: int) -> None:
+        self.base, self.runs = base, runs
+        self.pulled = [flat.clone() for flat in base.flats]
+        self.way = [torch.zeros_like(flat) for flat in base.flats]
+        self.pace = [0.0] * groups  # the server's rates on that way, summed, of each parameter group
+
+    def rebase(self, slices: Slices, pace: Sequence[float]) -> tuple[float, float]:
+        """The base becomes what was pulled. How far that moved it, how long the server's mean step was."""
+        moved = strode = 0.0
+        for flat, parts in enumerate(slices):
+            old, new = self.pulled[flat], self.way[flat]
+            n = parts[0].numel()
+            for rank, part in enumerate(parts):
+                place = slice(rank * n, (rank + 1) * n)
+                old[place].sub_(part)
+                new[place].copy_(part)
+            self.pulled[flat], self.way[flat] = new, old
+            base = self.base.flats[flat]
+            moved += _square(base.sub_(new))
+            strode += _square(old)
+            base.copy_(new)
+        self.pace = list(pace)
+        fastest = max(self.pace, default=0.0)
+        return math.sqrt(moved), math.sqrt(strode) / fastest if fastest else 0.0
+
+    def move(
+        self, rule: LocalRule, gradient: Sequence[Tensor], options: Options, origin: Sequence[Tensor] | None
+    ) -> None:
+        """One local step."""
+        for run in self.runs:
+            now = options[run.group]
+            rule.move(
+                Stretch(
+                    base=run.of(self.base.flats),
+                    gradient=run.of(gradient),
+                    way=run.of(self.way),
+                    pace=self.pace[run.group],
+                    origin=None if origin is None else run.of(origin),
+                    lr=now["lr"],
+                    decay=now.get("weight_decay", 0.0),
+                )
+            )
+
+    def state_dict(self) -> State:
+        return {
+            "base": [flat.clone() for flat in self.base.flats],
+            "pulled": [flat.clone() for flat in self.pulled],
+            "way": [flat.clone() for flat in self.way],
+            "pace": list(self.pace),
+        }
+
+    def load_state_dict(self, state: State) -> None:
+        for name, flats in (("base", self.base.flats), ("pulled", self.pulled), ("way", self.way)):
+            for flat, saved in zip(flats, state[name], strict=True):
+                flat.copy_(saved)
+        self.pace = list(state["pace"])
+
+
+def _square(flat: Tensor) -> float:
+    return float(torch.linalg.vector_norm(flat, dtype=torch.float64)) ** 2

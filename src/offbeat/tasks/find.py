@@ -1,0 +1,75 @@
+"""Tasks by name, or from a file of the user's own."""
+
+import importlib.util
+import inspect
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from offbeat.tasks.bytes import bytes_task
+from offbeat.tasks.digits import digits_task
+from offbeat.tasks.images import images_task
+from offbeat.tasks.task import Task
+
+TASKS: dict[str, Callable[..., Task]] = {"bytes": bytes_task, "digits": digits_task, "images": images_task}
+
+
+def find_task(name: str, **given: Any) -> Task:
+    """The task of this name, or the one that the function `task` in a Python file returns.
+
+    `given` holds what the caller wants, such as size, data or seed; None means that it does not care. A task
+    that has no such argument is told so in a sentence, but for `seed` and `cache`, which are offers.
+
+    In a file of one's own, `def task(size="small", seed=0): return Task(...)`; `path/to/file.py:other` calls
+    another function of it.
+
+    Example:
+        >>> find_task("digits", size="tiny", seed=1)
+        Task(name='digits-tiny')
+    """
+    build = TASKS[name] if name in TASKS else _in_file(name)
+    accepted = inspect.signature(build).parameters
+    wanted = {key: value for key, value in given.items() if value is not None}
+    for key in wanted:
+        if key not in accepted and key not in ("seed", "cache"):
+            raise ValueError(
+                f"The task {name!r} has no argument {key!r}: it takes {', '.join(accepted) or 'none'}."
+            )
+    for key, parameter in accepted.items():
+        if parameter.default is parameter.empty and key not in wanted:
+            raise ValueError(f"The task {name!r} needs {key!r}, and it was not given.")
+    task = build(**{key: value for key, value in wanted.items() if key in accepted})
+    if not isinstance(task, Task):
+        raise ValueError(
+            f"The task {name!r} must be a Task, and its function returned {type(task).__name__}."
+        )
+    return task if name in TASKS or task.name != "task" else replace(task, name=Path(name).stem)
+
+
+def _in_file(name: str) -> Callable[..., Task]:
+    """The function in `path/to/file.py`, or in `path/to/file.py:function`."""
+    file, _, function = name.partition(":")
+    if not file.endswith(".py"):
+        known = ", ".join(sorted(TASKS))
+        raise ValueError(
+            f"There is no task {name!r}: name one of {known}, or a Python file with a function `task`."
+        )
+    if not os.path.isfile(file):
+        raise ValueError(f"There is no file {file!r} to take a task from.")
+    build = getattr(_imported(Path(file)), function or "task", None)
+    if not callable(build):
+        raise ValueError(f"{file!r} has no function {function or 'task'!r}: it returns the Task to train.")
+    return build  # type: ignore[no-any-return]
+
+
+def _imported(path: Path) -> Any:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules.setdefault(path.stem, module)  # where dataclasses and pickle look for it
+    spec.loader.exec_module(module)
+    return module
