@@ -44,7 +44,6 @@ def test_every_method_is_in_the_catalogue_with_its_paper(entries: dict[str, cata
         ("hierarchical", 1.0, 2),  # with all workers in one node
         ("overlap_local_sgd", 1 / 2, 3),
         ("diloco", 1 / 64, 3),
-        ("streaming_diloco", 1 / 64, 3),
         ("eager_diloco", 1 / 64, 5),
         ("noloco", 8 / (2 * 7) / 50, 3),
         ("palsgd", 1 / 64 / 0.9, 3),
@@ -93,7 +92,7 @@ def test_methods_as_a_table_and_as_json(capsys: pytest.CaptureFixture[str]) -> N
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["methods", "nope"], "There is no method 'nope': name one of adacomm, adaptive,"),
+        (["methods", "nope"], "There is no method 'nope': name one of a2sgd, adacomm, adaptive,"),
         (["mehtods"], "No such command 'mehtods'."),
         (["methods", "--jsn"], "No such option: --jsn"),
     ],

@@ -45,6 +45,7 @@ from offbeat.simulate import (
 )
 from offbeat.sync import Synchronizer
 from offbeat.tensors import Packed, grads, params
+from offbeat.throttle import Throttled
 from offbeat.update import Correct, Replace, Update
 from offbeat.waitfree import Attendance, EagerGradients, GroupAverage, GroupReport
 
@@ -114,6 +115,7 @@ __all__ = [
     "Subgroups",
     "Synchronizer",
     "Then",
+    "Throttled",
     "TopK",
     "Torch",
     "Totals",

@@ -24,10 +24,17 @@ S = TypeVar("S")
 class Pending(Generic[T]):
     """A message in the air."""
 
-    def __init__(self, wait: Callable[[], T], done: Callable[[], bool], arrived: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        wait: Callable[[], T],
+        done: Callable[[], bool],
+        arrived: Callable[[], float],
+        advance: Callable[[], None] = lambda: None,
+    ) -> None:
         self._wait: Callable[[], T] | None = wait
         self._done = done
         self._arrived = arrived
+        self._advance = advance
 
     def wait(self) -> T:
         """The message, once it has arrived. Idempotent; raises `PeerLost` if it never will."""
@@ -40,13 +47,19 @@ class Pending(Generic[T]):
         """Whether `wait` would return at once."""
         return self._wait is None or self._done()
 
+    def advance(self) -> None:
+        """Of a question and an answer: wait for the question to arrive, and send the answer. All ranks call
+        this at the same point, or none; messages of one part have nothing to do."""
+        if self._wait is not None:
+            self._advance()
+
     def arrived(self) -> float:
         """When it arrived, on the communicator's clock; to be asked after `wait`."""
         return self._arrived()
 
     def then(self, change: Callable[[T], S]) -> Pending[S]:
         """The message with `change` applied to it on arrival."""
-        return Pending(lambda: change(self.wait()), self.done, self.arrived)
+        return Pending(lambda: change(self.wait()), self.done, self.arrived, self.advance)
 
 
 def arrived(value: T) -> Pending[T]:

@@ -120,10 +120,18 @@ class Exchange(Part):
         begins = self._plan == clock.step
         if self._flight and (self._flight.due == clock.step or (begins and self._flight.due is None)):
             self.land(clock)
+        if self._flight and clock.step == self._halfway(self._flight):
+            with torch.no_grad(), naming(self._flight.clock):
+                self._flight.advance()
         if begins:
             self.begin(clock)
             if self.delay == 0:
                 self.land(clock)
+
+    def _halfway(self, flight: Flight) -> int | None:
+        """The step in the middle of a flight, the same for everyone; None while its end is not known."""
+        due = self._plan if flight.due is None else flight.due
+        return None if due is None else (flight.clock.step + due + 1) // 2
 
     def _ask(self, clock: Clock) -> None:
         """Plan the next round."""

@@ -47,7 +47,9 @@ class Narrow(Grain):
     def decode(self, wire: Tensor, out: Tensor, factor: float = 1.0, *, add: bool = False) -> None:
         narrow = wire.view(self.dtype)
         if not add:
-            out.copy_(narrow[: out.numel()]).mul_(factor)
+            out.copy_(narrow[: out.numel()])
+            if factor != 1:
+                out.mul_(factor)
             return
         tile = torch.empty(min(_TILE, out.numel()), device=out.device)
         for start in range(0, out.numel(), _TILE):

@@ -6,13 +6,15 @@ import torch
 from torch import Tensor
 
 _GROUP = 8
-_TILE = 2**20  # values that are worked on at a time
+_TILE = 2**18  # values that are worked on at a time
 
 
 def largest(rows: Tensor, k: int) -> Tensor:
     """The columns of the k entries of largest magnitude of each row, in no order."""
-    step = max(1, _TILE // max(1, rows.shape[1]))
-    return torch.cat([_largest(part.abs(), k) for part in torch.split(rows, step)])
+    step = max(1, _TILE // rows.shape[1])
+    tile = torch.empty(min(step, rows.shape[0]), rows.shape[1], device=rows.device)
+    parts = torch.split(rows, step)
+    return torch.cat([_largest(torch.abs(part, out=tile[: part.shape[0]]), k) for part in parts])
 
 
 def _largest(rows: Tensor, k: int) -> Tensor:

@@ -53,23 +53,29 @@ class LowRank(Code):
             self._factor(span, m, state["factors"]) for span, m in zip(vector.spans, matrices, strict=True)
         ]
         thin = [m @ q for m, q in zip(matrices, factors, strict=True)]
-        second: list[Pending[list[Tensor]]] = []
+        first = comm.mean([_joined(thin)])
+        answer: list[tuple[list[Tensor], list[Tensor], Pending[list[Tensor]]]] = []
 
-        def arrive(sums: list[Tensor]) -> None:
-            lefts = [torch.linalg.qr(p).Q for p in _cut(sums[0], thin)]
+        def advance() -> None:
+            if answer:
+                return
+            lefts = [torch.linalg.qr(p).Q for p in _cut(first.wait()[0], thin)]
             rights = [m.t() @ p for m, p in zip(matrices, lefts, strict=True)]
             if vector.residual is not None:
                 vector.residual.copy_(vector.values)
                 for left, p, q in zip(_matrices(vector, vector.residual), lefts, rights, strict=True):
                     left.addmm_(p, q.t(), alpha=-1)
-            second.append(comm.mean([_joined(rights)]))
-            means = _cut(second[0].wait()[0], rights)
+            answer.append((lefts, rights, comm.mean([_joined(rights)])))
+
+        def arrive() -> None:
+            advance()
+            lefts, rights, message = answer[0]
+            means = _cut(message.wait()[0], rights)
             for span, m, p, q in zip(vector.spans, matrices, lefts, means, strict=True):
                 torch.mm(p, q.t(), out=m)
                 state["factors"][span.name] = q.clone()
 
-        first = comm.mean([_joined(thin)])
-        return Pending(lambda: arrive(first.wait()), lambda: False, lambda: second[0].arrived())
+        return Pending(arrive, lambda: False, lambda: answer[0][2].arrived(), advance)
 
     def _factor(self, span: Span, matrix: Tensor, factors: dict[str, Tensor]) -> Tensor:
         """That of the round before; at first, and after a mean of zero, directions at random."""

@@ -104,8 +104,13 @@ class Parcel:
                     _zero([left[i] for i in self._fine])
             return self._payload
 
+        def advance() -> None:
+            self._check()
+            for message in messages:
+                message.advance()
+
         everything: list[Pending[Any]] = [self._message, *messages]
-        return Pending(wait, lambda: False, lambda: max(message.arrived() for message in everything))
+        return Pending(wait, lambda: False, lambda: max(message.arrived() for message in everything), advance)
 
     def _first_bad(self) -> int:
         """The number, from 1, of the first tensor that cannot be sent; 0: there is none."""

@@ -38,10 +38,15 @@ class Slices:
             for part, left, row in rows:
                 self._grain.decode(row, left)
                 torch.sub(part, left, out=left)
-        message = self._comm.exchange(list(wire))
-        return Pending(lambda: self._arrive(message.wait()), lambda: False, self._arrived)
+        self._given = self._comm.exchange(list(wire))
+        return Pending(self._arrive, lambda: False, self._arrived, self._answer)
 
-    def _arrive(self, parts: Sequence[Tensor]) -> None:
+    def _answer(self) -> None:
+        """Sum the own slice and give it to all, once."""
+        if self._gathered is None:
+            self._gathered = self._sum(self._given.wait())
+
+    def _sum(self, parts: Sequence[Tensor]) -> Pending[list[Tensor]]:
         rank, size = self._comm.rank, self._comm.size
         own = self._cut(self._vector.values)[rank]
         mean = self._room("mean", (self._length,), torch.float32)[: own.numel()]
@@ -53,7 +58,11 @@ class Slices:
             left = self._cut(self._vector.residual)[rank]
             left.add_(mean, alpha=size)
             self._grain.decode(row, left, -size, add=True)
-        self._gathered = self._comm.gather(row)
+        return self._comm.gather(row)
+
+    def _arrive(self) -> None:
+        self._answer()
+        assert self._gathered is not None
         for part, out in zip(self._gathered.wait(), self._cut(self._vector.values), strict=True):
             self._grain.decode(part, out)
 

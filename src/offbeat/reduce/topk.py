@@ -46,9 +46,8 @@ class TopK(Code):
 
     def carry(self, vector: Vector, comm: Communicator, clock: Clock, state: State) -> Pending[None]:
         places = self._whole(vector) if self.chunk is None else self._chunked(vector, self.chunk)
-        inside = places.clamp(max=vector.values.numel() - 1)
         number = places.numel()
-        kept = vector.values[inside]
+        kept = vector.values[places.clamp(max=vector.values.numel() - 1)]
         wire = torch.cat([self._pack_places(places, vector), self._pack_values(kept)])
         if vector.residual is not None:
             vector.residual.copy_(vector.values)
@@ -112,10 +111,14 @@ class TopK(Code):
         part = wire[wire.numel() - size :]
         return unpack_levels(part, number) if self.bits == 2 else part.view(torch.float32)
 
-    @staticmethod
-    def _add(flat: Tensor, places: Tensor, values: Tensor, factor: float) -> None:
-        real = places < flat.numel()
-        flat.index_add_(0, places[real], values[real], alpha=factor)
+    def _add(self, flat: Tensor, places: Tensor, values: Tensor, factor: float) -> None:
+        """No place is named twice, so order does not matter. Those behind the end are in the last chunk."""
+        if self.chunk is not None and flat.numel() % self.chunk:
+            sure = places.numel() - _number(self.chunk, self.ratio)
+            real = sure + torch.nonzero(places[sure:] < flat.numel()).flatten()
+            flat.index_add_(0, places[real], values[real], alpha=factor)
+            places, values = places[:sure], values[:sure]
+        flat.scatter_add_(0, places, values * factor)
 
 
 def check_ratio(code: Code, ratio: object) -> None:
