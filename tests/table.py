@@ -38,6 +38,12 @@ METHODS = [
     "overlap_local_sgd(every=2, pull=0.5, momentum=0.5)",
     "noloco(every=2, lr=0.5, momentum=0.5)",
     "hierarchical(nodes=2, inner=1, outer=4, update=Outer(SGD(lr=0.5, momentum=0.5)))",
+    # With a grace of a minute nobody is late, and real workers do what simulated ones do.
+    "wagma(group_size=2, every=3, grace=60.0)",
+    "wagma(group_size=4, every=5, grace=60.0, moments='average')",
+    "wagma(group_size=1, every=4, buffers='keep')",
+    "eager_sgd(every=4, grace=60.0)",
+    "eager_sgd(every=3, activation='majority', grace=60.0)",
     "def_sgd(ratio=2, lam=0.25)",
     "sparse_loco(every=3)",
     # Servers of their own, since some tests have an optimizer that the default does not fit.
@@ -75,6 +81,13 @@ ROUNDED = [
     "a2sgd(every=3, reduce=Quantized(8, block=8, least=1))",
 ]
 METHODS += CODES + ROUNDED
+
+# Methods whose workers may be in different rounds between the global ones are saved at those.
+SELDOM = {row: int(row.split("every=")[1][0]) for row in METHODS if row.startswith(("wagma", "eager_sgd"))}
+
+
+def savable(expression: str, step: int) -> bool:
+    return step % SELDOM.get(expression, 1) == 0
 
 
 @dataclass(frozen=True)
@@ -154,6 +167,19 @@ LAWS = [
         "hierarchical(nodes=1, inner=3, outer=3, update=Outer(SGD(lr=0.5, momentum=0.5)))",
         options={"workers": 2},
     ),
+    # Workers that need no time at all are never late.
+    Law("wagma(group_size=1, every=3)", "local_sgd(every=3)", options=FLOATS),
+    Law(
+        "wagma(group_size=4, every=3)",
+        "local_sgd(every=1)",
+        exact=False,
+        options={**FLOATS, "buffers": False},
+    ),
+    Law("wagma(every=1)", "local_sgd(every=1)", options=FLOATS),
+    Law("wagma(group_size=4, every=3, grace=0.0)", "ddp()", options={"buffers": False}),
+    Law("wagma(every=3, grace=0.5)", "wagma(group_size=2, every=3, grace=0.0)", options=FLOATS),
+    Law("eager_sgd(every=3)", "ddp()", options={"buffers": False}),
+    Law("eager_sgd(every=3)", "eager_sgd(every=3, activation='majority')", options=FLOATS),
     # Codes that lose nothing, or have nothing large enough to work on, are the mean.
     Law("ddp(reduce=Quantized(4))", "ddp()"),
     Law("local_sgd(every=3, reduce=TopK(1, least=1))", "local_sgd(every=3)"),
@@ -215,6 +241,8 @@ ALONE = [
     "qsr(alpha=0.5, base=2)",
     "adaptive(start=2, sample=5)",
     "cocod(every=3, delay=2)",
+    "wagma(every=3)",
+    "eager_sgd(every=3)",
     "ddp(reduce=Quantized(4, least=1))",
     "local_sgd(every=3, delay=2, reduce=ErrorFeedback(TopK(4, least=1)))",
     "a2sgd(every=3)",

@@ -98,6 +98,10 @@ def test_the_plan_is_what_the_simulation_does(expression: str, compute: Compute)
         "eager_diloco(every=8)",
         "def_sgd(every=4)",
         "diloco(every=8, reduce=TopK(8))",
+        "wagma(every=10)",
+        "wagma(every=10, group_size=4)",
+        "eager_sgd(every=10)",
+        "eager_sgd(every=10, activation='majority')",
     ],
 )
 def test_the_plan_is_nearly_what_the_simulation_does(expression: str, compute: Compute) -> None:
@@ -110,7 +114,9 @@ def test_the_plan_is_nearly_what_the_simulation_does(expression: str, compute: C
     assert abs(told.rounds - rounds) <= 1
 
 
-@pytest.mark.parametrize("expression", ["local_sgd(every=4)", "cocod(every=8, delay=4)", "noloco(every=3)"])
+@pytest.mark.parametrize(
+    "expression", ["local_sgd(every=4)", "cocod(every=8, delay=4)", "noloco(every=3)", "wagma(every=8)"]
+)
 @pytest.mark.parametrize(
     "compute",
     [Jittered(0.1, jitter=0.3), HeavyTailed(0.1, tail=2.0), Stragglers(Constant(0.1), 0.1, 0.5)],
@@ -260,6 +266,17 @@ def test_maxima_are_taken_over_workers_not_means() -> None:
     sigma = torch.tensor(1.04).log().sqrt()
     expected = (torch.randn(1000, 2000) * sigma - sigma**2 / 2).exp().amax(0).mean().item()
     assert told.seconds == pytest.approx(100 * expected, rel=0.01)
+
+
+def test_who_waits_for_nobody_waits_less() -> None:
+    """A twentieth of the steps is late by ten steps: of 64 workers one always is, and ddp waits for it."""
+    cluster = Cluster(64, Stragglers(Constant(0.1), 0.05, 1.0), Network(bandwidth=1e9))
+    told = {
+        e: predict(e, HAND, cluster) for e in ("ddp()", "wagma(every=16)", "hierarchical(nodes=8, outer=16)")
+    }
+    ddp, wagma, blocking = told.values()
+    assert wagma.waiting < 0.6 * ddp.waiting
+    assert wagma.seconds < 0.7 * blocking.seconds  # groups as large, but with those who are late
 
 
 def test_a_hundred_thousand_workers() -> None:

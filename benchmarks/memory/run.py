@@ -40,6 +40,8 @@ METHODS = [
     "palsgd(every=2)",
     "overlap_local_sgd(every=2)",
     "noloco(every=2)",
+    "wagma(every=4)",
+    "eager_sgd(every=4)",
 ]
 
 

@@ -21,12 +21,13 @@ from offbeat.plan import Cluster, Job, predict
 HERE = Path(__file__).parent
 RATES = ("50mbit", "100mbit", "200mbit")
 RUNS = [
-    ("ddp()", 16, False),
-    ("local_sgd(every=8)", 48, False),
-    ("diloco(every=16)", 48, False),
-    ("cocod(every=8, delay=4)", 48, False),
-    ("ssd_sgd(every=4, warmup=4)", 24, False),
-    ("local_sgd(every=8)", 48, True),
+    ("ddp()", 12, False),
+    ("local_sgd(every=8)", 32, False),
+    ("diloco(every=16)", 32, False),
+    ("cocod(every=8, delay=4)", 32, False),
+    ("ssd_sgd(every=4, warmup=4)", 20, False),
+    ("wagma(every=8)", 16, True),
+    ("local_sgd(every=1)", 8, True),
 ]
 
 

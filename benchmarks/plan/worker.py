@@ -23,7 +23,7 @@ from offbeat.tasks import bytes_task
 
 EVEN = Jittered(0.12, jitter=0.1)
 LATE = Stragglers(EVEN, chance=0.1, delay=0.4)
-MEASURED = 40
+MEASURED = 24
 
 
 def build() -> tuple[nn.Module, torch.optim.Optimizer]:

@@ -15,7 +15,7 @@ from offbeat.methods import *  # noqa: F403 - the named methods, listed in metho
 from offbeat.outer import SGD, Gossip, Outer, Rebase, SlowMo
 from offbeat.overlap import Eager, Overlap
 from offbeat.part import Part
-from offbeat.peers import Pairs, Peers, Subgroups, World
+from offbeat.peers import Butterfly, Pairs, Peers, Subgroups, World
 from offbeat.reduce import (
     Code,
     ErrorFeedback,
@@ -47,6 +47,7 @@ from offbeat.sync import Synchronizer
 from offbeat.tensors import Packed, grads, params
 from offbeat.throttle import Throttled
 from offbeat.update import Correct, Replace, Update
+from offbeat.waitfree import Attendance, EagerGradients, GroupAverage, GroupReport
 
 __version__ = "0.1.0"
 
@@ -56,6 +57,8 @@ __all__ = [
     "SGD",
     "AdaComm",
     "Adaptive",
+    "Attendance",
+    "Butterfly",
     "CheckpointMismatch",
     "Clock",
     "Code",
@@ -68,11 +71,14 @@ __all__ = [
     "Detached",
     "Disagreement",
     "Eager",
+    "EagerGradients",
     "ErrorFeedback",
     "Every",
     "Exchange",
     "Failures",
     "Gossip",
+    "GroupAverage",
+    "GroupReport",
     "HeavyTailed",
     "Jittered",
     "Level",

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 import torch
 from torch import Tensor
 
+from offbeat.companion import Companion
 from offbeat.errors import Disagreement, NotFinite, OffbeatError, PeerLost
 
 if TYPE_CHECKING:
@@ -117,6 +118,12 @@ class Communicator(ABC):
     @abstractmethod
     def leave(self, farewell: Farewell) -> None:
         """Tell the others that this rank has failed and sends no more, so that nobody waits for it."""
+
+    def companion(self) -> Companion:
+        """A thread beside this worker's own, with its own connections; all ranks ask for theirs together."""
+        raise NotImplementedError(
+            f"{type(self).__name__}.companion(): only Torch and simulated workers can have a second thread."
+        )
 
     def scatter_mean(self, tensor: Tensor) -> Pending[Tensor]:
         """The mean of this rank's slice of a vector whose length is a multiple of size, summed in rank order.
@@ -281,6 +288,9 @@ class Metered(Communicator):
 
     def courier(self) -> Courier:
         return self.comm.courier()
+
+    def companion(self) -> Companion:
+        return self.comm.companion()
 
     def leave(self, farewell: Farewell) -> None:
         self.comm.leave(farewell)

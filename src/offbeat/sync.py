@@ -208,6 +208,12 @@ class Synchronizer:
             raise RuntimeError(
                 "state_dict(): not inside averaged() or a step: the weights are not those to save."
             )
+        first = max(part.savable(self.steps) for part in self.parts)
+        if first > self.steps:
+            raise RuntimeError(
+                f"state_dict(): {self.method} cannot be saved after step {self.steps}, where the workers may "
+                f"be in different rounds: the next step that allows it is {first}."
+            )
         with self._failing():
             parts = [part.state_dict() for part in self.parts]
         return {
@@ -323,7 +329,7 @@ class Synchronizer:
 
     def _leave(self, error: BaseException) -> None:
         for part in self.parts:
-            part.peers.everyone.leave(Farewell.of(error))  # and all it was split into
+            part.leave(Farewell.of(error))
 
     @contextmanager
     def _failing(self) -> Iterator[None]:

@@ -16,6 +16,7 @@ from offbeat.plan.imagined import sent_in
 from offbeat.plan.job import Cluster, Job
 from offbeat.plan.probe import Acts, Seen
 from offbeat.plan.replay import Clocks, Costs
+from offbeat.plan.rush import Rush
 from offbeat.plan.unroll import Act, Course
 from offbeat.simulate import Network
 
@@ -64,7 +65,7 @@ class Forecast:
         self._steps = [0, *course.iterations]  # completed before each gradient
         due = {done: tuple(acts) for done, acts in groupby(course.acts, key=lambda a: a.done)}
         # Parts with a habit of their own act at every step.
-        when = range(1, job.steps + 1) if seen.habit else due
+        when = range(1, job.steps + 1) if seen.habit or seen.rushes else due
         self._moments = [Moment(done, due.get(done, ())) for done in when]
 
     def spent(self) -> Spent:
@@ -132,6 +133,8 @@ class Forecast:
         for moment in self._moments[first:last]:
             clocks.compute(self._steps[done : moment.done])
             before, done = done, moment.done
+            for rush in self._seen.rushes:
+                clocks.rush(rush, done - 1, self._costs)
             if self._seen.habit:
                 self._repeat(done - 1, clocks)
             for act in moment.acts:
@@ -191,7 +194,7 @@ class Forecast:
             self._bytes(acts, self._world) for acts in (self._seen.start, self._seen.meet, self._closing())
         )
         counted: dict[tuple[int, str, int], int] = {}
-        total += self._habitual()
+        total += self._habitual() + sum(self._rushed(rush) for rush in self._seen.rushes)
         acts = [*self._course.acts, *self._course.flush]
         for act in acts:
             key = (act.place, act.what, alike(act.round))
@@ -202,6 +205,15 @@ class Forecast:
             if key not in known:
                 known[key] = self._bytes(getattr(self._seen.rounds[act.place], act.what), self._of(act))
         return round(total + sum(known[key] * count for key, count in counted.items()))
+
+    def _rushed(self, rush: Rush) -> float:
+        total = 0.0
+        for step in range(self._job.steps):
+            if rush.held(step):
+                sizes = rush.among(step).sizes
+                size = round(float((sizes * sizes).sum()) / self._cluster.workers)  # of a worker's group
+                total += traffic("mean", size, round(rush.size.at(size)))
+        return total
 
     def _habitual(self) -> float:
         habit = self._seen.habit

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import TypeVar
 
 from torch import Tensor
 
 from offbeat.comm import WORDS, Communicator, Farewell, Pending, nbytes, words
+from offbeat.companion import Companion
 from offbeat.courier import Courier
 
 T = TypeVar("T")
@@ -117,6 +119,9 @@ class Imagined(Communicator):
     def courier(self) -> Courier:
         return Noted(self.log)
 
+    def companion(self) -> Companion:
+        return Absent(Imagined(self.size, self.log, self.groups))
+
     def leave(self, farewell: Farewell) -> None:
         pass
 
@@ -161,3 +166,30 @@ class Noted(Courier):
             return result
 
         return Pending(wait, lambda: False, lambda: 0.0)
+
+
+class Absent(Companion):
+    """Does nothing: what companions do is planned by `Rush`, not watched."""
+
+    heard = -1
+
+    def __init__(self, comm: Communicator) -> None:
+        self.comm = comm
+
+    def start(self, work: Callable[[], None]) -> None:
+        raise NotImplementedError
+
+    def locked(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def until(self, ready: Callable[[], bool], what: str, seconds: float | None = None) -> bool:
+        raise NotImplementedError
+
+    def announce(self, number: int) -> None:
+        raise NotImplementedError
+
+    def check(self) -> None:
+        pass
+
+    def stop(self) -> None:
+        pass

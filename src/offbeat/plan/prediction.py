@@ -60,9 +60,10 @@ def predict(expression: str, job: Job, cluster: Cluster) -> Prediction:
     spent = forecast.spent()
     totals = [_with_failures(float(mean), cluster) for mean in spent.mean]
     here = totals[0]
+    rushed = sum(rush.held(step) for rush in seen.rushes for step in range(job.steps))
     return Prediction(
         method=expression.strip(),
-        rounds=sum(course.rounds.values()) + seen.habit.rounds(job.steps),
+        rounds=sum(course.rounds.values()) + seen.habit.rounds(job.steps) + rushed,
         bytes_sent=forecast.bytes_sent(),
         seconds=here,
         spread=_spread(spent, cluster),

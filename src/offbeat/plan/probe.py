@@ -11,11 +11,13 @@ from offbeat import Synchronizer
 from offbeat.exchange import Exchange
 from offbeat.plan.fit import Size, message_sizes
 from offbeat.plan.habit import Habit, habit
-from offbeat.plan.imagined import Computed, Event, Imagined, Sent, Waited, sent_in
+from offbeat.plan.imagined import Absent, Computed, Event, Imagined, Sent, Waited, sent_in
 from offbeat.plan.job import Job
 from offbeat.plan.memory import copies
+from offbeat.plan.rush import Rush, Silent
 from offbeat.plan.standin import WIDTHS, StandIn, local_optimizer, real_width
 from offbeat.schedule import Clock, Never
+from offbeat.waitfree.part import Waitfree
 from offbeat.weights import replace_by_mean
 
 Build = Callable[..., Synchronizer]
@@ -52,6 +54,7 @@ class Seen:
     rounds: dict[int, Round]  # of the exchanges, by their place among the parts
     habit: Habit  # what other parts do, step by step
     sizes: dict[int, Size]  # of the messages in it
+    rushes: tuple[Rush, ...]  # parts that wait for nobody
     copies: float  # of the model
 
 
@@ -86,7 +89,7 @@ def probe(build: Build, job: Job, workers: int) -> Seen:
         begin, land, ask = (acts(lambda watch, n=n: watch.rounds[place][n]) for n in ("begin", "land", "ask"))  # type: ignore[misc]
         return Round(begin, land, ask, *first.flags[place])
 
-    sync = _made(build, job, workers, 8)[0]
+    sync = _made(build, job, workers, 8, whole=True)[0]
     for part in sync.parts:
         if isinstance(part, Exchange):
             part._open()  # some parts pull towards its anchor
@@ -97,6 +100,7 @@ def probe(build: Build, job: Job, workers: int) -> Seen:
         last=acts(lambda watch: watch.last),
         rounds={place: round_of(place) for place in first.rounds},
         habit=habit(first.steps, first.reports),
+        rushes=tuple(Rush.of(part, job, workers) for part in sync.parts if isinstance(part, Waitfree)),
         sizes=acts(lambda watch: [event for events in watch.steps for event in events]).sizes,
         copies=max(watch.copies for watch in watches if watch.width == WIDTHS[-1]),
     )
@@ -117,10 +121,16 @@ def _worlds(build: Build, job: Job, workers: int) -> list[int]:
     return found if len(found) == 2 else [workers]
 
 
-def _made(build: Build, job: Job, size: int, width: int) -> tuple[Synchronizer, Imagined, nn.Module]:
+def _made(
+    build: Build, job: Job, size: int, width: int, *, whole: bool = False
+) -> tuple[Synchronizer, Imagined, nn.Module]:
+    """Unless it is to be whole, without what parts do that wait for nobody."""
     comm = Imagined(size)
     model = StandIn(job, width)
-    return build(model, local_optimizer(job, model), group=comm), comm, model
+    sync = build(model, local_optimizer(job, model), group=comm)
+    if not whole:
+        sync.parts = [Silent(part) if isinstance(part, Waitfree) else part for part in sync.parts]
+    return sync, comm, model
 
 
 def _watch(build: Build, job: Job, size: int, width: int) -> _Watch:
@@ -144,7 +154,18 @@ def _watch(build: Build, job: Job, size: int, width: int) -> _Watch:
     if sent_in(_but_words(events)):
         last = _but_words(events)  # some updates have a last act of their own
     steps, reports, closing, most = _watch_others(build, job, size, width)
+    held += _rushing(build, job, size, width)
     return _Watch(size, width, start, meet, closing or last, rounds, flags, steps, reports, max(held, most))
+
+
+def _rushing(build: Build, job: Job, size: int, width: int) -> float:
+    """Copies of the model in what parts hold that wait for nobody."""
+    sync = _made(build, job, size, width, whole=True)[0]
+    for part in sync.parts:
+        if isinstance(part, Waitfree) and part.active:
+            part.load(0, Absent(part.peers.everyone))
+    sync.parts = [part for part in sync.parts if isinstance(part, Waitfree)]
+    return copies(sync)
 
 
 def _watch_others(

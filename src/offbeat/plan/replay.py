@@ -7,9 +7,11 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from offbeat.plan.fit import Size
 from offbeat.plan.groups import Groups, cost
 from offbeat.plan.imagined import Beside, Event, Sent, Waited
 from offbeat.plan.probe import Acts
+from offbeat.plan.rush import Rush
 from offbeat.simulate import Compute, Network
 
 _CHUNK = 2**15  # times drawn at once: as many as a cache holds
@@ -30,6 +32,7 @@ class Clocks:
         shape = (len(networks), runs, self._width)
         self.now = torch.zeros(shape, dtype=torch.float64)
         self.free = torch.zeros(shape, dtype=torch.float64)  # when their links are
+        self._companion = torch.zeros(shape, dtype=torch.float64)
         self._courier = torch.zeros(shape, dtype=torch.float64)  # where those are who work beside them
         self.computed, self.skewed, self.exposed, self.flown = (
             torch.zeros(shape[:2], dtype=torch.float64) for _ in range(4)
@@ -86,6 +89,33 @@ class Clocks:
                 self.skewed, self.exposed = still  # it was the courier who stood still
                 self._air[key(event.number)] = (worker, self._courier, worker)
 
+    def rush(self, rush: Rush, round: int, costs: Costs) -> None:
+        """A round that companions hold: each begins with its own worker, or some grace after the call."""
+        if not rush.held(round):
+            self._companion = torch.maximum(self._companion, self.now)
+            return
+        groups = rush.among(round)
+        start = torch.maximum(self._companion, self.now)
+        if not rush.blocking(round):
+            first = rush.initiator(round)
+            called = (
+                self.now.amin(-1, keepdim=True) if first is None else self.now[..., first % self._width, None]
+            )
+            awake = torch.maximum(self._companion, torch.minimum(self.now, called + costs.announcement))
+            late = torch.minimum(self.now, awake + rush.grace(self._compute))
+            start = torch.where(self.now <= awake, awake, late)
+        busy, delay = costs.priced("mean", rush.size, groups)
+        if self._width > 1:
+            start = torch.maximum(groups.latest(start), groups.latest(self.free))
+        self.free = start + busy
+        self._companion = (self.free + delay).expand_as(self.now)
+        waited = (self._companion - self.now).clamp_(min=0)
+        exposed = torch.minimum(waited, busy + delay)
+        self.exposed += exposed.mean(-1)
+        self.skewed += (waited - exposed).mean(-1)
+        self.flown += (busy + delay).mean(-1)
+        self.now = torch.maximum(self.now, self._companion)
+
     def mark(self, kind: object) -> None:
         """Note how far the latest worker has come since the moment before."""
         latest = self.now.amax(-1)
@@ -128,11 +158,19 @@ class Costs:
 
     def of(self, event: Sent, acts: Acts, groups: Groups) -> tuple[Tensor, Tensor]:
         """Seconds for which links are held, and seconds of flight besides; the worst where all are alike."""
-        size = acts.sizes[event.number]
-        key = (event.kind, size, None if groups.members is None else id(groups))
+        return self.priced(event.kind, acts.sizes[event.number], groups)
+
+    @property
+    def announcement(self) -> Tensor:
+        """Seconds of a call to all."""
+        seconds = [network.seconds(8) for network in self._networks]
+        return torch.tensor(seconds, dtype=torch.float64)[:, None, None]
+
+    def priced(self, kind: str, size: Size, groups: Groups) -> tuple[Tensor, Tensor]:
+        key = (kind, size, None if groups.members is None else id(groups))
         if key not in self._known:
             given = {n: round(size.at(n)) for n in set(groups.sizes.tolist())}
-            priced = cost(self._networks, groups, event.kind, given)
+            priced = cost(self._networks, groups, kind, given)
             busy, delay = self._at_workers(priced.busy, groups), self._at_workers(priced.delay, groups)
             self._known[key] = (busy, delay, groups)  # kept, lest another gets its id
         return self._known[key][:2]

@@ -60,6 +60,8 @@ def simulate(
     stage.begin()
     for thread in threads:
         thread.join()
+    for thread in stage.understudies:
+        thread.join()
     torch.set_rng_state(rng)
     if stage.failure is not None:
         raise stage.failure

@@ -9,16 +9,18 @@ import torch
 from torch import Tensor
 
 from offbeat.comm import Communicator, Farewell, Pending, sum_in_order, words
+from offbeat.companion import Companion
 from offbeat.courier import Courier, Lazy
 from offbeat.simulate.call import Call, Settle
 from offbeat.simulate.stage import Path, Stage
+from offbeat.simulate.understudy import Understudy
 
 
 class Virtual(Communicator):
     """One simulated worker's view of its peers."""
 
-    def __init__(self, stage: Stage, path: Path, me: int) -> None:
-        self._stage, self._path, self._me = stage, path, me
+    def __init__(self, stage: Stage, path: Path, me: int, actor: int) -> None:
+        self._stage, self._path, self._me, self._actor = stage, path, me, actor
         self._members = path[-1]
         self.rank, self.size = self._members.index(me), len(self._members)
         self._number = {"data": 0, "control": 0}
@@ -66,20 +68,29 @@ class Virtual(Communicator):
     def split(self, groups: Sequence[Sequence[int]]) -> Communicator:
         mine = next(group for group in groups if self.rank in group)
         members = tuple(self._members[rank] for rank in mine)
-        return member(self._stage, (*self._path, members), self._me)
+        return member(self._stage, (*self._path, members), self._me, self._actor)
 
     def twin(self) -> Communicator:
-        self._twins += 1
-        return member(self._stage, (*self._path, (-self._twins,), self._members), self._me)
+        return member(self._stage, self._beside(), self._me, self._actor)
 
     def courier(self) -> Courier:
-        return Lazy(self.now, functools.partial(self._stage.clocks.__setitem__, self._me))
+        return Lazy(self.now, functools.partial(self._stage.clocks.__setitem__, self._actor))
+
+    def companion(self) -> Companion:
+        path = self._beside()
+        return Understudy(
+            self._stage, self._me, path, lambda actor: member(self._stage, path, self._me, actor)
+        )
+
+    def _beside(self) -> Path:
+        self._twins += 1
+        return (*self._path, (-self._twins,), self._members)
 
     def leave(self, farewell: Farewell) -> None:
         self._stage.farewells.setdefault(self._me, farewell)
 
     def now(self) -> float:
-        return self._stage.clocks[self._me]
+        return self._stage.clocks[self._actor]
 
     def computed(self, step: int) -> None:
         self._stage.computed(self._me, step)
@@ -96,12 +107,13 @@ class Virtual(Communicator):
             call.settle(settle, self._stage.traffic, queue=lane == "data")
 
         def wait() -> list[Tensor]:
-            self._stage.wait(self._me, call)
+            self._stage.wait(self._actor, call)
             return call.results[self.rank]
 
-        return Pending(wait, lambda: self._stage.has_landed(self._me, call), lambda: call.lands)
+        return Pending(wait, lambda: self._stage.has_landed(self._actor, call), lambda: call.lands)
 
 
-def member(stage: Stage, path: Path, me: int) -> Communicator:
+def member(stage: Stage, path: Path, me: int, actor: int | None = None) -> Communicator:
     """The one view `me` has of this communicator: its messages are numbered there."""
-    return stage.views.setdefault((path, me), Virtual(stage, path, me))
+    view = Virtual(stage, path, me, me if actor is None else actor)
+    return stage.views.setdefault((path, me), view)
