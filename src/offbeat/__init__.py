@@ -45,6 +45,7 @@ from offbeat.simulate import (
 )
 from offbeat.sync import Synchronizer
 from offbeat.tensors import Packed, grads, params
+from offbeat.throttle import Throttled
 from offbeat.update import Correct, Replace, Update
 
 __version__ = "0.1.0"
@@ -108,6 +109,7 @@ __all__ = [
     "Subgroups",
     "Synchronizer",
     "Then",
+    "Throttled",
     "TopK",
     "Torch",
     "Totals",

@@ -1,14 +1,21 @@
 """The commands, and what becomes of their errors."""
 
+import os
 import sys
+import time
 from collections.abc import Sequence
 from typing import Annotated, Any
 
 import typer
 
 import offbeat
+from offbeat.cli.compare import compare
+from offbeat.cli.lab import lab
 from offbeat.cli.methods import methods
 from offbeat.cli.refusal import Refused
+from offbeat.cli.report import report
+from offbeat.cli.study import study
+from offbeat.cli.train import train
 from offbeat.errors import OffbeatError
 
 app = typer.Typer(
@@ -37,7 +44,8 @@ def offbeat_command(
     """Train one PyTorch model on many workers that communicate seldom."""
 
 
-app.command()(methods)
+for command in (train, compare, study, report, lab, methods):
+    app.command()(command)
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -56,6 +64,8 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _told(sentence: str, code: int) -> int:
-    if sentence:  # none where the help has just been printed
+    if os.environ.get("RANK", "0") != "0":
+        time.sleep(2)  # torchrun ends the others with the first to leave: rank 0 is to speak first
+    elif sentence:  # there is none where the help has just been printed
         print(f"offbeat: {' '.join(sentence.split())}", file=sys.stderr)
     return code

@@ -1,8 +1,10 @@
 """Tables on the terminal, or the same as JSON."""
 
 import json
+import math
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from rich.console import Console
@@ -34,3 +36,18 @@ def table(
 
 def as_json(value: Any) -> None:
     print(json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False))
+
+
+def plain(row: Any) -> dict[str, Any]:
+    """A dataclass for JSON, which has no infinities."""
+    values: dict[str, Any] = finite(asdict(row))
+    return values
+
+
+def finite(value: Any) -> Any:
+    """The same, with null for what JSON has no word for."""
+    if isinstance(value, dict):
+        return {key: finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
