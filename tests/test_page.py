@@ -33,9 +33,10 @@ def drawn(page: str, place: Path, width: int) -> str:
     file.write_text(page.replace("<style>", PROBE, 1))
     assert BROWSER is not None
     command = [
-        BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--no-first-run",
-        "--disable-background-networking", "--disable-component-update", "--disable-sync", f"--user-data-dir={place / 'profile'}",
-        f"--window-size={width},900", "--virtual-time-budget=2000", "--dump-dom", file.as_uri(),
+        BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-sync",
+        "--disable-background-networking", "--disable-component-update",
+        f"--user-data-dir={place / 'profile'}", f"--window-size={width},900",
+        "--virtual-time-budget=2000", "--dump-dom", file.as_uri(),
     ]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, timeout=90)
     return done.stdout
