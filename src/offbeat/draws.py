@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 
+import torch
 from torch import Tensor
 
 
@@ -25,15 +26,20 @@ def shuffled(length: int, *key: object) -> list[int]:
 def uniforms(these: Tensor, those: Tensor, *key: object) -> Tensor:
     """Numbers in (0, 1), one per pair of whole numbers, which broadcast together; the same everywhere."""
     mixed = _mixed(_mixed(these * _ODD + _signed(whole(*key))) + those)
-    return ((mixed >> 11) & (2**53 - 1)).double().add_(0.5).mul_(2.0**-53)
+    return mixed.bitwise_right_shift_(11).bitwise_and_(2**53 - 1).double().add_(0.5).mul_(2.0**-53)
 
 
 def _mixed(x: Tensor) -> Tensor:
-    """The bits of 64-bit numbers, stirred: the finalizer of SplitMix64, whose products wrap around."""
-    x = x + _signed(0x9E3779B97F4A7C15)
-    x = (x ^ ((x >> 30) & (2**34 - 1))) * _signed(0xBF58476D1CE4E5B9)
-    x = (x ^ ((x >> 27) & (2**37 - 1))) * _signed(0x94D049BB133111EB)
-    return x ^ ((x >> 31) & (2**33 - 1))
+    """The bits of 64-bit numbers, stirred in place by SplitMix64's finalizer; its products wrap around."""
+    x.add_(_signed(0x9E3779B97F4A7C15))
+    room = torch.empty_like(x)
+    for shift, factor in _STIRRED:
+        # The sign bit would be drawn in from the left: what came from there is cut off.
+        torch.bitwise_right_shift(x, shift, out=room)
+        x.bitwise_xor_(room.bitwise_and_(2 ** (64 - shift) - 1))
+        if factor:
+            x.mul_(factor)
+    return x
 
 
 def _signed(number: int) -> int:
@@ -41,3 +47,4 @@ def _signed(number: int) -> int:
 
 
 _ODD = _signed(0xD1342543DE82EF95)  # spreads neighbouring ranks over all bits
+_STIRRED = ((30, _signed(0xBF58476D1CE4E5B9)), (27, _signed(0x94D049BB133111EB)), (31, 0))

@@ -75,6 +75,10 @@ class Part:
         """Whether this part left all workers with the same weights and buffers after `step` iterations."""
         return False
 
+    def settles(self) -> int:
+        """How many iterations show all it ever does, to plan the rest by them; 0 if it sends nothing."""
+        return 0
+
     def savable(self, step: int) -> int:
         """The first step, from `step` on, after which its state can be saved."""
         return step

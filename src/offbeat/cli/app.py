@@ -12,6 +12,7 @@ import offbeat
 from offbeat.cli.compare import compare
 from offbeat.cli.lab import lab
 from offbeat.cli.methods import methods
+from offbeat.cli.plan import plan_command
 from offbeat.cli.refusal import Refused
 from offbeat.cli.report import report
 from offbeat.cli.study import study
@@ -46,6 +47,7 @@ def offbeat_command(
 
 for command in (train, compare, study, report, lab, methods):
     app.command()(command)
+app.command("plan")(plan_command)
 
 
 def run(arguments: Sequence[str]) -> int:

@@ -75,8 +75,8 @@ class Jittered(Compute):
 
     def seconds(self, ranks: Tensor, steps: Tensor) -> Tensor:
         variance = math.log1p(self.jitter**2)
-        normal = torch.erfinv(uniforms(ranks, steps, self.seed, "jitter") * 2 - 1) * math.sqrt(2 * variance)
-        return (normal - variance / 2).exp_().mul_(self.step)
+        drawn = uniforms(ranks, steps, self.seed, "jitter").mul_(2).sub_(1).erfinv_()
+        return drawn.mul_(math.sqrt(2 * variance)).sub_(variance / 2).exp_().mul_(self.step)
 
 
 @dataclass(frozen=True)

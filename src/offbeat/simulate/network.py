@@ -38,7 +38,8 @@ class Network:
     `bandwidth` is that of every worker's own link, or a tuple of one for each. `levels` are the groups that
     share uplinks, from the innermost: `(Level(8, ...), Level(64, ...))` are nodes of 8 in regions of 64.
     `reduce` says how collectives are carried out: "ring", "tree", "direct", each with everyone, or "ideal",
-    as few bytes as possible and one latency. Header words, of a few bytes, pass the queue by.
+    as few bytes as possible and one latency. Where all send to all at once, ports overflow: an all-to-all
+    gets the share `incast` of the bandwidth. Header words, of a few bytes, pass the queue by.
 
         Network(latency=0.02, bandwidth=12.5e6)
         Network(1e-5, 25e9, levels=(Level(8, bandwidth=12.5e9), Level(512, bandwidth=1.25e9, latency=0.03)))
@@ -48,11 +49,14 @@ class Network:
     bandwidth: float | tuple[float, ...] = math.inf
     reduce: Algorithm = "ideal"
     levels: tuple[Level, ...] = ()
+    incast: float = 1.0
 
     def __post_init__(self) -> None:
         _check(self, self.latency, self.links)
         if self.reduce not in ALGORITHMS:
             raise ValueError(f"{self!r}: reduce must be one of {', '.join(map(repr, ALGORITHMS))}.")
+        if not 0 < self.incast <= 1:
+            raise ValueError(f"{self!r}: incast is a share of the bandwidth, above 0 and at most 1.")
         for inner, outer in itertools.pairwise(self.levels):
             if outer.workers % inner.workers or outer.workers <= inner.workers:
                 raise ValueError(
@@ -62,7 +66,8 @@ class Network:
     def __repr__(self) -> str:
         reduce = "" if self.reduce == "ideal" else f", reduce={self.reduce!r}"
         levels = f", levels={self.levels!r}" if self.levels else ""
-        return f"Network(latency={self.latency}, bandwidth={self.bandwidth}{reduce}{levels})"
+        incast = "" if self.incast == 1 else f", incast={self.incast}"
+        return f"Network(latency={self.latency}, bandwidth={self.bandwidth}{reduce}{levels}{incast})"
 
     @property
     def links(self) -> tuple[float, ...]:
@@ -73,6 +78,10 @@ class Network:
         """Raise unless it has a link for each of so many workers."""
         if len(self.links) not in (1, workers):
             raise ValueError(f"{self!r}: it has {len(self.links)} links for {workers} workers.")
+
+    def share(self, kind: str) -> float:
+        """Of the bandwidth of the workers' own links, that a collective gets."""
+        return self.incast if kind == "exchange" else 1.0
 
     def link(self, rank: int) -> float:
         return self.links[rank if len(self.links) > 1 else 0]
@@ -96,7 +105,7 @@ class Network:
     def busy(self, kind: str, members: Sequence[int], given: int) -> dict[Link, float]:
         """Seconds for which one collective keeps each link busy, where that is not nothing."""
         size = len(members)
-        sent = own_bytes(self.reduce, kind, size, given)
+        sent = own_bytes(self.reduce, kind, size, given) / self.share(kind)
         busy = {(0, rank): sent / self.link(rank) for rank in members if self.link(rank) < math.inf}
         for number, level in enumerate(self.levels, start=1):
             inside = Counter(rank // level.workers for rank in members)

@@ -28,7 +28,7 @@ class Stage:
     def __init__(
         self, workers: int, network: Network, compute: Callable[[int, int], float], failures: Failures
     ) -> None:
-        self.compute = compute
+        self.network, self.compute = network, compute
         self.traffic = Traffic(network)
         self._uptimes = [Uptime(failures, rank) for rank in range(workers)]
         self.clocks = [0.0] * workers
