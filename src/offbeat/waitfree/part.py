@@ -24,7 +24,7 @@ from offbeat.waitfree.rounds import Load, Outcome, Rounds, Timetable
 
 logger = logging.getLogger("offbeat")
 
-_OVERDUE = 1.1  # times the median step
+OVERDUE = 1.1  # times the median step
 _REMEMBERED = 20  # steps
 Among = Butterfly | World
 
@@ -183,7 +183,7 @@ class Waitfree(Part):
         """Tell the companion when the worker is overdue."""
         assert self._rounds is not None
         if self._durations and self._resumed is not None:
-            self._rounds.due = self._resumed + _OVERDUE * statistics.median(self._durations)
+            self._rounds.due = self._resumed + OVERDUE * statistics.median(self._durations)
 
     def settle(self, *, wait: bool) -> None:
         if wait:
