@@ -146,12 +146,43 @@ def test_a_near_tie(grace: str, latency: float, kind: str, waited: float) -> Non
     assert reports[0][0].seconds_waited == pytest.approx(waited)
 
 
-def test_the_default_grace_is_a_twentieth_of_a_step() -> None:
-    for late, expected in ((0.04, "fresh"), (0.06, "late")):
-        compute = lambda rank, step, late=late: 1.0 + (late if rank == 1 else 0.0)  # noqa: E731
-        _, reports = walk("wagma(group_size=2, every=4)", compute, steps=7)
-        # In the first round nobody knows how long a step takes, and who is late once stays behind.
-        assert [report.kind for report in reports[1]] == ["late"] * 3 + [expected] * 3
+def test_by_default_a_round_waits_until_a_worker_is_overdue() -> None:
+    """A tenth over the usual is awaited. Who came later than that is awaited again in the next round."""
+    for seconds, late in ((1.08, []), (1.2, [5])):
+        _, reports = walk("wagma(group_size=2, every=10)", slow(1, 5, seconds), steps=9)
+        assert [report.round for report in reports[1] if report.kind == "late"] == late
+        waited = [report.seconds_waited for report in reports[0]]
+        expected = [0.0] * 5 + ([0.1, 0.1] if late else [0.08, 0.0]) + [0.0] * 2
+        assert waited == pytest.approx(expected)
+
+
+def test_by_default_nobody_waits_for_a_worker_that_is_rounds_behind() -> None:
+    _, reports = walk("wagma(group_size=2, every=10)", slow(1, 3, 5.0), steps=9)
+    # Rank 0 waits a tenth in round 3, where rank 1 stays away, and not at all in those after it.
+    assert [report.seconds_waited for report in reports[0]] == pytest.approx([0.0] * 3 + [0.1] + [0.0] * 5)
+    assert [report.kind for report in reports[1]].count("fresh") == 3
+
+
+def test_by_default_a_worker_that_is_always_slower_is_awaited_which_costs_no_time() -> None:
+    compute = lambda rank, step: 2.0 if rank == 1 else 1.0  # noqa: E731
+
+    def seconds(expression: str) -> float:
+        _, reports = walk(expression, compute, steps=8)
+        if "grace" not in expression:
+            # In the first period it is rounds behind before anybody knows how long it takes.
+            assert [report.kind for report in reports[1]][3:] == ["fresh"] * 3
+            assert [report.seconds_waited for report in reports[0]][3:] == [1.0] * 3
+        return max(offbeat.simulate(lambda comm: last_moment(comm, expression), 2, compute=compute))
+
+    assert seconds("wagma(group_size=2, every=4)") == seconds("wagma(group_size=2, every=4, grace=0)") == 16.0
+
+
+def last_moment(comm: offbeat.Communicator, expression: str) -> float:
+    model = Line()
+    sync = offbeat.method(expression)(model, torch.optim.SGD(model.parameters(), lr=1.0), group=comm)
+    for _ in range(8):
+        sync.step()
+    return comm.now()
 
 
 def test_a_straggler_costs_the_others_nothing_between_global_rounds() -> None:

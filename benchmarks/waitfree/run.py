@@ -2,6 +2,7 @@
 
     python benchmarks/waitfree/run.py             # 4 and 8 workers, delayed and not; about ten minutes
     python benchmarks/waitfree/run.py 4 delayed   # one of them
+    python benchmarks/waitfree/run.py 8 even 5    # in 5 turns instead of 12
 
 Each step a random quarter of the workers sleeps for eight step times more. All contenders train the same
 network on the same data, in turns of twenty steps with the same delays. `limit` is the throughput of workers
@@ -24,10 +25,10 @@ HERE = Path(__file__).parent
 CASES = [("4", "delayed"), ("8", "delayed"), ("4", "even"), ("8", "even")]
 
 
-def measured(workers: str, case: str) -> dict[str, Any]:
+def measured(workers: str, *case: str) -> dict[str, Any]:
     command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", workers]
     run = subprocess.run(
-        [sys.executable, *command, str(HERE / "worker.py"), case],
+        [sys.executable, *command, str(HERE / "worker.py"), *case],
         stdout=subprocess.PIPE,
         text=True,
         check=True,
@@ -66,9 +67,9 @@ def show(result: dict[str, Any]) -> None:
 
 def main() -> None:
     print(f"torch {torch.__version__}, Python {platform.python_version()}, {platform.system()}")
-    cases = [tuple(sys.argv[1:3])] if len(sys.argv) > 2 else CASES
-    for workers, case in cases:
-        result = measured(workers, case)
+    cases = [tuple(sys.argv[1:])] if len(sys.argv) > 2 else CASES
+    for case in cases:
+        result = measured(*case)
         with (HERE / "results.jsonl").open("a") as file:
             file.write(json.dumps(result) + "\n")
         show(result)

@@ -19,7 +19,7 @@ from offbeat import Butterfly, Every, Exchange, GroupReport, Synchronizer, World
 STEP = 0.020  # seconds a gradient takes at least
 DELAY = 8 * STEP  # seconds more for a random quarter of the workers
 TURN = 20  # steps a contender makes in a row
-TURNS = {"delayed": 12, "even": 15}  # with four workers; with more fewer, since the machine is as large
+TURNS = 12
 BATCH = 32
 CONTENDERS = {
     "delayed": [
@@ -134,7 +134,7 @@ def main() -> None:
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
     test, train = order[:360], order[360:][rank::size]
     contenders = [Contender(name) for name in CONTENDERS[case]]
-    turns = TURNS[case] * 4 // size
+    turns = int(sys.argv[2]) if len(sys.argv) > 2 else TURNS
     for turn in range(-1, turns):  # the first turn warms up and is not timed
         for contender in contenders:
             draw = torch.Generator().manual_seed(1000 * (turn + 1) + rank)

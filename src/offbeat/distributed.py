@@ -133,9 +133,9 @@ class Torch(Communicator):
     def companion(self) -> Companion:
         other = self._like(range(self.size))
         other._store, other._stopped = clone(self._store), threading.Event()
-        # It speaks to the groups it is split into, and nobody else; control messages have the store.
+        # It speaks to the groups it is split into, and to nobody else.
         aside = self._aside("companion", other, ())
-        aside._first_lanes = ("cpu",)
+        aside._first_lanes = self._first_lanes
         return Threads(aside, PrefixStore(f"{aside._key}/queue", self._store), aside._stopped)
 
     def _aside(self, kind: str, other: Torch, lanes: tuple[str, ...]) -> Torch:

@@ -12,6 +12,7 @@ from torch import Tensor
 from offbeat.comm import Communicator, Farewell, Pending, nbytes, traffic
 
 if TYPE_CHECKING:
+    from offbeat.companion import Companion
     from offbeat.courier import Courier
 
 T = TypeVar("T")
@@ -101,6 +102,11 @@ class Throttled(Communicator):
 
     def courier(self) -> Courier:
         return self.comm.courier()
+
+    def companion(self) -> Companion:
+        companion = self.comm.companion()
+        companion.comm = self._beside(companion.comm)
+        return companion
 
     def _beside(self, comm: Communicator) -> Throttled:
         """Another communicator behind the same link."""

@@ -41,15 +41,15 @@ def wagma(
         x ← mean(x)                after steps that are multiples of every
 
     It saves waiting, not bytes: a round follows every step. Larger `group_size` mixes the workers faster,
-    larger `every` waits less and lets contributions get older, larger `grace` (seconds; None: 5 % of a step)
-    counts fewer workers late, for which the others wait. `seed` draws the groups where the number of workers
-    or the group's is no power of two.
+    larger `every` waits less and lets contributions get older. `grace` is how many seconds a round waits for
+    a worker after the first has come, larger counts fewer late; None: until it has taken a tenth longer than
+    it usually does. `seed` draws the groups where the number of workers or the group's is no power of two.
 
         sync = offbeat.wagma(model, optimizer, every=10)
 
     Li et al., "Breaking (Global) Barriers in Parallel Stochastic Optimization with Wait-Avoiding Group
     Averaging", IEEE TPDS 2021, arXiv 2005.00124.
-    Differs from the paper: the grace, any number of workers, and after a global round a late worker
+    Differs from the paper: `grace`, any number of workers, and after a global round a late worker
     contributes the mean all agreed on.
     """
     return Synchronizer(
@@ -88,8 +88,8 @@ def eager_sgd(
         x ← mean(x)                                    after steps that are multiples of every
 
     After multiples of `every` no gradient is missing anywhere. A round begins when the first worker comes
-    ("solo"), or one drawn from `seed` ("majority"): the latter waits longer and has fewer late. Larger
-    `grace` (seconds; None: 5 % of a step) counts fewer workers late. Options are for the parameters.
+    ("solo"), or one drawn from `seed` ("majority"): the latter waits longer and has fewer late. `grace` as in
+    `wagma`. Options are for the parameters.
 
         sync = offbeat.eager_sgd(model, optimizer, every=10, activation="majority")
 

@@ -33,6 +33,7 @@ class Clocks:
         self.now = torch.zeros(shape, dtype=torch.float64)
         self.free = torch.zeros(shape, dtype=torch.float64)  # when their links are
         self._companion = torch.zeros(shape, dtype=torch.float64)
+        self._resumed = self.now  # when they began to compute
         self._courier = torch.zeros(shape, dtype=torch.float64)  # where those are who work beside them
         self.computed, self.skewed, self.exposed, self.flown = (
             torch.zeros(shape[:2], dtype=torch.float64) for _ in range(4)
@@ -48,6 +49,7 @@ class Clocks:
         """Gradients of these steps; the first run has the times that a simulation would have."""
         if not steps:
             return
+        self._resumed = self.now
         if not self._compute.spread:
             seconds = float(self._compute(0, 0)) * len(steps)
             self.now = self.now + seconds
@@ -102,7 +104,7 @@ class Clocks:
                 self.now.amin(-1, keepdim=True) if first is None else self.now[..., first % self._width, None]
             )
             awake = torch.maximum(self._companion, torch.minimum(self.now, called + costs.announcement))
-            late = torch.minimum(self.now, awake + rush.grace(self._compute))
+            late = torch.minimum(self.now, rush.patience(awake, self._resumed, self._compute))
             start = torch.where(self.now <= awake, awake, late)
         busy, delay = costs.priced("mean", rush.size, groups)
         if self._width > 1:

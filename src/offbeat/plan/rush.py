@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
+from torch import Tensor
 
 from offbeat.comm import nbytes
 from offbeat.draws import whole
@@ -17,9 +18,8 @@ from offbeat.plan.job import Job
 from offbeat.simulate import Compute
 from offbeat.tensors import Packed
 from offbeat.waitfree import EagerGradients
-from offbeat.waitfree.part import Waitfree
+from offbeat.waitfree.part import OVERDUE, Waitfree
 
-_GRACE = 0.05  # of a step, where the part leaves it open
 _CYCLE = 8  # rounds whose groups are looked at
 
 
@@ -59,11 +59,12 @@ class Rush:
         """Whether companions send anything in a round."""
         return self.part.active and (self.part.companions or not self.blocking(round))
 
-    def grace(self, compute: Compute) -> float:
-        """Seconds that a companion waits for its own worker after a call."""
+    def patience(self, awake: Tensor, resumed: Tensor, compute: Compute) -> Tensor:
+        """Until when companions that were called at `awake` wait for workers that began at `resumed`."""
         if self.part.grace is not None:
-            return self.part.grace
-        return _GRACE * _median(compute)
+            return awake + self.part.grace
+        overdue = resumed + OVERDUE * _medians(compute, resumed.shape[-1])
+        return torch.where(resumed <= awake, torch.maximum(awake, overdue), awake)
 
     def initiator(self, round: int) -> int | None:
         """The worker whose arrival calls; None: the first one's does."""
@@ -73,5 +74,6 @@ class Rush:
 
 
 @lru_cache
-def _median(compute: Compute) -> float:
-    return float(compute.seconds(torch.arange(20)[:, None], torch.arange(50)[None, :]).median())
+def _medians(compute: Compute, workers: int) -> Tensor:
+    """The usual step of every worker."""
+    return compute.seconds(torch.arange(workers)[:, None], torch.arange(20)[None, :]).median(-1).values

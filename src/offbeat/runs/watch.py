@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from typing import TypeVar
 
 from torch import Tensor
 
 from offbeat.comm import Communicator, Farewell, Pending
+from offbeat.companion import Companion
 from offbeat.courier import Courier
 
 T = TypeVar("T")
@@ -64,6 +66,9 @@ class Watched(Communicator):
     def courier(self) -> Courier:
         return _WatchedCourier(self.comm.courier(), self)
 
+    def companion(self) -> Companion:
+        return _WatchedCompanion(self.comm.companion(), self)
+
     def leave(self, farewell: Farewell) -> None:
         self.comm.leave(farewell)
 
@@ -86,6 +91,41 @@ class _WatchedCourier(Courier):
 
     def close(self) -> None:
         self._courier.close()
+
+
+class _WatchedCompanion(Companion):
+    """And so is waiting for what a companion does."""
+
+    def __init__(self, companion: Companion, watched: Watched) -> None:
+        self.comm = companion.comm
+        self._companion, self._watched = companion, watched
+
+    @property
+    def heard(self) -> int:
+        return self._companion.heard
+
+    def start(self, work: Callable[[], None]) -> None:
+        self._companion.start(work)
+
+    def locked(self) -> AbstractContextManager[None]:
+        return self._companion.locked()
+
+    def until(self, ready: Callable[[], bool], what: str, seconds: float | None = None) -> bool:
+        start = self._watched.now()
+        try:
+            return self._companion.until(ready, what, seconds)
+        finally:
+            if threading.get_ident() == self._watched._owner:
+                self._watched.waited += self._watched.now() - start
+
+    def announce(self, number: int) -> None:
+        self._companion.announce(number)
+
+    def check(self) -> None:
+        self._companion.check()
+
+    def stop(self) -> None:
+        self._companion.stop()
 
 
 class Stopwatch:

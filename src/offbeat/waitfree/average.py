@@ -76,12 +76,12 @@ class GroupAverage(Waitfree):
     def after(self, clock: Clock) -> None:
         if not self.active:
             return
-        assert self._rounds is not None
         assert self._snapshots is not None
         round, snapshots, tensors = clock.step - 1, self._snapshots, self._tensors()
         snapshots.write(tensors)
-        self._rounds.submit(round, lambda: snapshots.publish(round), call=not self.blocking(round))
-        if self.blocking(round):
+        apart = not self.blocking(round)
+        self.submit(round, lambda: snapshots.publish(round), call=apart, timed=apart)
+        if not apart:
             self.call_the_roll()
         else:
             outcome, kind = self.await_round(round)

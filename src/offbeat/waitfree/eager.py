@@ -99,13 +99,12 @@ class EagerGradients(Waitfree):
     @torch.no_grad()
     def before(self, clock: Clock) -> bool:
         if self.active:
-            assert self._rounds is not None
             assert self._accumulators is not None
             round, sums = clock.step, self._accumulators
             notes = list(self.live.notes().values())
             gradients = self.live.tensors()
             call = not self.blocking(round) and self._calls(round)
-            self._rounds.submit(round, lambda: sums.add([*gradients, *notes], round), call=call)
+            self.submit(round, lambda: sums.add([*gradients, *notes], round), call=call, timed=True)
             self.await_round(round)
             own, present = sums.fetched.cut(len(gradients))
             own.write(gradients)

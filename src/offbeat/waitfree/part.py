@@ -24,7 +24,7 @@ from offbeat.waitfree.rounds import Load, Outcome, Rounds, Timetable
 
 logger = logging.getLogger("offbeat")
 
-_SHARE = 0.05  # of a step, waited for one's own worker after a call
+OVERDUE = 1.1  # times the median step
 _REMEMBERED = 20  # steps
 Among = Butterfly | World
 
@@ -33,8 +33,8 @@ class Waitfree(Part):
     """Round t follows step t + 1. Every `every`-th is blocking: there all workers are at the same step.
 
     `grace` is how many seconds a companion waits for its own worker after somebody called to a round: larger
-    makes fewer workers late, and keeps the others waiting longer; None is 5 % of the median time this worker
-    needed for its last 20 gradients.
+    makes fewer workers late, and keeps the others waiting longer. None: it waits until the worker has taken a
+    tenth longer for this step than the median of its last 20, unless it is rounds behind.
     """
 
     companions = False  # whether they hold the blocking rounds too
@@ -99,17 +99,10 @@ class Waitfree(Part):
             return
         if self._left:
             raise RuntimeError("step(): this run was ended by an error; make a new synchronizer to go on.")
-        if self._resumed is not None:
-            self._durations.append(self.peers.everyone.now() - self._resumed)
         if self._rounds is None:
             self._open(clock.step)
         assert self._rounds is not None
         self._rounds.companion.check()
-        self._rounds.grace = self._seconds if self.grace is None else self.grace
-
-    @property
-    def _seconds(self) -> float:
-        return _SHARE * statistics.median(self._durations) if self._durations else 0.0
 
     def _open(self, first: int) -> None:
         self.communicators()
@@ -120,6 +113,8 @@ class Waitfree(Part):
         # The threads know nothing of this part: they end when it is forgotten, or the process ends.
         self._end = weakref.finalize(self, self._rounds.stop)
         self._used = first - 1
+        self._rounds.grace = self.grace
+        self._expect()
         self._rounds.start()
 
     def load(self, first: int, companion: Companion) -> Load:
@@ -170,9 +165,25 @@ class Waitfree(Part):
         logger.debug("%s", self.attendance)
         self._heard = self.peers.everyone.tell(self._tally.words())
 
+    def submit(self, round: int, publish: Callable[[], None], *, call: bool, timed: bool) -> None:
+        """What was made for a round becomes the newest; `timed`: nothing else was waited for in the step."""
+        assert self._rounds is not None
+        if timed and self._resumed is not None:
+            self._durations.append(self.peers.everyone.now() - self._resumed)
+        self._rounds.submit(round, publish, call=call)
+
     def resume(self) -> None:
         """The worker goes back to its computation."""
+        assert self._rounds is not None
         self._resumed = self.peers.everyone.now()
+        with self._rounds.companion.locked():
+            self._expect()
+
+    def _expect(self) -> None:
+        """Tell the companion when the worker is overdue."""
+        assert self._rounds is not None
+        if self._durations and self._resumed is not None:
+            self._rounds.due = self._resumed + OVERDUE * statistics.median(self._durations)
 
     def settle(self, *, wait: bool) -> None:
         if wait:
@@ -208,4 +219,4 @@ class Waitfree(Part):
             self.communicators()
         self._durations.clear()
         self._durations.extend(state["durations"])
-        self._resumed = None
+        self._resumed = self.peers.everyone.now()

@@ -76,7 +76,7 @@ class Rounds:
     how far a companion may go:
 
         round t may run     once the worker has submitted t
-                            or, unless it is blocking, once anybody has called to t, and `grace` seconds later
+                            or, unless it is blocking, once anybody has called to t, and `grace` has passed
     """
 
     def __init__(
@@ -89,7 +89,8 @@ class Rounds:
         timetable: Timetable,
     ) -> None:
         self.companion, self.load = companion, load
-        self.grace = 0.0
+        self.grace: float | None = None  # seconds after a call; None: until the worker is overdue
+        self.due = 0.0  # when it will be overdue, on its clock
         self.submitted = self.done = first - 1
         self.outcome: Outcome | None = None
         self.cost = Cost()
@@ -144,8 +145,18 @@ class Rounds:
                 lambda: self.submitted >= round or (passive and companion.heard >= round),
                 f"its worker or a call to round {round}",
             )
-            if self.submitted < round and self.grace > 0:
-                companion.until(lambda: self.submitted >= round, f"round {round}", self.grace)
+            patience = self._patience(round)
+            if self.submitted < round and patience > 0:
+                companion.until(lambda: self.submitted >= round, f"round {round}", patience)
+
+    def _patience(self, round: int) -> float:
+        """How many seconds to wait for one's own worker, which others wait along for.
+
+        A worker that is rounds behind is not worth waiting for, nor one that takes longer than usual.
+        """
+        if self.grace is not None:
+            return self.grace
+        return self.due - self.companion.comm.now() if self.submitted == round - 1 else 0.0
 
     def _run(self, round: int) -> None:
         comm = self._timetable.among_whom(round)
