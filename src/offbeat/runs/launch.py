@@ -5,11 +5,13 @@ from __future__ import annotations
 import logging
 import os
 import re
+import signal
 import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -77,12 +79,25 @@ def _started(folders: Sequence[Path], workers: int, *, resume: bool) -> bool:
             logs_specs=DefaultLogsSpecs(log_dir=logs, redirects=Std.ALL),
         )
         try:
-            elastic_launch(config, sys.executable)(*_words(folders, resume))
+            with _own_signals():
+                elastic_launch(config, sys.executable)(*_words(folders, resume))
         except SignalException:
             return all(finished(folder) for folder in folders)
         except ChildFailedError as failed:
             return _failed({rank: f.exitcode for rank, f in failed.failures.items()}, Path(logs))
     return True
+
+
+@contextmanager
+def _own_signals() -> Iterator[None]:
+    """The elastic launcher leaves its handlers behind: put back those that were there."""
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+    before = {number: signal.getsignal(number) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _failed(codes: dict[int, int], logs: Path) -> bool:
