@@ -314,6 +314,11 @@ def test_where_there_is_nothing_to_win() -> None:
     )
 
 
+def test_what_is_slower_than_ddp_is_said_to_be() -> None:
+    told = plan(["od_sgd(warmup=64)"], HAND, Cluster(4, Constant(0.01), Network(latency=0.1, bandwidth=6e7)))
+    assert told.why.startswith("None of these: ddp() would be 1.")
+
+
 def test_stragglers_are_a_reason() -> None:
     cluster = Cluster(16, Stragglers(Constant(0.1), 0.05, 1.0), Network(bandwidth=1e12))
     told = plan(["local_sgd(every=16)"], HAND, cluster)

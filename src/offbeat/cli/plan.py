@@ -177,18 +177,22 @@ def _measured(
     if (task is None) == (script is None):
         raise Refused("--measure times one thing: give either --task or --script.")
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    if dist.is_torchelastic_launched() or "WORLD_SIZE" in os.environ:
-        dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
-    comm = communicator()
     with reading():
         if script is not None:
             path, *arguments = script.split()
-            step = measure_script(path, arguments)
-        else:
-            chosen = find_task(task or "", size=model, data=data, seed=0)
-            step = measure_task(chosen, comm, batch=batch)
+            step = measure_script(path, arguments)  # before anything else: it may join a group of its own
+        comm = _joined()
+        if task is not None:
+            step = measure_task(find_task(task, size=model, data=data, seed=0), comm, batch=batch)
         network, points = measure_link(comm) if comm.size > 1 else (None, [])
     return _Found(comm, step, gathered(comm, step), network, tuple(points))
+
+
+def _joined() -> Communicator:
+    """The workers that torchrun, or a lab, has started."""
+    if not dist.is_initialized() and "WORLD_SIZE" in os.environ:
+        dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    return communicator()
 
 
 def _files(path: Path | None) -> tuple[Job | None, Cluster | None]:
