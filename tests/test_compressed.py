@@ -99,8 +99,8 @@ def test_a2sgd_by_hand() -> None:
     above = 65 / 24
     first = [-0.5 * (g + above - 15 / 4) for g in (1, 2, 4, 8)]
     second = [*[-0.5 * (g + above - 5 / 3) for g in (3, 2, 0)], -0.5 * (-8 - (4 - 8))]
-    assert live[0] == pytest.approx(first)
-    assert live[1] == pytest.approx(second)
+    assert live[0] == pytest.approx(first, abs=1e-6)
+    assert live[1] == pytest.approx(second, abs=1e-6)
 
 
 def test_sparse_loco_by_hand() -> None:
@@ -155,8 +155,7 @@ def test_a_delay_hides_question_and_answer(reduce: str, delay: int | str) -> Non
 
     network = offbeat.Network(latency=1.5)
     waited = offbeat.simulate(worker, 2, network=network, compute=lambda rank, step: 1.0)[0]
-    assert len(waited) == 3 or len(waited) == 4
-    assert waited == [0.0] * len(waited)
+    assert waited == [0.0] * (4 if delay == 4 else 3)
 
 
 def test_streaming_sends_four_bits() -> None:

@@ -1,8 +1,9 @@
 """One round with each code ÷ the round in float32: 10.8 M parameters, 78 tensors, 4 workers.
 
-    python benchmarks/codes/run.py             # loopback; as root also links of 200 Mbit/s
+    python benchmarks/codes/run.py loopback
+    sudo python benchmarks/codes/run.py 200mbit
 
-Prints a table: seconds and bytes of one round, both as ratios to the first row.
+Prints a table: milliseconds of one round, and its seconds and bytes as ratios to the first row.
 """
 
 from __future__ import annotations
@@ -52,13 +53,15 @@ def show(link: str, output: str) -> None:
 
 
 def main() -> None:
+    link = sys.argv[1]
+    repetitions = int(sys.argv[2]) if len(sys.argv) > 2 else 12 if link == "loopback" else 4
     print(f"torch {torch.__version__}, Python {platform.python_version()}, {platform.system()}, 4 workers")
-    repetitions = int(sys.argv[1]) if len(sys.argv) > 1 else 20
-    show("loopback", loopback(repetitions))
-    if reason := unavailable():
-        print(f"\nShaped links were left out: {reason}")
-        return
-    show("200 Mbit/s", shaped("200mbit", max(1, repetitions // 4)))
+    if link == "loopback":
+        show(link, loopback(repetitions))
+    elif reason := unavailable():
+        raise SystemExit(reason)
+    else:
+        show(link, shaped(link, repetitions))
 
 
 if __name__ == "__main__":

@@ -76,11 +76,11 @@ def compare(
             straggler=tuple(straggler or ()), where=where, compute=parse_seconds("--compute", compute),
         )  # fmt: skip
         place = out or Path("runs") / f"compare-{time.strftime('%Y%m%d-%H%M%S')}"
-        found = prepared(place, first, methods, range(seeds))
+        found = prepared(place, first, list(dict.fromkeys(methods)), range(seeds))
     missing = [folder for folder in found if not folders.finished(folder)]
     if missing:
         with Monitor(missing, Console(stderr=True)):
-            if not launch(missing):
+            if not launch(missing, resume=True):
                 print(
                     f"offbeat: stopped; the same command with --out {place} runs what is missing",
                     file=sys.stderr,

@@ -109,7 +109,7 @@ def _prepare(place: Path, setting: Setting, *, resume: bool) -> None:
             changed = [name for name in vars(full) if getattr(full, name) != getattr(before, name)]
             told = ", ".join(f"{name} was {getattr(before, name)!r}" for name in changed)
             raise Refused(f"--resume: the run in {str(place)!r} is another: {told}.")
-    elif exists and not joined():
+    elif exists and os.environ.get("RANK", "0") == "0":
         raise Refused(f"There is a run in {str(place)!r} already: add --resume, or name another folder.")
     if not joined() or os.environ["RANK"] == "0":
         parameters = sum(p.numel() for p in task.model().parameters())

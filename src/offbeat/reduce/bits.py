@@ -16,8 +16,8 @@ def pack12(numbers: Tensor) -> Tensor:
 
 
 def unpack12(wire: Tensor, length: int) -> Tensor:
-    x, y, z = wire.view(-1, 3).long().unbind(1)
-    return torch.stack([x | ((y & 15) << 8), (y >> 4) | (z << 4)], 1).flatten()[:length]
+    x, y, z = wire.view(-1, 3).int().unbind(1)
+    return torch.stack([x | ((y & 15) << 8), (y >> 4) | (z << 4)], 1).flatten()[:length].long()
 
 
 def pack16(numbers: Tensor) -> Tensor:
@@ -33,13 +33,15 @@ def pack_levels(values: Tensor) -> Tensor:
     """Two bits each: four equal bins over ±3σ of every group of values, and the mean of each bin."""
     groups = -(-values.numel() // GROUP)
     rows = torch.nn.functional.pad(values, (0, groups * GROUP - values.numel())).view(groups, GROUP)
-    real = torch.arange(groups * GROUP, device=values.device).view(groups, GROUP) < values.numel()
-    count = real.sum(1, keepdim=True)
+    real = (torch.arange(groups * GROUP, device=values.device) < values.numel()).float().view(groups, GROUP)
     top = rows.abs().amax(1, keepdim=True).clamp(min=2.0**-126)  # so that squares neither vanish nor overflow
-    sigma = top * ((rows / top).square().sum(1, keepdim=True) / count).sqrt()
-    bins = torch.where(rows < 0, 0, 2) + torch.where(rows < 0, rows >= -1.5 * sigma, rows >= 1.5 * sigma)
-    levels = torch.stack([_mean(rows, (bins == i) & real) for i in range(4)], 1)
-    four = bins.to(torch.uint8).view(-1, 4)
+    rows = rows / top
+    edge = 1.5 * (rows.square().sum(1, keepdim=True) / real.sum(1, keepdim=True)).sqrt()
+    bins = (rows >= -edge).to(torch.uint8) + (rows >= 0) + (rows >= edge)
+    empty, places = torch.zeros(groups, 4, device=values.device), bins.long()
+    sums, counts = empty.scatter_add(1, places, rows), empty.scatter_add(1, places, real)
+    levels = top * (sums / counts.clamp(min=1))
+    four = bins.view(-1, 4)
     codes = four[:, 0] | (four[:, 1] << 2) | (four[:, 2] << 4) | (four[:, 3] << 6)
     return torch.cat([levels.flatten().view(torch.uint8), codes])
 
@@ -50,10 +52,3 @@ def unpack_levels(wire: Tensor, length: int) -> Tensor:
     shifts = torch.arange(0, 8, 2, device=wire.device, dtype=torch.uint8)
     bins = ((codes.unsqueeze(1) >> shifts) & 3).view(groups, GROUP).long()
     return levels.gather(1, bins).flatten()[:length]
-
-
-def _mean(rows: Tensor, chosen: Tensor) -> Tensor:
-    """Of the chosen values of each row; 0 where there are none."""
-    counts = chosen.sum(1)
-    share = rows / counts.clamp(min=1).unsqueeze(1)  # divided first: a sum may overflow
-    return torch.where(chosen, share, 0).sum(1)

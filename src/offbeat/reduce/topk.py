@@ -49,15 +49,18 @@ class TopK(Code):
         number = places.numel()
         kept = vector.values[places.clamp(max=vector.values.numel() - 1)]
         wire = torch.cat([self._pack_places(places, vector), self._pack_values(kept)])
+        mine = self._values(wire, number)
         if vector.residual is not None:
             vector.residual.copy_(vector.values)
-            self._add(vector.residual, places, self._values(wire, number), -1.0)
+            self._add(vector.residual, places, mine, -1.0)
         vector.values.zero_()
 
         def arrive(parts: list[Tensor]) -> None:
-            for part in parts:  # in rank order, so that all sums are the same everywhere
-                theirs = self._places(part, number, vector)
-                self._add(vector.values, theirs, self._values(part, number), 1 / comm.size)
+            for rank, part in enumerate(parts):  # in rank order, so that all sums are the same everywhere
+                own = rank == comm.rank
+                where = places if own else self._places(part, number, vector)
+                what = mine if own else self._values(part, number)
+                self._add(vector.values, where, what, 1 / comm.size)
 
         return comm.gather(wire).then(arrive)
 
@@ -99,8 +102,9 @@ class TopK(Code):
             return outer + unpack16(wire[4 * windows : 4 * windows + 2 * number])
         size = 3 * (-(-number // 2)) if self.chunk <= 4096 else 2 * number
         inner = unpack12(wire[:size], number) if self.chunk <= 4096 else unpack16(wire[:size])
-        k = _number(self.chunk, self.ratio)
-        return inner + self.chunk * (torch.arange(number, device=wire.device) // k)
+        rows = inner.view(-1, _number(self.chunk, self.ratio))
+        first = self.chunk * torch.arange(rows.shape[0], device=wire.device)
+        return (rows + first.unsqueeze(1)).flatten()
 
     def _pack_values(self, values: Tensor) -> Tensor:
         return pack_levels(values) if self.bits == 2 else values.view(torch.uint8)

@@ -21,7 +21,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from offbeat.comm import Communicator
 from offbeat.errors import OffbeatError
 from offbeat.lab import Lab
-from offbeat.runs.folder import cache_of, setting_of
+from offbeat.runs.folder import cache_of, finished, setting_of
 from offbeat.runs.link import parse_link
 from offbeat.runs.loop import Loop
 from offbeat.runs.setting import Setting
@@ -79,7 +79,7 @@ def _started(folders: Sequence[Path], workers: int, *, resume: bool) -> bool:
         try:
             elastic_launch(config, sys.executable)(*_words(folders, resume))
         except SignalException:
-            return False
+            return all(finished(folder) for folder in folders)
         except ChildFailedError as failed:
             return _failed({rank: f.exitcode for rank, f in failed.failures.items()}, Path(logs))
     return True
