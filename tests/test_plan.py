@@ -52,6 +52,11 @@ JOB = Job(steps=40, parameters=LAYERS * WIDTH**2, layers=LAYERS, rate=Cosine(0.1
 LINK = Network(latency=0.01, bandwidth=2e4, reduce="ring")
 SLOW = Uneven(Constant(0.1), (1.0, 1.3, 1.0, 2.0))
 
+COMPUTES = [
+    pytest.param(Constant(0.1), id="alike", marks=pytest.mark.slow),
+    pytest.param(SLOW, id="uneven"),
+]
+
 METHODS = [
     "ddp()",
     "local_sgd(every=4)",
@@ -77,7 +82,7 @@ METHODS = [
 ]
 
 
-@pytest.mark.parametrize("compute", [Constant(0.1), SLOW], ids=["alike", "uneven"])
+@pytest.mark.parametrize("compute", COMPUTES)
 @pytest.mark.parametrize("expression", METHODS)
 def test_the_plan_is_what_the_simulation_does(expression: str, compute: Compute) -> None:
     cluster = Cluster(4, compute, LINK)
@@ -89,7 +94,7 @@ def test_the_plan_is_what_the_simulation_does(expression: str, compute: Compute)
     assert told.spread == pytest.approx(0.0, abs=1e-9)
 
 
-@pytest.mark.parametrize("compute", [Constant(0.1), SLOW], ids=["alike", "uneven"])
+@pytest.mark.parametrize("compute", COMPUTES)
 @pytest.mark.parametrize(
     "expression",
     [
@@ -140,8 +145,8 @@ def test_runs_that_differ_are_foretold_with_their_spread(expression: str, comput
     [
         (0.008, 93_600, 10_000, 4, 0.0175, 9_711),
         (0.008, 93_600, 10_000, 8, 0.0175, 6_461),
-        (0.8, 62_400, 1_560, 2, 0.2, 24_792),
-        (0.8, 62_400, 1_560, 4, 0.25, 12_539),
+        pytest.param(0.8, 62_400, 1_560, 2, 0.2, 24_792, marks=pytest.mark.slow),
+        pytest.param(0.8, 62_400, 1_560, 4, 0.25, 12_539, marks=pytest.mark.slow),
     ],
 )
 def test_published_rounds_of_qsr_fall_out(
@@ -207,6 +212,7 @@ def test_failures_by_hand() -> None:
     assert told.spread == pytest.approx((number * (130**2 + 60**2 / 12)) ** 0.5)
 
 
+@pytest.mark.slow
 def test_failures_are_those_of_the_simulation() -> None:
     failures = Failures(per_hour=40.0, restart=5.0, checkpoint=10.0)
 
@@ -279,6 +285,7 @@ def test_who_waits_for_nobody_waits_less() -> None:
     assert wagma.seconds < 0.7 * blocking.seconds  # groups as large, but with those who are late
 
 
+@pytest.mark.slow
 def test_a_hundred_thousand_workers() -> None:
     """Nodes of eight in regions of a thousand, each group with the maximum over its own members."""
     levels = (Level(8, 5e10, 5e-6), Level(1000, 5e9, 5e-3))
@@ -312,6 +319,11 @@ def test_where_there_is_nothing_to_win() -> None:
         "local_sgd(every=8) is as good as any: ddp() waits for messages in only 0% of the run, so there is "
         "little to win by communicating seldom."
     )
+
+
+def test_what_is_slower_than_ddp_is_said_to_be() -> None:
+    told = plan(["od_sgd(warmup=64)"], HAND, Cluster(4, Constant(0.01), Network(latency=0.1, bandwidth=6e7)))
+    assert told.why.startswith("None of these: ddp() would be 1.")
 
 
 def test_stragglers_are_a_reason() -> None:

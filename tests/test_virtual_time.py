@@ -198,6 +198,17 @@ def test_ways_to_reduce_across_nodes(reduce: str, seconds: float) -> None:
     assert landed(network, mean_of(400)) == pytest.approx([seconds] * 4)
 
 
+def test_a_collective_may_get_a_share_of_the_bandwidth() -> None:
+    """An all-to-all of 400 bytes among four sends 300: 3 s at 100 bytes per second, 6 at half of them."""
+
+    def call(comm: Communicator) -> None:
+        comm.exchange([torch.zeros(25)] * 4).wait()
+
+    assert landed(Network(bandwidth=100.0), call) == [3.0] * 4
+    assert landed(Network(bandwidth=100.0, shares=(("exchange", 0.5),)), call) == [6.0] * 4
+    assert landed(Network(bandwidth=100.0, shares=(("exchange", 0.5),)), mean_of(400)) == [6.0] * 4
+
+
 def test_inside_a_node_the_uplink_is_not_used() -> None:
     def inside(comm: Communicator) -> None:
         comm.split([[0, 1], [2, 3]]).mean([torch.zeros(100)]).wait()
@@ -353,6 +364,11 @@ WRONG: list[tuple[Callable[[], object], str]] = [
     (
         lambda: Level(2, bandwidth=-5.0),
         "Level(workers=2, bandwidth=-5.0, latency=0.0): bandwidth must be positive.",
+    ),
+    (
+        lambda: Network(shares=(("exchange", 0.0),)),
+        "Network(latency=0.0, bandwidth=inf, shares=(('exchange', 0.0),)): shares are pairs of one of "
+        "'mean', 'gather', 'exchange', 'broadcast' and a number above 0 and at most 1.",
     ),
     (lambda: Network(bandwidth=()), "Network(latency=0.0, bandwidth=()): bandwidth must be positive."),
     (

@@ -1,24 +1,18 @@
 """`offbeat plan`"""
 
-import os
-from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
-import torch.distributed as dist
 import typer
 
 from offbeat.cli import show
-from offbeat.cli.refusal import Refused, reading
-from offbeat.comm import Communicator
-from offbeat.peers import communicator
-from offbeat.plan import Cluster, Cosine, Flat, Job, Plan, Prediction, plan, read
-from offbeat.plan.draw import chart, picture
-from offbeat.plan.measure import Measured, gathered, measure_link, measure_script, measure_task
-from offbeat.plan.units import as_bytes, as_rate, as_time, parse_count, parse_level, parse_link, parse_seconds
+from offbeat.cli.measured import Found, measured
+from offbeat.cli.planned import as_dict, show_plan
+from offbeat.cli.refusal import reading
+from offbeat.plan import Cluster, Cosine, Flat, Job, plan, read
+from offbeat.plan.draw import picture
+from offbeat.plan.units import parse_count, parse_level, parse_link, parse_seconds
 from offbeat.simulate import Compute, Constant, Failures, HeavyTailed, Jittered, Network, Recorded, Stragglers
-from offbeat.tasks import find_task
 
 METHODS = (
     "ddp()",
@@ -115,7 +109,7 @@ def plan_command(
 
         torchrun --nproc-per-node 4 -m offbeat plan --measure --task digits --steps 1000
     """
-    found = _measured(measure, task, model, data, batch, script)
+    found = measured(measure, task, model, data, batch, script)
     with reading():
         job, where = _files(cluster)
         where = where or _cluster(
@@ -136,59 +130,10 @@ def plan_command(
         with reading():
             draw.write_text(picture(made))
     if json:
-        show.as_json(_told(made, found))
+        show.as_json(as_dict(made, found))
     else:
-        _print(console, made, found, draw)
+        show_plan(console, made, found, draw)
     found.leave()
-
-
-@dataclass
-class _Found:
-    """What was measured, if anything, and with whom."""
-
-    comm: Communicator | None = None
-    step: Measured | None = None
-    compute: Recorded | None = None
-    network: Network | None = None
-    points: tuple[tuple[int, float], ...] = ()
-
-    @property
-    def leads(self) -> bool:
-        return self.comm is None or self.comm.rank == 0
-
-    def leave(self) -> None:
-        if dist.is_initialized():
-            dist.barrier()
-            dist.destroy_process_group()
-
-
-def _measured(
-    measure: bool,
-    task: str | None,
-    model: str | None,
-    data: Path | None,
-    batch: int | None,
-    script: str | None,
-) -> _Found:
-    if not measure:
-        if task or script:
-            raise Refused("--task and --script are there to be measured: add --measure.")
-        return _Found()
-    if (task is None) == (script is None):
-        raise Refused("--measure times one thing: give either --task or --script.")
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    if dist.is_torchelastic_launched() or "WORLD_SIZE" in os.environ:
-        dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
-    comm = communicator()
-    with reading():
-        if script is not None:
-            path, *arguments = script.split()
-            step = measure_script(path, arguments)
-        else:
-            chosen = find_task(task or "", size=model, data=data, seed=0)
-            step = measure_task(chosen, comm, batch=batch)
-        network, points = measure_link(comm) if comm.size > 1 else (None, [])
-    return _Found(comm, step, gathered(comm, step), network, tuple(points))
 
 
 def _files(path: Path | None) -> tuple[Job | None, Cluster | None]:
@@ -201,7 +146,7 @@ def _files(path: Path | None) -> tuple[Job | None, Cluster | None]:
 
 
 def _compute(
-    found: _Found,
+    found: Found,
     step: str | None,
     jitter: float,
     tail: float | None,
@@ -228,7 +173,7 @@ def _compute(
         ) from None
 
 
-def _network(found: _Found, link: str | None, levels: list[str], reduce: Any) -> Network | None:
+def _network(found: Found, link: str | None, levels: list[str], reduce: Any) -> Network | None:
     if link is None:
         return found.network if not levels else None
     bandwidth, latency = parse_link(link)
@@ -236,7 +181,7 @@ def _network(found: _Found, link: str | None, levels: list[str], reduce: Any) ->
 
 
 def _cluster(
-    found: _Found,
+    found: Found,
     *,
     workers: int | None,
     compute: Compute | None,
@@ -257,7 +202,7 @@ def _cluster(
 
 
 def _job(
-    found: _Found,
+    found: Found,
     steps: int | None,
     parameters: str | None,
     dtype: Any,
@@ -275,70 +220,3 @@ def _job(
         raise ValueError("How large is the model? Give --parameters, such as 124M.")
     rate = Cosine(lr, steps, warmup) if cosine and steps > warmup else Flat(lr)
     return Job(steps, parse_count(parameters), dtype, rate, optimizer, layers)
-
-
-def _told(made: Plan, found: _Found) -> dict[str, Any]:
-    measured = None
-    if found.step is not None:
-        points = [{"bytes": b, "seconds": s} for b, s in found.points]
-        measured = {**asdict(found.step), "link": points}
-    return {
-        "why": made.why,
-        "job": {**asdict(replace(made.job, rate=Flat(0.0))), "rate": repr(made.job.rate)},
-        "cluster": repr(made.cluster),
-        "measured": measured,
-        "predictions": [prediction.as_dict() for prediction in made.predictions],
-    }
-
-
-def _print(console: Any, made: Plan, found: _Found, draw: Path | None) -> None:
-    if found.compute is not None and found.step is not None:
-        times = sorted(time for row in found.compute.rows for time in row)
-        told = f"Measured: a step takes {as_time(times[len(times) // 2])} in the middle"
-        if found.network is not None:
-            told += f", the link carries {as_rate(min(found.network.links))}"
-        console.print(told + f"; {found.step.parameters:,} parameters.", markup=False)
-    columns = {
-        "method": "fold",
-        "rounds": "right",
-        "sent": "right",
-        "wall-clock": "right",
-        "±": "right",
-        "messages": "right",
-        "stragglers": "right",
-        "hidden": "right",
-        "busy": "right",
-        "copies": "right",
-        "ddp within 5 % from": "right",
-        "ddp as fast at": "right",
-    }
-    title = f"{made.job.steps:,} steps on {made.cluster.workers:,} workers"
-    console.print(show.table(title, columns, [_row(p) for p in made.predictions]))
-    for prediction in made.predictions:
-        for note in prediction.notes:
-            console.print(f"{prediction.method}: {note}.", markup=False)
-    console.print("\n" + made.why + "\n", markup=False)
-    console.print("Wall-clock against the link's bandwidth, both logarithmic:", markup=False)
-    console.print(chart(made), markup=False)
-    if draw is not None:
-        console.print(f"\nDrawn to {draw}.", markup=False)
-
-
-def _row(p: Prediction) -> list[str]:
-    def link(bandwidth: float | None) -> str:
-        return "-" if bandwidth is None else as_rate(bandwidth)
-
-    return [
-        p.method,
-        f"{p.rounds:,}",
-        as_bytes(p.bytes_sent),
-        as_time(p.seconds),
-        as_time(p.spread) if p.spread else "0",
-        f"{p.exposed / p.seconds:.1%}",
-        f"{p.waiting / p.seconds:.1%}",
-        f"{p.hidden / max(1e-12, p.hidden + p.exposed):.0%}",
-        f"{p.utilisation:.1%}",
-        f"{p.copies:.1f}",
-        link(p.break_even),
-        link(p.ddp_needs),
-    ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise
@@ -10,13 +9,11 @@ from itertools import groupby, pairwise
 import torch
 from torch import Tensor
 
-from offbeat.comm import traffic
+from offbeat.exchange import Exchange
 from offbeat.plan.groups import Groups, alike, groups_at
-from offbeat.plan.imagined import sent_in
 from offbeat.plan.job import Cluster, Job
 from offbeat.plan.probe import Acts, Seen
 from offbeat.plan.replay import Clocks, Costs
-from offbeat.plan.rush import Rush
 from offbeat.plan.unroll import Act, Course
 from offbeat.simulate import Network
 
@@ -65,16 +62,17 @@ class Forecast:
         self._steps = [0, *course.iterations]  # completed before each gradient
         due = {done: tuple(acts) for done, acts in groupby(course.acts, key=lambda a: a.done)}
         # Parts with a habit of their own act at every step.
-        when = range(1, job.steps + 1) if seen.habit or seen.rushes else due
+        self._constant = bool(seen.habit or seen.rushes)
+        when = range(1, job.steps + 1) if self._constant else due
         self._moments = [Moment(done, due.get(done, ())) for done in when]
 
     def spent(self) -> Spent:
         """Of the whole run, its start and end included."""
         moments, steps = self._moments, self._job.steps
-        if self._price(len(moments), steps) <= 2 * _SECONDS:
+        if not moments or self._price(len(moments), steps) <= 2 * _SECONDS:
             return self._whole()
         affordable = max(6, int(len(moments) * _SECONDS / self._price(len(moments), steps)))
-        count = min(_WINDOWS, affordable // 2)
+        count = min(_WINDOWS, affordable // 2, len(moments))
         per_window = min(affordable // count, len(moments) // count)
         edges = [round(i * len(moments) / count) for i in range(count + 1)]
         total, before = self._fixed(), 0
@@ -97,7 +95,7 @@ class Forecast:
     def _price(self, moments: int, steps: int) -> float:
         """Seconds that looking at all of it would take, roughly."""
         width = self._cluster.workers if self._cluster.compute.spread else 1
-        each = sum(len(m.acts) for m in self._moments) / max(1, len(self._moments))
+        each = sum(len(m.acts) for m in self._moments) / max(1, len(self._moments)) + 4 * self._constant
         clocks = len(self._networks) * self.runs * width
         draws = self.runs * width * steps * 2e-8 if self._cluster.compute.spread else 0.0
         return moments * each * 12 * (4e-6 + clocks * 1.5e-9) + draws
@@ -119,10 +117,21 @@ class Forecast:
         return _spent(clocks)
 
     def _window(self, first: int, last: int) -> Spent:
-        """From one moment to another, beginning with all workers alike and nothing in the air."""
+        """From one moment to another; those before them bring the workers apart and messages into the air."""
         clocks = self._clocks(self.runs)
+        self._go(clocks, max(0, first - self._lead), first)
+        clocks.start_here()
         self._go(clocks, first, last)
         return _spent(clocks)
+
+    @property
+    def _lead(self) -> int:
+        """Moments without which a window would begin too well."""
+        exchanges = [part for part in self._seen.sync.parts if isinstance(part, Exchange)]
+        apart = self._constant or any(
+            part.delay or part.peers.at(0).size < self._cluster.workers for part in exchanges
+        )
+        return 4 if apart else 0
 
     def _clocks(self, runs: int) -> Clocks:
         return Clocks(self._networks, self._cluster.compute, self._cluster.workers, runs)
@@ -150,7 +159,7 @@ class Forecast:
 
     def _act(self, act: Act, clocks: Clocks) -> None:
         acts = getattr(self._seen.rounds[act.place], act.what)
-        clocks.act(acts, self._of(act), lambda number: (act.place, act.round, number), self._costs)
+        clocks.act(acts, self.among(act), lambda number: (act.place, act.round, number), self._costs)
 
     def _do(self, name: str, acts: Acts, clocks: Clocks) -> None:
         clocks.act(acts, self._world, lambda number: (name, number), self._costs)
@@ -160,16 +169,18 @@ class Forecast:
         for act in self._course.flush:
             self._act(act, clocks)
         clocks.settle()
-        self._do("last", self._closing(), clocks)
+        self._do("last", self.closing(), clocks)
 
-    def _of(self, act: Act) -> Groups:
+    def among(self, act: Act) -> Groups:
+        """With whom an exchange does something."""
         key = (act.place, alike(act.round))
         if key not in self._groups:
             found = groups_at(self._seen.sync.parts[act.place], alike(act.round), self._cluster.workers)
             self._groups[key] = self._world if found.members is None else found
         return self._groups[key]
 
-    def _closing(self) -> Acts:
+    def closing(self) -> Acts:
+        """What finish() ends with."""
         return _NOTHING if self._equal_at_the_end() else self._seen.last
 
     def _equal_at_the_end(self) -> bool:
@@ -188,54 +199,9 @@ class Forecast:
         }
         return any(self._seen.rounds[a.place].equalizes and (a.place, a.round) in begun for a in landed)
 
-    def bytes_sent(self) -> int:
-        """By one worker, on average, in the whole run."""
-        total = sum(
-            self._bytes(acts, self._world) for acts in (self._seen.start, self._seen.meet, self._closing())
-        )
-        counted: dict[tuple[int, str, int], int] = {}
-        total += self._habitual() + sum(self._rushed(rush) for rush in self._seen.rushes)
-        acts = [*self._course.acts, *self._course.flush]
-        for act in acts:
-            key = (act.place, act.what, alike(act.round))
-            counted[key] = counted.get(key, 0) + 1
-        known: dict[tuple[int, str, int], float] = {}
-        for act in acts:
-            key = (act.place, act.what, alike(act.round))
-            if key not in known:
-                known[key] = self._bytes(getattr(self._seen.rounds[act.place], act.what), self._of(act))
-        return round(total + sum(known[key] * count for key, count in counted.items()))
-
-    def _rushed(self, rush: Rush) -> float:
-        total = 0.0
-        for step in range(self._job.steps):
-            if rush.held(step):
-                sizes = rush.among(step).sizes
-                size = round(float((sizes * sizes).sum()) / self._cluster.workers)  # of a worker's group
-                total += traffic("mean", size, round(rush.size.at(size)))
-        return total
-
-    def _habitual(self) -> float:
-        habit = self._seen.habit
-        often = Counter(habit.like(step) for step in range(self._job.steps)) if habit else Counter()
-        return sum(
-            count * self._bytes(Acts(habit.steps[step], self._seen.sizes), self._world)
-            for step, count in often.items()
-        )
-
-    def _bytes(self, acts: Acts, groups: Groups) -> float:
-        total = 0.0
-        for event in sent_in(acts.events):
-            among = self._world if event.everyone else groups
-            sizes, counts = torch.unique(among.sizes, return_counts=True)
-            for size, count in zip(sizes.tolist(), counts.tolist(), strict=True):
-                given = round(acts.sizes[event.number].at(size))
-                total += size * count / among.workers * traffic(event.kind, size, given)
-        return total
-
 
 def _spent(clocks: Clocks) -> Spent:
-    ends = clocks.now.amax(-1)
+    ends = clocks.now.amax(-1) - clocks.origin
     variance = torch.zeros_like(ends[:, 0])
     if ends.shape[1] > 1:
         variance = ends.var(1)

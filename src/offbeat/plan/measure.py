@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from offbeat.comm import Communicator, nbytes, traffic
+from offbeat.comm import Communicator, Pending, nbytes, traffic
 from offbeat.simulate import Network, Recorded
 from offbeat.tasks import Task
 from offbeat.tensors import trainable
@@ -97,7 +97,7 @@ def measure_script(path: str, arguments: list[str], *, steps: int = 20) -> Measu
 
 
 def measure_link(comm: Communicator, *, repetitions: int = 3) -> tuple[Network, list[tuple[int, float]]]:
-    """A sweep of all-reduces among all workers and an all-to-all, and the network that explains them best.
+    """A sweep of all-reduces among all workers, then other collectives; the network that explains them best.
 
     Returns it with the bytes each worker sent and the seconds that took.
     """
@@ -109,19 +109,32 @@ def measure_link(comm: Communicator, *, repetitions: int = 3) -> tuple[Network, 
         if slowest > _ENOUGH:
             break
     latency, bandwidth = _line(points)
-    share = _exchanged(comm, tensor, repetitions) / bandwidth if comm.size > 2 else 1.0
-    return Network(latency / (2 * (comm.size - 1)), bandwidth, "ring", incast=min(1.0, share)), points
+    shares = tuple(
+        (kind, _share(comm, kind, tensor, bandwidth)) for kind in ("gather", "exchange", "broadcast")
+    )
+    return Network(latency / (2 * (comm.size - 1)), bandwidth, "ring", shares=shares), points
 
 
 def _mean(comm: Communicator, tensor: Tensor) -> object:
     return comm.mean([tensor]).wait()
 
 
-def _exchanged(comm: Communicator, tensor: Tensor, repetitions: int) -> float:
-    """Bytes per second of an all-to-all."""
-    chunks = list(tensor[: tensor.numel() // comm.size * comm.size].chunk(comm.size))
-    seconds = _slowest(comm, lambda: comm.exchange(chunks).wait(), repetitions)
-    return traffic("exchange", comm.size, nbytes(chunks)) / seconds
+def _share(comm: Communicator, kind: str, tensor: Tensor, bandwidth: float) -> float:
+    """Of the bandwidth of an all-reduce, that another collective gets; two at once, as one sends to hide."""
+    part = tensor[: tensor.numel() // comm.size]
+
+    def send() -> Pending[list[Tensor]]:
+        if kind == "gather":
+            return comm.gather(part)
+        return comm.exchange([part] * comm.size) if kind == "exchange" else comm.broadcast([tensor])
+
+    def both() -> None:
+        for message in [send(), send()]:
+            message.wait()
+
+    given = nbytes([part]) if kind == "gather" else nbytes([tensor])
+    seconds = _slowest(comm, both, 1)
+    return min(1.0, 2 * traffic(kind, comm.size, given) / seconds / bandwidth)
 
 
 def _slowest(comm: Communicator, call: Callable[[], object], repetitions: int) -> float:

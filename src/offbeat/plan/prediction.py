@@ -8,6 +8,7 @@ from typing import Any
 
 from offbeat.exchange import Exchange
 from offbeat.expression import method
+from offbeat.plan.amount import Amount
 from offbeat.plan.forecast import Forecast, Spent
 from offbeat.plan.job import Cluster, Job
 from offbeat.plan.probe import Build, Seen, probe
@@ -58,13 +59,14 @@ def predict(expression: str, job: Job, cluster: Cluster) -> Prediction:
     networks = varied(cluster)
     forecast = Forecast(seen, course, job, cluster, networks)
     spent = forecast.spent()
+    amount = Amount(seen, course, forecast.closing(), cluster.workers, forecast.among)
     totals = [_with_failures(float(mean), cluster) for mean in spent.mean]
     here = totals[0]
     rushed = sum(rush.held(step) for rush in seen.rushes for step in range(job.steps))
     return Prediction(
         method=expression.strip(),
         rounds=sum(course.rounds.values()) + seen.habit.rounds(job.steps) + rushed,
-        bytes_sent=forecast.bytes_sent(),
+        bytes_sent=amount.bytes_sent(),
         seconds=here,
         spread=_spread(spent, cluster),
         computing=float(spent.computed[0]),

@@ -64,6 +64,8 @@ def crossing(curve: Sequence[tuple[float, float]], level: float) -> float | None
 def _why(ranked: Sequence[Prediction], ddp: Prediction) -> str:
     best = ranked[0]
     ratio = ddp.seconds / best.seconds
+    if ratio < 0.98:
+        return f"None of these: ddp() would be {1 / ratio:.2f} times as fast as {best.method}."
     if best.method == ddp.method or ratio < 1.02:
         share = ddp.exposed / ddp.seconds
         return (

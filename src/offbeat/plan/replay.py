@@ -42,7 +42,7 @@ class Clocks:
         self._ranks = torch.arange(self._width).repeat(runs)
         self._offsets = (torch.arange(runs) * _APART).repeat_interleave(self._width)
         self.paces: dict[object, list[Tensor]] = {}  # of the latest worker, from moment to moment of a kind
-        self._last = torch.zeros(shape[:2], dtype=torch.float64)
+        self._last = self.origin = torch.zeros(shape[:2], dtype=torch.float64)
         self._air: dict[object, tuple[Tensor, Tensor, Tensor]] = {}
 
     def compute(self, steps: Sequence[int] | range) -> None:
@@ -117,6 +117,13 @@ class Clocks:
         self.skewed += (waited - exposed).mean(-1)
         self.flown += (busy + delay).mean(-1)
         self.now = torch.maximum(self.now, self._companion)
+
+    def start_here(self) -> None:
+        """What was so far does not count."""
+        self._last = self.origin = self.now.amax(-1)
+        self.paces.clear()
+        for seconds in (self.computed, self.skewed, self.exposed, self.flown):
+            seconds.zero_()
 
     def mark(self, kind: object) -> None:
         """Note how far the latest worker has come since the moment before."""

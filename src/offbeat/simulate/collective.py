@@ -10,6 +10,7 @@ from offbeat.comm import traffic
 
 Algorithm = Literal["ideal", "ring", "tree", "direct"]
 ALGORITHMS: tuple[str, ...] = get_args(Algorithm)
+KINDS = ("mean", "gather", "exchange", "broadcast")
 
 
 def own_bytes(algorithm: Algorithm, kind: str, size: int, given: int) -> int:

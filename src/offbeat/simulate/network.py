@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from offbeat.simulate.collective import ALGORITHMS, Algorithm, hops, own_bytes, uplink_bytes
+from offbeat.simulate.collective import ALGORITHMS, KINDS, Algorithm, hops, own_bytes, uplink_bytes
 
 Link = tuple[int, int]
 """A level, 0 for the workers' own links, and the worker or group it belongs to."""
@@ -38,8 +38,9 @@ class Network:
     `bandwidth` is that of every worker's own link, or a tuple of one for each. `levels` are the groups that
     share uplinks, from the innermost: `(Level(8, ...), Level(64, ...))` are nodes of 8 in regions of 64.
     `reduce` says how collectives are carried out: "ring", "tree", "direct", each with everyone, or "ideal",
-    as few bytes as possible and one latency. Where all send to all at once, ports overflow: an all-to-all
-    gets the share `incast` of the bandwidth. Header words, of a few bytes, pass the queue by.
+    as few bytes as possible and one latency. `shares` are parts of the bandwidth that some collectives get,
+    such as `(("exchange", 0.7),)` where ports overflow as all send to all. Header words, of a few bytes, pass
+    the queue by.
 
         Network(latency=0.02, bandwidth=12.5e6)
         Network(1e-5, 25e9, levels=(Level(8, bandwidth=12.5e9), Level(512, bandwidth=1.25e9, latency=0.03)))
@@ -49,14 +50,18 @@ class Network:
     bandwidth: float | tuple[float, ...] = math.inf
     reduce: Algorithm = "ideal"
     levels: tuple[Level, ...] = ()
-    incast: float = 1.0
+    shares: tuple[tuple[str, float], ...] = ()
 
     def __post_init__(self) -> None:
         _check(self, self.latency, self.links)
         if self.reduce not in ALGORITHMS:
             raise ValueError(f"{self!r}: reduce must be one of {', '.join(map(repr, ALGORITHMS))}.")
-        if not 0 < self.incast <= 1:
-            raise ValueError(f"{self!r}: incast is a share of the bandwidth, above 0 and at most 1.")
+        for kind, share in self.shares:
+            if kind not in KINDS or not 0 < share <= 1:
+                raise ValueError(
+                    f"{self!r}: shares are pairs of one of {', '.join(map(repr, KINDS))} and a number "
+                    "above 0 and at most 1."
+                )
         for inner, outer in itertools.pairwise(self.levels):
             if outer.workers % inner.workers or outer.workers <= inner.workers:
                 raise ValueError(
@@ -66,8 +71,8 @@ class Network:
     def __repr__(self) -> str:
         reduce = "" if self.reduce == "ideal" else f", reduce={self.reduce!r}"
         levels = f", levels={self.levels!r}" if self.levels else ""
-        incast = "" if self.incast == 1 else f", incast={self.incast}"
-        return f"Network(latency={self.latency}, bandwidth={self.bandwidth}{reduce}{levels}{incast})"
+        shares = f", shares={self.shares!r}" if self.shares else ""
+        return f"Network(latency={self.latency}, bandwidth={self.bandwidth}{reduce}{levels}{shares})"
 
     @property
     def links(self) -> tuple[float, ...]:
@@ -81,7 +86,7 @@ class Network:
 
     def share(self, kind: str) -> float:
         """Of the bandwidth of the workers' own links, that a collective gets."""
-        return self.incast if kind == "exchange" else 1.0
+        return dict(self.shares).get(kind, 1.0)
 
     def link(self, rank: int) -> float:
         return self.links[rank if len(self.links) > 1 else 0]
