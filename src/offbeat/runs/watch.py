@@ -141,5 +141,8 @@ class Stopwatch:
     def stop(self) -> None:
         self._elapsed, self._running = self.read(), False
 
+    def put(self, seconds: float) -> None:
+        self._elapsed = seconds
+
     def go_on(self) -> None:
         self._since, self._running = self._now(), True
