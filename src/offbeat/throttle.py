@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, TypeVar
 from torch import Tensor
 
 from offbeat.comm import Communicator, Farewell, Pending, nbytes, traffic
+from offbeat.companion import Companion
 
 if TYPE_CHECKING:
     from offbeat.companion import Companion
@@ -190,4 +191,4 @@ def _held(message: Pending[T], landing: Callable[[], float], known: Callable[[],
     def done() -> bool:
         return message.done() and known() and landing() <= time.perf_counter()
 
-    return Pending(wait, done, landing)
+    return Pending(wait, done, landing, message.advance)
