@@ -120,6 +120,12 @@ class Virtual(Communicator):
 
         return self._post("broadcast", list(tensors), settle)
 
+    def shift(self, tensor: Tensor) -> Pending[Tensor]:
+        def settle(posts: list[list[Tensor]]) -> list[list[Tensor]]:
+            return [[posts[rank - 1][0].clone()] for rank in range(len(posts))]
+
+        return self._post("shift", [tensor], settle).then(lambda got: got[0])
+
     def tell(self, numbers: Sequence[int]) -> Pending[list[list[int]]]:
         def settle(posts: list[list[Tensor]]) -> list[list[Tensor]]:
             return [[post[0] for post in posts] for _ in posts]
@@ -137,7 +143,9 @@ class Virtual(Communicator):
         return self._stage.member((*self._path, (-self._twins,), self._members), self._me)
 
     def courier(self) -> Courier:
-        return Lazy(self.now, functools.partial(self._stage.clocks.__setitem__, self._me))
+        made = Lazy(self.now, functools.partial(self._stage.clocks.__setitem__, self._me))
+        self._stage.couriers[self._me].append(made)
+        return made
 
     def leave(self, farewell: Farewell) -> None:
         self._stage.farewells.setdefault(self._me, farewell)
@@ -215,6 +223,7 @@ class _Stage:
         self.calls: dict[tuple[_Path, str, int], _Call] = {}
         self.farewells: dict[int, Farewell] = {}
         self.failure: BaseException | None = None
+        self.couriers: list[list[Lazy]] = [[] for _ in range(workers)]
         self._views: dict[tuple[_Path, int], Virtual] = {}
         self._turns = [threading.Semaphore(0) for _ in range(workers)]
         self._waiting: dict[int, _Call | None] = dict.fromkeys(range(workers))  # None: may run
@@ -232,6 +241,8 @@ class _Stage:
 
     def wait(self, rank: int, call: _Call) -> None:
         """Give the baton away until the call is complete, and move this worker's clock to its landing."""
+        for courier in self.couriers[rank] if not call.complete else []:
+            courier.catch_up()
         if not call.complete:
             self._waiting[rank] = call
             self._yield(rank)
