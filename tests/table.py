@@ -38,6 +38,14 @@ METHODS = [
     "overlap_local_sgd(every=2, pull=0.5, momentum=0.5)",
     "noloco(every=2, lr=0.5, momentum=0.5)",
     "hierarchical(nodes=2, inner=1, outer=4, update=Outer(SGD(lr=0.5, momentum=0.5)))",
+    # With a grace of a minute nobody is late, and real workers do what simulated ones do.
+    "wagma(group_size=2, every=3, grace=60.0)",
+    "wagma(group_size=4, every=5, grace=60.0, moments='average')",
+    "wagma(group_size=1, every=4, buffers='keep')",
+    "eager_sgd(every=4, grace=60.0)",
+    "eager_sgd(every=3, activation='majority', grace=60.0)",
+    "def_sgd(ratio=2, lam=0.25)",
+    "sparse_loco(every=3)",
     # Servers of their own, since some tests have an optimizer that the default does not fit.
     "ssd_sgd(every=2, warmup=3, alpha=1.0, server=SGD(lr=1.0, momentum=0.5))",
     "ssd_sgd(every=3, warmup=0, beta=0.25, in_flight=1, server=SGD(lr=1.0, momentum=0.5))",
@@ -45,6 +53,41 @@ METHODS = [
     "od_sgd(warmup=2, server=SGD(lr=1.0, momentum=0.5))",
     "od_sgd(warmup=0, lam=0.0625, in_flight=1, server=SGD(lr=1.0, momentum=0.5, nesterov=True))",
 ]
+
+# What codes round is no longer dyadic: real and simulated rounds agree to the bit, the last mean does not.
+# Tensors of the tests are small, hence least=1.
+CODES = [
+    "ddp(reduce=Quantized(8, block=8, least=1))",
+    "ddp(reduce=ErrorFeedback(Quantized(4, block=8, stochastic=True, least=1)))",
+    "local_sgd(every=3, reduce=Mean('bfloat16', least=1))",
+    "local_sgd(every=3, delay=2, reduce=ErrorFeedback(Mean('float16', least=1)))",
+    "local_sgd(every=3, delay='round', reduce=ErrorFeedback(Quantized(4, block=8, least=1)))",
+    "local_sgd(every=3, reduce=ErrorFeedback(TopK(3, least=1)))",
+    "local_sgd(every=3, reduce=ErrorFeedback(RandomBlock(2, least=1), decay=0.5))",
+    "dasgd(every=3, delay=1, reduce=Quantized(8, block=8, least=1))",
+    "hierarchical(nodes=2, inner=1, outer=4, reduce=Quantized(8, block=8, least=1))",
+    "slowmo(every=3, momentum=0.5, reduce=ErrorFeedback(TopK(4, chunk=8, bits=2, least=1), decay=0.9))",
+    "diloco(every=3, lr=0.5, momentum=0.5, reduce=Quantized(4, block=8, least=1))",
+    "streaming_diloco(every=4, fragments=2, delay=2, reduce=ErrorFeedback(Quantized(4, block=8, least=1)))",
+    "eager_diloco(every=3, lr=0.5, momentum=0.5, reduce=Quantized(8, block=8, least=1))",
+    "palsgd(every=4, p=0.5, lr=0.5, momentum=0.5, reduce=Quantized(8, block=8, least=1))",
+    "def_sgd(lam=0.25, every=2, reduce=Quantized(4, block=8, least=1))",
+]
+
+# Means of rounded numbers in every round: real and simulated runs agree to rounding.
+ROUNDED = [
+    "def_sgd(lam=0.5, every=3, reduce=RandomBlock(2, least=1))",
+    "a2sgd(every=3)",
+    "a2sgd(every=3, reduce=Quantized(8, block=8, least=1))",
+]
+METHODS += CODES + ROUNDED
+
+# Methods whose workers may be in different rounds between the global ones are saved at those.
+SELDOM = {row: int(row.split("every=")[1][0]) for row in METHODS if row.startswith(("wagma", "eager_sgd"))}
+
+
+def savable(expression: str, step: int) -> bool:
+    return step % SELDOM.get(expression, 1) == 0
 
 
 @dataclass(frozen=True)
@@ -92,7 +135,12 @@ LAWS = [
         "diloco(every=3)",
         options=FLOATS,
     ),
-    Law("streaming_diloco(every=3, fragments=1, delay=0)", "diloco(every=3)", options=FLOATS),
+    Law("streaming_diloco(every=3, fragments=1, delay=0, reduce=Mean())", "diloco(every=3)", options=FLOATS),
+    Law(
+        "streaming_diloco(every=3, fragments=1, delay=0, reduce=Quantized(4, least=1))",
+        "diloco(every=3, reduce=Quantized(4, least=1))",
+        options=FLOATS,
+    ),
     Law("palsgd(every=3, p=0.0)", "diloco(every=3)", options=FLOATS),
     Law("palsgd(every=3, p=0.0, shared=False)", "diloco(every=3)", options=FLOATS),
     Law("palsgd(every=3, p=0.5, warmup=100)", "ddp()", options=FLOATS),
@@ -119,6 +167,52 @@ LAWS = [
         "hierarchical(nodes=1, inner=3, outer=3, update=Outer(SGD(lr=0.5, momentum=0.5)))",
         options={"workers": 2},
     ),
+    # Workers that need no time at all are never late.
+    Law("wagma(group_size=1, every=3)", "local_sgd(every=3)", options=FLOATS),
+    Law(
+        "wagma(group_size=4, every=3)",
+        "local_sgd(every=1)",
+        exact=False,
+        options={**FLOATS, "buffers": False},
+    ),
+    Law("wagma(every=1)", "local_sgd(every=1)", options=FLOATS),
+    Law("wagma(group_size=4, every=3, grace=0.0)", "ddp()", options={"buffers": False}),
+    Law("wagma(every=3, grace=0.5)", "wagma(group_size=2, every=3, grace=0.0)", options=FLOATS),
+    Law("eager_sgd(every=3)", "ddp()", options={"buffers": False}),
+    Law("eager_sgd(every=3)", "eager_sgd(every=3, activation='majority')", options=FLOATS),
+    # Codes that lose nothing, or have nothing large enough to work on, are the mean.
+    Law("ddp(reduce=Quantized(4))", "ddp()"),
+    Law("local_sgd(every=3, reduce=TopK(1, least=1))", "local_sgd(every=3)"),
+    Law("local_sgd(every=3, reduce=RandomBlock(1, least=1))", "local_sgd(every=3)"),
+    Law("local_sgd(every=3, delay=2, reduce=RandomBlock(1, least=1))", "local_sgd(every=3, delay=2)"),
+    Law("dasgd(every=3, delay=2, reduce=RandomBlock(1, least=1))", "dasgd(every=3, delay=2)"),
+    Law("sparse_loco(every=3)", "local_sgd(every=3)"),
+    Law("def_sgd(ratio=1, every=3)", "local_sgd(every=3)"),
+    Law("def_sgd(every=3, reduce=RandomBlock(1, least=1))", "local_sgd(every=3)"),
+    # The road by an anchor is the one averaging methods take by themselves.
+    Law(
+        "local_sgd(every=3, reduce=Quantized(4, least=1))",
+        "diloco(every=3, lr=1.0, momentum=0.0, reduce=Quantized(4, least=1))",
+        options=FLOATS,
+    ),
+    Law(
+        "post_local_sgd(switch=0, every=3, reduce=Mean('bfloat16', least=1))",
+        "qsr(alpha=0.0, base=3, reduce=Mean('bfloat16', least=1))",
+        options=FLOATS,
+    ),
+    Law(
+        "adaptive(start=3, sample=1000, reduce=Quantized(8, least=1))",
+        "adacomm(start=3, interval=1000, reduce=Quantized(8, least=1))",
+        options=FLOATS,
+    ),
+    # Nothing detached is error feedback; what is left at the end is another matter.
+    Law(
+        "def_sgd(lam=0.0, every=3, reduce=RandomBlock(2, least=1))",
+        "local_sgd(every=3, reduce=ErrorFeedback(RandomBlock(2, least=1)))",
+        options={**FLOATS, "finish": False},
+    ),
+    # One worker's two means are everybody's.
+    Law("a2sgd(every=3)", "ddp()", options={"workers": 1, **FLOATS}),
     # A message in the air for no time at all corrects by exactly what averaging would have changed.
     Law("local_sgd(every=3, delay='round')", "local_sgd(every=3, delay=3)", options=FLOATS),
     # A server that is always pulled from is a synchronous optimizer; buffers stay with their workers.
@@ -147,4 +241,9 @@ ALONE = [
     "qsr(alpha=0.5, base=2)",
     "adaptive(start=2, sample=5)",
     "cocod(every=3, delay=2)",
+    "wagma(every=3)",
+    "eager_sgd(every=3)",
+    "ddp(reduce=Quantized(4, least=1))",
+    "local_sgd(every=3, delay=2, reduce=ErrorFeedback(TopK(4, least=1)))",
+    "a2sgd(every=3)",
 ]

@@ -313,11 +313,11 @@ def test_the_drift_of_gossip_is_told_to_everyone_only_if_it_decides() -> None:
         ),
         (
             "adaptive(sample=0)",
-            "Adaptive(start=4, sample=0, warmup=0): warmup must not be negative, and below sample.",
+            "Adaptive(start=4, sample=0, warmup=0): sample must be at least 1.",
         ),
         (
             "adaptive(sample=5, warmup=5)",
-            "Adaptive(start=4, sample=5, warmup=5): warmup must not be negative, and below sample.",
+            "Adaptive(start=4, sample=5, warmup=5): warmup must be below sample.",
         ),
         ("adaptive(start=0, sample=5)", "Adaptive(start=0, sample=5, warmup=0): start must be at least 1."),
         ("adacomm(start=0, interval=5)", "AdaComm(start=0, interval=5, warmup=0): start must be at least 1."),

@@ -54,6 +54,11 @@ def parameters_given(comm: offbeat.Communicator) -> offbeat.Synchronizer:
     return build(comm, model=net, optimizer=list(net.parameters()))
 
 
+def nothing_given(comm: offbeat.Communicator, model: bool) -> offbeat.Synchronizer:
+    net = nn.Linear(2, 1)
+    return offbeat.local_sgd(net if model else None, None, group=comm)
+
+
 WRAPPED = (
     "The model is wrapped in DistributedDataParallel, which averages gradients at every step: "
     "pass model.module."
@@ -119,6 +124,28 @@ BAD: list[tuple[str, Callable[..., Any], dict[str, Any], type[Exception], str]] 
         {},
         ValueError,
         "AdamW holds parameters the model lacks: build it from the parameters of the very model passed here.",
+    ),
+    (
+        "None for the optimizer",
+        nothing_given,
+        {"model": True},
+        TypeError,
+        "optimizer=None: a torch Optimizer, or a list of them, is needed.",
+    ),
+    (
+        "None for the model",
+        nothing_given,
+        {"model": False},
+        TypeError,
+        "local_sgd(model=None): a torch module is needed.",
+    ),
+    (
+        "fragments that take turns within a growing period",
+        build,
+        {"method": "streaming_diloco", "every": offbeat.QSR(0.5), "fragments": 1},
+        TypeError,
+        "every=QSR(alpha=0.5, base=4, warmup=0, peak=None, total=None, power=2.0): fragments take turns "
+        "within a fixed period; give a number.",
     ),
     (
         "no optimizer",

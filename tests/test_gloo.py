@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from conftest import Pool
 from problems import Dyadic, Realistic, data, optimizer_for, same, simulated, snapshot, train
-from table import METHODS
+from table import CODES, METHODS, ROUNDED
 
 import offbeat
 
@@ -22,8 +22,11 @@ def trained(
 def test_simulation_equals_gloo_to_the_bit(pool: Pool, expression: str) -> None:
     options = {"optimizer": "momentum"}
     real, virtual = pool.run(trained, expression, options), simulated(expression, **options)
+    exact = 0 if expression in ROUNDED else 10 if expression in CODES else 11
     for a, b in zip(real, virtual, strict=True):
-        assert all(same(x, y) for x, y in zip(a, b, strict=True))
+        assert all(same(x, y) for x, y in zip(a[:exact], b[:exact], strict=True))
+        for x, y in zip(a[exact:], b[exact:], strict=True):
+            torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("workers", [2, 3])

@@ -133,3 +133,47 @@ def test_who_is_lost_in_a_group_is_named_as_among_all(pool: Pool, kind: str) -> 
     sentence = "Round 2 (step 3): Waiting for word from all: rank 3 failed (ZeroDivisionError: no data)."
     assert said[2] == f"PeerLost: {sentence}"
     assert all(sentence.startswith("PeerLost: Round ") for sentence in said[:2])
+
+
+def butterfly(workers: int, size: int | None, rounds: int, seed: int = 0) -> list[list[list[int]]]:
+    """The groups of each round, as rank 0 has them; all have the same."""
+
+    def worker(comm: offbeat.Communicator) -> list[list[list[int]]]:
+        peers = offbeat.Butterfly(size, comm, seed)
+        for t in range(rounds):
+            mine = next(group for group in peers.groups(t) if comm.rank in group)
+            assert peers.at(t).size == len(mine)
+            assert peers.groups(t) == peers.groups(t + peers.cycle)
+        return [peers.groups(t) for t in range(rounds)]
+
+    seen = offbeat.simulate(worker, workers)
+    assert all(groups == seen[0] for groups in seen)
+    return seen[0]
+
+
+def test_a_butterfly_of_powers_of_two() -> None:
+    # Bits 0 and 1, then 2 and 0, then 1 and 2.
+    assert butterfly(8, 4, 3) == [
+        [[0, 1, 2, 3], [4, 5, 6, 7]],
+        [[0, 1, 4, 5], [2, 3, 6, 7]],
+        [[0, 2, 4, 6], [1, 3, 5, 7]],
+    ]
+    assert butterfly(4, None, 3) == [[[0, 1], [2, 3]], [[0, 2], [1, 3]], [[0, 1], [2, 3]]]
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3, 5, 6, 7, 8, 9, 12])
+@pytest.mark.parametrize("size", [None, 1, 2, 3, 4, 99])
+def test_a_butterfly_of_any_number(workers: int, size: int | None) -> None:
+    default = {1: 1, 2: 2, 3: 2, 5: 4, 6: 4, 7: 4, 8: 4, 9: 4, 12: 4}[workers]
+    wanted = min(workers, default if size is None else size)
+    for groups in butterfly(workers, size, 4):
+        assert sorted(rank for group in groups for rank in group) == list(range(workers))
+        assert len(groups) == -(-workers // wanted)
+        assert max(map(len, groups)) - min(map(len, groups)) <= 1
+
+
+def test_a_butterfly_that_is_drawn_mixes_everyone_and_depends_on_the_seed() -> None:
+    rounds = butterfly(5, 2, 16)
+    met = {(p, q) for groups in rounds for group in groups for p in group for q in group}
+    assert len(met) == 25
+    assert rounds != butterfly(5, 2, 16, seed=1)

@@ -11,7 +11,7 @@ from sentences import says
 from torch import nn
 
 import offbeat
-from offbeat import QSR, Clock, Every, Never, Schedule, Then
+from offbeat import QSR, AdaComm, Adaptive, Clock, Every, Never, Schedule, Then
 from offbeat.schedule import schedule
 
 
@@ -229,6 +229,31 @@ def test_qsr_sentences(changes: dict[str, Any], fault: str) -> None:
     call = "QSR(" + ", ".join(f"{key}={value!r}" for key, value in values.items()) + ")"
     with says(ValueError, f"{call}: {fault}"):
         QSR(**values)
+
+
+@pytest.mark.parametrize(
+    ("make", "sentence"),
+    [
+        (lambda: Every(2.5), "Every(steps=2.5): steps must be a whole number."),
+        (lambda: Adaptive(2.5, 8), "Adaptive(start=2.5, sample=8, warmup=0): start must be a whole number."),
+        (
+            lambda: AdaComm(4, 0.5),
+            "AdaComm(start=4, interval=0.5, warmup=0): interval must be a whole number.",
+        ),
+        (
+            lambda: QSR(0.1, base=2.5),
+            "QSR(alpha=0.1, base=2.5, warmup=0, peak=None, total=None, power=2.0): "
+            "base must be a whole number.",
+        ),
+        (
+            lambda: Then(True, Never(), Never()),
+            "Then(switch=True, first=Never(), second=Never()): switch must be a whole number.",
+        ),
+    ],
+)
+def test_steps_are_whole(make: Any, sentence: str) -> None:
+    with says(TypeError, sentence):
+        make()
 
 
 @pytest.mark.parametrize("every", [2.0, "8", True, None])

@@ -337,8 +337,8 @@ def test_a_message_lands_after_the_last_has_sent() -> None:
     results = simulate(
         worker, 3, network=Network(latency=0.5, bandwidth=44.0), compute=lambda rank, step: 3.0 * rank
     )
-    # 6 + 0.5 + 11/44 = 6.75, and 6 + 0.5 + 88/44 = 8.5: the two do not queue.
-    assert results == [[ready, ready, 6.75, 6.75, 8.5, 8.5] for ready in (0.0, 3.0, 6.0)]
+    # 6 + 11/44 + 0.5 = 6.75; the second follows on the same links: 6 + 11/44 + 88/44 + 0.5 = 8.75.
+    assert results == [[ready, ready, 6.75, 6.75, 8.75, 8.75] for ready in (0.0, 3.0, 6.0)]
 
 
 def test_waiting_for_what_is_long_here_takes_no_time() -> None:
@@ -456,8 +456,10 @@ def test_a_flight_that_is_hidden_partly() -> None:
 
 
 def test_a_flight_as_long_as_the_period() -> None:
-    # Five seconds in the air, four behind the steps. The third round is still in the air at the end.
-    assert timed("local_sgd(every=4, delay='round')", latency=4.0, steps=12) == [[(1.0, 5.0)] * 2] * 2
+    # Five seconds in the air, four behind the steps. The third round is still in the air at the end. The
+    # drift of the first, 16 bytes, is on the link when the second begins: 1/16 s.
+    found = timed("local_sgd(every=4, delay='round')", latency=4.0, steps=12)
+    assert found == [[(1.0, 5.0), (1.0625, 5.0625)]] * 2
 
 
 def test_a_straggler() -> None:

@@ -438,7 +438,7 @@ def test_a_part_may_make_the_step() -> None:
     ours = optimizer.step
     push(model, 0)
     assert sync.step(local) == 5
-    assert called == [None] * 3
+    assert called == [None, 1.0, None]  # a closure is called, as the optimizer would
     assert model.x.tolist() == [20.0, 20.0]  # no gradient came in
     assert optimizer.step == ours
     assert "step" not in vars(optimizer)
@@ -929,6 +929,10 @@ def test_reprs() -> None:
     model = Line()
     assert repr(offbeat.ddp(model, sgd(model))) == "ddp()"
     assert repr(offbeat.local_sgd(model, sgd(model), every=8)) == "local_sgd()"  # as the default
+    assert repr(offbeat.local_sgd(model, sgd(model), every=Every(8))) == "local_sgd()"
+    assert repr(offbeat.slowmo(model, sgd(model), every=Every(3), lr=1, momentum=0)) == (
+        "slowmo(every=3, momentum=0.0)"
+    )
     assert repr(offbeat.local_sgd(model, optimizer=sgd(model), every=3, delay="round", group=Solo())) == (
         "local_sgd(every=3, delay='round')"
     )

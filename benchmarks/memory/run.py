@@ -35,11 +35,13 @@ METHODS = [
     "cocod(every=2, delay=1)",
     "slowmo(every=2)",
     "diloco(every=2)",
-    "streaming_diloco(every=4, fragments=4)",
+    "streaming_diloco(every=4, fragments=4, reduce=Mean())",
     "eager_diloco(every=2)",
     "palsgd(every=2)",
     "overlap_local_sgd(every=2)",
     "noloco(every=2)",
+    "wagma(every=4)",
+    "eager_sgd(every=4)",
 ]
 
 

@@ -34,7 +34,7 @@ METHODS = [
     f"overlap_local_sgd(every={H})",
     f"slowmo(every={H})",
     f"diloco(every={H})",
-    f"streaming_diloco(every={H}, fragments=3, delay=4)",
+    f"streaming_diloco(every={H}, fragments=3, delay=4, reduce=Mean())",
     f"eager_diloco(every={H})",
     f"palsgd(every={H})",
     f"noloco(every={H})",

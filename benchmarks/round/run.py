@@ -2,7 +2,8 @@
 
     python benchmarks/round/run.py             # loopback; as root also links of 1 Gbit/s and 200 Mbit/s
 
-Prints a table. `raw + copies` is what a round must at least cost if parameters do not live in the vector.
+Prints a table. `copy, reduce, copy` is the least a round costs where weights are copied into a vector and
+back, `reduce, scale` the least it costs where they live in it (`offbeat.flatten`).
 """
 
 from __future__ import annotations
@@ -38,22 +39,19 @@ def shaped(rate: str, repetitions: int) -> str:
         return lab.run([sys.executable, WORKER, str(repetitions)], timeout=900)[0].stdout
 
 
-def show(link: str, output: str) -> None:
+def show(link: str, output: str, *, head: bool = False) -> None:
     result = json.loads(next(line for line in output.splitlines() if line.startswith("{")))
-    limit = (result["raw"][0] + result["copies"][0]) / result["raw"][0]
-    cells = [f"{ratio:.3f}" for _, ratio in result.values()]
-    print(
-        f"| {link} | {1000 * result['raw'][0]:.0f} ms | {' | '.join(cells[1:])} | {limit:.3f} |", flush=True
-    )
+    if head:
+        print(f"| link | {' | '.join(result)} |\n|---|{'---|' * len(result)}")
+    cells = [f"{1000 * result['raw'][0]:.0f} ms", *(f"{ratio:.3f}" for _, ratio in list(result.values())[1:])]
+    print(f"| {link} | {' | '.join(cells)} |", flush=True)
 
 
 def main() -> None:
     print(f"torch {torch.__version__}, Python {platform.python_version()}, {platform.system()}, 4 workers\n")
     print("All but the first column of numbers are ratios to raw.\n")
-    print("| link | raw | pieces | copies | **offbeat** | torch averager | raw + copies |")
-    print("|---|---|---|---|---|---|---|")
     repetitions = int(sys.argv[1]) if len(sys.argv) > 1 else 40
-    show("loopback", loopback(repetitions))
+    show("loopback", loopback(repetitions), head=True)
     if reason := unavailable():
         print(f"\nShaped links were left out: {reason}")
         return

@@ -20,9 +20,17 @@ from offbeat.tasks import bytes_task
 from offbeat.tensors import Packed, local
 
 
-def contenders(model: torch.nn.Module) -> dict[str, Callable[[], None]]:
+def rounds(model: torch.nn.Module) -> Callable[[], None]:
+    """A step without any local work: all that is left is the round."""
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     sync = offbeat.local_sgd(model, optimizer, every=1, drift=False)
+    return lambda: sync.step(lambda: None)
+
+
+def contenders() -> dict[str, Callable[[], None]]:
+    model, laid_flat = bytes_task("large").model(), offbeat.flatten(bytes_task("large").model())
     parameters = [local(p) for p in model.parameters()]
     flat = torch.zeros(sum(p.numel() for p in parameters))
     packed = Packed.like({str(i): p for i, p in enumerate(parameters)})
@@ -32,24 +40,34 @@ def contenders(model: torch.nn.Module) -> dict[str, Callable[[], None]]:
         """One all-reduce of as many bytes in one vector: the yardstick."""
         dist.all_reduce(flat, group=group)
 
-    def pieces() -> None:
-        """The same in pieces of ten megabytes, all in the air at once."""
-        for work in [dist.all_reduce(piece, group=group, async_op=True) for piece in flat.split(2_621_440)]:
-            work.wait()
-
     def copies() -> None:
         """Into the vector and back."""
         packed.read(parameters)
         packed.write(parameters)
 
-    def ours() -> None:
-        """A step without any local work: all that is left is the round."""
-        sync.step(lambda: None)
+    def around() -> None:
+        """Into the vector, one all-reduce, and back: the least a round costs where weights are copied."""
+        packed.read(parameters)
+        dist.all_reduce(packed.flats[0], group=group)
+        packed.write(parameters)
+
+    def scaled() -> None:
+        """One all-reduce and one scaling: the least it costs where they are not."""
+        dist.all_reduce(flat, group=group)
+        flat.mul_(1 / dist.get_world_size())
 
     def averager() -> None:
         average_parameters(iter(model.parameters()), group)
 
-    return {"raw": raw, "pieces": pieces, "copies": copies, "offbeat": ours, "torch averager": averager}
+    return {
+        "raw": raw,
+        "copies": copies,
+        "copy, reduce, copy": around,
+        "**offbeat**": rounds(model),
+        "reduce, scale": scaled,
+        "**offbeat, flattened**": rounds(laid_flat),
+        "torch averager": averager,
+    }
 
 
 def measure(calls: dict[str, Callable[[], None]], repetitions: int) -> dict[str, list[float]]:
@@ -67,10 +85,7 @@ def measure(calls: dict[str, Callable[[], None]], repetitions: int) -> dict[str,
 def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    model = bytes_task("large").model()
-    for p in model.parameters():
-        p.grad = torch.zeros_like(p)
-    times = measure(contenders(model), int(sys.argv[1]))
+    times = measure(contenders(), int(sys.argv[1]))
     if dist.get_rank() == 0:
         raw = statistics.median(times["raw"])
         medians = {name: statistics.median(values) for name, values in times.items()}

@@ -14,17 +14,27 @@ from offbeat.tensors import Live, Packed
 class Cargo:
     """Live tensors, the notes that go with them, buffers and moments: packed together, landed together."""
 
-    def __init__(self, live: Live, buffers: BufferRule, moments: MomentRule) -> None:
-        self.live = live
+    def __init__(
+        self, live: Live, buffers: BufferRule, moments: MomentRule, *, in_place: bool = False
+    ) -> None:
+        self.live, self._in_place = live, in_place
         self.buffers, self.moments = Buffers(live.model, buffers), Moments(live, moments)
         self._room: Packed | None = None
 
     @property
     def room(self) -> Packed:
-        """Where payloads are packed, the same memory every time: at most one round is in the air."""
+        """Where payloads are packed, the same memory every time: at most one round is in the air.
+
+        In place it is the live tensors' own, if these lie one after the other; should they be moved later,
+        they are copied there and back.
+        """
         if self._room is None:
             riders = {f"+{name}": t for name, t in {**self.live.notes(), **self.buffers.averaged()}.items()}
-            self._room = Packed.like({**self.live.like(), **riders})
+            flat = Packed.around(self.live.like()) if self._in_place else None
+            if flat is None:
+                self._room = Packed.like({**self.live.like(), **riders})
+            else:
+                self._room = flat.beside(Packed.like(riders)) if riders else flat
         return self._room
 
     @property

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
+
 from offbeat.comm import Communicator
 from offbeat.errors import CheckpointMismatch, Disagreement
 from offbeat.schedule import State
@@ -40,3 +44,14 @@ def _mismatch(state: State, ours: State) -> str | None:
             "every rank loads its own."
         )
     return None
+
+
+def copied(value: Any) -> Any:
+    """A deep copy of tensors in dicts and lists."""
+    if torch.is_tensor(value):
+        return value.clone()
+    if isinstance(value, dict):
+        return {key: copied(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [copied(item) for item in value]
+    return value

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from offbeat.errors import Disagreement, OffbeatError, PeerLost
+from offbeat.companion import Companion
+from offbeat.errors import Disagreement, NotFinite, OffbeatError, PeerLost
 
 if TYPE_CHECKING:
     from offbeat.courier import Courier
@@ -23,10 +24,17 @@ S = TypeVar("S")
 class Pending(Generic[T]):
     """A message in the air."""
 
-    def __init__(self, wait: Callable[[], T], done: Callable[[], bool], arrived: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        wait: Callable[[], T],
+        done: Callable[[], bool],
+        arrived: Callable[[], float],
+        advance: Callable[[], None] = lambda: None,
+    ) -> None:
         self._wait: Callable[[], T] | None = wait
         self._done = done
         self._arrived = arrived
+        self._advance = advance
 
     def wait(self) -> T:
         """The message, once it has arrived. Idempotent; raises `PeerLost` if it never will."""
@@ -39,13 +47,19 @@ class Pending(Generic[T]):
         """Whether `wait` would return at once."""
         return self._wait is None or self._done()
 
+    def advance(self) -> None:
+        """Of a question and an answer: wait for the question to arrive, and send the answer. All ranks call
+        this at the same point, or none; messages of one part have nothing to do."""
+        if self._wait is not None:
+            self._advance()
+
     def arrived(self) -> float:
         """When it arrived, on the communicator's clock; to be asked after `wait`."""
         return self._arrived()
 
     def then(self, change: Callable[[T], S]) -> Pending[S]:
         """The message with `change` applied to it on arrival."""
-        return Pending(lambda: change(self.wait()), self.done, self.arrived)
+        return Pending(lambda: change(self.wait()), self.done, self.arrived, self.advance)
 
 
 def arrived(value: T) -> Pending[T]:
@@ -104,6 +118,12 @@ class Communicator(ABC):
     @abstractmethod
     def leave(self, farewell: Farewell) -> None:
         """Tell the others that this rank has failed and sends no more, so that nobody waits for it."""
+
+    def companion(self) -> Companion:
+        """A thread beside this worker's own, with its own connections; all ranks ask for theirs together."""
+        raise NotImplementedError(
+            f"{type(self).__name__}.companion(): only Torch and simulated workers can have a second thread."
+        )
 
     def scatter_mean(self, tensor: Tensor) -> Pending[Tensor]:
         """The mean of this rank's slice of a vector whose length is a multiple of size, summed in rank order.
@@ -169,7 +189,7 @@ class Farewell:
         return PeerLost(f"Waiting for {what}: rank {rank} {self.text}.")
 
 
-_SHARED: tuple[type[OffbeatError], ...] = (Disagreement, PeerLost)
+_SHARED: tuple[type[OffbeatError], ...] = (Disagreement, NotFinite, PeerLost)
 
 
 def nbytes(tensors: Sequence[Tensor]) -> int:
@@ -277,6 +297,9 @@ class Metered(Communicator):
 
     def courier(self) -> Courier:
         return self.comm.courier()
+
+    def companion(self) -> Companion:
+        return self.comm.companion()
 
     def leave(self, farewell: Farewell) -> None:
         self.comm.leave(farewell)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import json
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
@@ -17,6 +18,8 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store, get_backend_config
 
 from offbeat.comm import WORDS, Communicator, Farewell, Pending, nbytes, words
+from offbeat.companion import Companion, Stopped
+from offbeat.companion_threads import Threads, clone
 from offbeat.errors import PeerLost
 
 T = TypeVar("T")
@@ -45,20 +48,22 @@ class Torch(Communicator):
         ranks = dist.get_process_group_ranks(group)
         backends = dict(item.split(":") for item in str(get_backend_config(group)).split(","))
         self._names = list(range(len(ranks)))  # what the ranks are called in errors
-        self._join(f"offbeat/{group.group_name}/{ranks}/{_made[group]}", ranks, backends, timeout)
+        self._ranks, self._backends, self._timeout = ranks, backends, timeout
+        self._store, self._stopped = _get_default_store(), threading.Event()
+        self._join(f"offbeat/{group.group_name}/{ranks}/{_made[group]}", ("control", "cpu"))
 
-    def _join(self, key: str, ranks: list[int], backends: dict[str, str], timeout: float) -> None:
-        self.rank, self.size = ranks.index(dist.get_rank()), len(ranks)
-        self._key, self._ranks, self._backends, self._timeout = key, ranks, backends, timeout
-        self._store = _get_default_store()
+    def _join(self, key: str, lanes: tuple[str, ...]) -> Torch:
+        self.rank, self.size = self._ranks.index(dist.get_rank()), len(self._ranks)
+        self._key, self._first_lanes = key, lanes
         self._lanes: dict[str, _Lane] = {}
         self._children: dict[tuple[int, ...], Torch] = {}
-        self._twins: WeakSet[Torch] = WeakSet()
-        self._twinned = 0
+        self._beside: WeakSet[Torch] = WeakSet()  # twins and companions
+        self._made_beside = 0
         self._left = False
         # gloo connects all with all, and hangs if one is missing: now, while everybody is here.
-        self._lane("control")
-        self._lane("cpu")
+        for lane in lanes:
+            self._lane(lane)
+        return self
 
     def _lane(self, name: str) -> _Lane:
         """The connections for control messages, or for tensors on a kind of device.
@@ -85,14 +90,24 @@ class Torch(Communicator):
         return self._send(calls(), lambda: sent, lambda: f"the mean of {nbytes(sent):,} bytes")
 
     def gather(self, tensor: Tensor) -> Pending[list[Tensor]]:
-        given, parts = tensor.contiguous(), [torch.empty_like(tensor) for _ in range(self.size)]
-        calls = [(tensor, lambda pg: pg.allgather([parts], [given]))]
-        return self._send(calls, lambda: parts, lambda: f"a gathering of {nbytes([tensor]):,} bytes")
+        given = tensor.contiguous().view(-1)
+        heard = given.new_empty(self.size * given.numel())
+        calls = [(tensor, lambda pg: pg._allgather_base(heard, given))]
+        return self._send(
+            calls,
+            lambda: list(heard.view(self.size, *tensor.shape)),
+            lambda: f"a gathering of {nbytes([tensor]):,} bytes",
+        )
 
     def exchange(self, chunks: Sequence[Tensor]) -> Pending[list[Tensor]]:
-        given, parts = [c.contiguous() for c in chunks], [torch.empty_like(c) for c in chunks]
-        calls = [(chunks[0], lambda pg: pg.alltoall(parts, given))]
-        return self._send(calls, lambda: parts, lambda: f"an exchange of {nbytes(chunks):,} bytes")
+        given, shape = _joined(chunks), chunks[0].shape
+        heard = torch.empty_like(given)
+        calls = [(given, lambda pg: pg.alltoall_base(heard, given, [], []))]
+        return self._send(
+            calls,
+            lambda: list(heard.view(self.size, *shape)),
+            lambda: f"an exchange of {nbytes(chunks):,} bytes",
+        )
 
     def shift(self, tensor: Tensor) -> Pending[Tensor]:
         given, got = tensor.contiguous(), torch.empty_like(tensor)
@@ -116,26 +131,37 @@ class Torch(Communicator):
     def split(self, groups: Sequence[Sequence[int]]) -> Communicator:
         mine = tuple(next(group for group in groups if self.rank in group))
         if mine not in self._children:
-            self._children[mine] = self._child(f"{mine}", mine)
+            self._children[mine] = self._like(mine)._join(f"{self._key}/{mine}", self._first_lanes)
         return self._children[mine]
 
     def twin(self) -> Communicator:
-        self._twinned += 1
-        twin = self._child(f"twin {self._twinned}", range(self.size))
-        self._twins.add(twin)
-        return twin
+        return self._aside("twin", self._like(range(self.size)), self._first_lanes)
 
-    def _child(self, key: str, members: Iterable[int]) -> Torch:
-        members = list(members)
-        child = Torch.__new__(Torch)
-        ranks = [self._ranks[rank] for rank in members]
-        child._names = [self._names[rank] for rank in members]
-        child._join(f"{self._key}/{key}", ranks, self._backends, self._timeout)
-        return child
+    def companion(self) -> Companion:
+        other = self._like(range(self.size))
+        other._store, other._stopped = clone(self._store), threading.Event()
+        # It speaks to the groups it is split into, and to nobody else.
+        aside = self._aside("companion", other, ())
+        aside._first_lanes = self._first_lanes
+        return Threads(aside, PrefixStore(f"{aside._key}/queue", self._store), aside._stopped)
+
+    def _aside(self, kind: str, other: Torch, lanes: tuple[str, ...]) -> Torch:
+        self._made_beside += 1
+        self._beside.add(other)
+        return other._join(f"{self._key}/{kind} {self._made_beside}", lanes)
+
+    def _like(self, members: Iterable[int]) -> Torch:
+        """Another communicator, of some of these ranks, that has yet to connect to them."""
+        other, members = Torch.__new__(Torch), list(members)
+        other._ranks = [self._ranks[rank] for rank in members]
+        other._names = [self._names[rank] for rank in members]
+        other._backends, other._timeout = self._backends, self._timeout
+        other._store, other._stopped = self._store, self._stopped
+        return other
 
     def leave(self, farewell: Farewell) -> None:
-        for child in (*self._children.values(), *self._twins):
-            child.leave(farewell)
+        for other in (*self._children.values(), *self._beside):
+            other.leave(farewell)
         if self._left:
             return
         self._left = True
@@ -198,6 +224,8 @@ class Torch(Communicator):
                     raise self._lost(what, error) from error
                 if work.is_completed():
                     continue
+            if self._stopped.is_set():
+                raise Stopped
             try:
                 self._look_for_leavers(lane, number, what)
             except dist.DistError:
@@ -220,6 +248,19 @@ class Torch(Communicator):
         reason = str(error).splitlines()[0].split("] ", 1)[-1].split(". ")[0]
         me = self._names[self.rank]
         return PeerLost(f"Waiting for {what}: rank {me} lost a connection ({reason}).")
+
+
+def _joined(chunks: Sequence[Tensor]) -> Tensor:
+    """The chunks in one vector, which they may already be."""
+    first, size = chunks[0], chunks[0].numel()
+    in_place = all(
+        chunk.is_contiguous() and chunk.data_ptr() == first.data_ptr() + i * nbytes([first])
+        for i, chunk in enumerate(chunks)
+    )
+    same = len({chunk.untyped_storage().data_ptr() for chunk in chunks}) == 1
+    if in_place and same and size:
+        return first.as_strided((len(chunks) * size,), (1,))
+    return torch.cat([chunk.reshape(-1) for chunk in chunks])
 
 
 def _sum(tensor: Tensor, backend: Any) -> Any:

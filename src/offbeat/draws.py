@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import hashlib
 
+import torch
+from torch import Tensor
+
 
 def whole(*key: object) -> int:
     """A number below 2⁶⁴ from a seed, a step or round, and a name; the same everywhere."""
@@ -18,3 +21,30 @@ def uniform(*key: object) -> float:
 def shuffled(length: int, *key: object) -> list[int]:
     """The numbers below `length` in random order."""
     return sorted(range(length), key=lambda i: whole(*key, i))
+
+
+def uniforms(these: Tensor, those: Tensor, *key: object) -> Tensor:
+    """Numbers in (0, 1), one per pair of whole numbers, which broadcast together; the same everywhere."""
+    mixed = _mixed(_mixed(these * _ODD + _signed(whole(*key))) + those)
+    return mixed.bitwise_right_shift_(11).bitwise_and_(2**53 - 1).double().add_(0.5).mul_(2.0**-53)
+
+
+def _mixed(x: Tensor) -> Tensor:
+    """The bits of 64-bit numbers, stirred in place by SplitMix64's finalizer; its products wrap around."""
+    x.add_(_signed(0x9E3779B97F4A7C15))
+    room = torch.empty_like(x)
+    for shift, factor in _STIRRED:
+        # The sign bit would be drawn in from the left: what came from there is cut off.
+        torch.bitwise_right_shift(x, shift, out=room)
+        x.bitwise_xor_(room.bitwise_and_(2 ** (64 - shift) - 1))
+        if factor:
+            x.mul_(factor)
+    return x
+
+
+def _signed(number: int) -> int:
+    return number - 2**64 if number >= 2**63 else number
+
+
+_ODD = _signed(0xD1342543DE82EF95)  # spreads neighbouring ranks over all bits
+_STIRRED = ((30, _signed(0xBF58476D1CE4E5B9)), (27, _signed(0x94D049BB133111EB)), (31, 0))

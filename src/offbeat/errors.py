@@ -2,6 +2,7 @@
 
 OffbeatError (a RuntimeError)
 ├── Disagreement        workers are not doing the same thing: another model, method, step or learning rate
+├── NotFinite           a worker was about to send NaN or infinity through a code that cannot
 ├── PeerLost            a worker left, failed or fell silent while others waited for it
 ├── Deadlock            in a simulation, nobody can move
 └── CheckpointMismatch  a checkpoint of another method, rank or number of workers
@@ -18,6 +19,10 @@ class OffbeatError(RuntimeError):
 
 class Disagreement(OffbeatError):
     """The workers are not doing the same thing."""
+
+
+class NotFinite(OffbeatError):
+    """A worker was about to send NaN or infinity, or a value too large for what was to be sent."""
 
 
 class PeerLost(OffbeatError):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from torch.profiler import record_function
 
 from offbeat.agreement import ROUND, compare_headers, header
 from offbeat.cargo import Cargo
+from offbeat.checkpoint import copied
 from offbeat.comm import Communicator, Metered
 from offbeat.cost import Report
 from offbeat.flight import Flight, naming
@@ -56,25 +57,25 @@ class Exchange(Part):
         self.live, self.when, self.delay = live, when, delay
         self.model = live.model
         self.peers: Peers = World(among) if among is None or isinstance(among, Communicator) else among
-        if reduce is not None and not hasattr(reduce, "start"):
+        if reduce is not None and not isinstance(reduce, Reducer):
             raise TypeError(f"reduce={reduce!r}: a reducer is needed, such as Mean().")
         if update is not None and not isinstance(update, Update):
             raise TypeError(
                 f"update={update!r}: an update is needed, such as Replace() or Outer(SGD(lr=0.7))."
             )
-        self.reduce: Reducer = Mean() if reduce is None else reduce
         self.update: Update = Replace() if update is None else update
-        self.cargo = Cargo(live, buffers, moments)
+        self.reduce = _reducer(reduce, self.update, live)
         self.drift = bool(when.needs) or not live.early if drift is None else drift
+        plain = self.reduce == Mean() and self.update == Replace()
+        in_place = plain and delay == 0 and not self.drift and not live.early
+        self.cargo = Cargo(live, buffers, moments, in_place=in_place)
         if when.needs and not self.drift:
             raise ValueError(f"drift=False with {when!r}: it decides by what rounds tell; leave drift out.")
         _check_delay(delay, when)
         self._index, self._ledger = 0, Ledger()
-        self._states: dict[str, State] = {
-            "when": self.when.init(),
-            "reduce": self.reduce.init(),
-            "update": self.update.init(),
-        }
+        self._states: dict[str, State] = {"when": self.when.init(), "update": self.update.init()}
+        if not isinstance(self.update, Reducer):
+            self._states["reduce"] = self.reduce.init()
         self._plan: int | None = None
         self._round, self._began_at, self._landed_at = 0, 0, -1
         self._opened = False
@@ -119,10 +120,18 @@ class Exchange(Part):
         begins = self._plan == clock.step
         if self._flight and (self._flight.due == clock.step or (begins and self._flight.due is None)):
             self.land(clock)
+        if self._flight and clock.step == self._halfway(self._flight):
+            with torch.no_grad(), naming(self._flight.clock):
+                self._flight.advance()
         if begins:
             self.begin(clock)
             if self.delay == 0:
                 self.land(clock)
+
+    def _halfway(self, flight: Flight) -> int | None:
+        """The step in the middle of a flight, the same for everyone; None while its end is not known."""
+        due = self._plan if flight.due is None else flight.due
+        return None if due is None else (flight.clock.step + due + 1) // 2
 
     def _ask(self, clock: Clock) -> None:
         """Plan the next round."""
@@ -154,6 +163,7 @@ class Exchange(Part):
         comm = Metered(self.peers.at(self._round))
         clock = replace(clock, round=self._round, workers=comm.size, rates=self._rates())
         cargo, state = self.cargo, self._states["update"]
+        memory = self._states.get("reduce", state)  # an update that owns its code has one state for both
         with record_function("offbeat.begin"), naming(clock):
             began = comm.now()
             marks = mark(cargo.moments.optimizers)
@@ -170,7 +180,7 @@ class Exchange(Part):
                 began=began,
                 waited=waited,
                 heads=heads,
-                mean=self.reduce.start(payload, comm, clock, self._states["reduce"]),
+                mean=self.reduce.start(payload, comm, clock, memory),
                 followed=cargo.buffers.follow(comm),
                 moments=send_mean(moments, comm),
                 sent=[t.clone() for t in cargo.riders(moments)] if self.delay else None,
@@ -236,11 +246,12 @@ class Exchange(Part):
         """Whether the last landing left the same in all these tensors and buffers of all workers."""
         everywhere = self.peers.at(self._round - 1).size == self.peers.everyone.size
         whole = self.live.only is None and self.cargo.buffers.equalizes
-        return whole and everywhere and self.delay == 0 and self.update.equalizes
+        return whole and everywhere and self.delay == 0 and self.update.equalizes and self.reduce.agrees
 
     @torch.no_grad()
     def shown(self) -> tuple[dict[str, Tensor], bool]:
-        shown = None if self.live.early else self.update.shown(self.cargo.own, self._states["update"])
+        live, own, state = self.live.tensors, self.cargo.own, self._states["update"]
+        shown = None if self.live.early else self.update.shown(live(), own, state)
         if shown is None:
             return {}, True
         tensors, agreed = shown
@@ -271,6 +282,7 @@ class Exchange(Part):
             self.update.follow(self.live.tensors(), self.cargo.own, self._states["update"])
 
     def state_dict(self) -> State:
+        flight = None if self._flight is None else self._flight.state_dict()  # first: arrivals change states
         return {
             "plan": self._plan,
             "round": self._round,
@@ -278,8 +290,8 @@ class Exchange(Part):
             "landed_at": self._landed_at,
             "opened": self._opened,
             "ledger": self._ledger.state_dict(),
-            "states": _copied(self._states),
-            "flight": None if self._flight is None else self._flight.state_dict(),
+            "states": copied(self._states),
+            "flight": flight,
         }
 
     @torch.no_grad()
@@ -287,11 +299,32 @@ class Exchange(Part):
         self._plan, self._round, self._began_at = state["plan"], state["round"], state["began_at"]
         self._landed_at, self._opened = state["landed_at"], state["opened"]
         self._ledger.load_state_dict(state["ledger"])
-        self._states = _copied(state["states"])
+        self._states = copied(state["states"])
         self._flight = None
         if state["flight"] is not None:
             comm = Metered(self.peers.at(state["flight"]["round"]))
             self._flight = Flight.resumed(state["flight"], comm, self.cargo.room)
+
+
+def _reducer(reduce: Reducer | None, update: Update, live: Live) -> Reducer:
+    """What is sent; an update that owns its code is its own reducer."""
+    if isinstance(update, Reducer):
+        if reduce is not None:
+            raise ValueError(
+                f"reduce={reduce!r} with update={update!r}, which has its own: leave reduce out."
+            )
+        return update
+    chosen = Mean() if reduce is None else reduce
+    if live.early:
+        return chosen
+    if not chosen.agrees:
+        raise ValueError(f"reduce={chosen!r}: every worker gets its own result, so it is for grads(model).")
+    if chosen.lossy and update.sends_weights:
+        raise ValueError(
+            f"reduce={chosen!r} with update={update!r}: the weights themselves would be rounded; send the "
+            "way from an anchor, with update=Outer(SGD(lr=1)), which also averages."
+        )
+    return chosen
 
 
 def _check_delay(delay: Delay, when: Schedule) -> None:
@@ -303,14 +336,3 @@ def _check_delay(delay: Delay, when: Schedule) -> None:
         raise ValueError(
             f"delay={delay} with {when!r}: delay must not exceed the period, which can be {when.shortest}."
         )
-
-
-def _copied(value: Any) -> Any:
-    """A deep copy of tensors in dicts and lists."""
-    if torch.is_tensor(value):
-        return value.clone()
-    if isinstance(value, dict):
-        return {key: _copied(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_copied(item) for item in value]
-    return value

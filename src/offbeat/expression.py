@@ -8,15 +8,17 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from offbeat import methods, outer, overlap, reduce, schedule, update
+from offbeat import detached, methods, outer, overlap, reduce, schedule, update
 from offbeat.server import rules
 from offbeat.sync import Synchronizer
 
+_ABSTRACT = ("Anchored", "Clock", "Code")
+
 VALUES = {
     name: value
-    for module in (schedule, reduce, update, outer, overlap, rules)
+    for module in (schedule, reduce, update, outer, overlap, detached, rules)
     for name, value in vars(module).items()
-    if inspect.isclass(value) and hasattr(value, "__dataclass_fields__") and name not in ("Anchored", "Clock")
+    if inspect.isclass(value) and hasattr(value, "__dataclass_fields__") and name not in _ABSTRACT
 }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
+from offbeat.schedule import Every
 from offbeat.tensors import named, trainable
 
 
@@ -24,6 +25,13 @@ def fragments(model: nn.Module, number: int) -> list[list[str]]:
     sizes = {name: p.numel() for name, p in trainable(model).items()}
     cuts = [_cut(list(sizes), layers, number) for layers in stacks if len(layers) >= number]
     return min(cuts, key=lambda cut: max(sum(sizes[name] for name in names) for names in cut))
+
+
+def turn(every: int, i: int, number: int) -> Every:
+    """When fragment i of so many meets: the period divided evenly among them."""
+    if isinstance(every, bool) or not isinstance(every, int):
+        raise TypeError(f"every={every!r}: fragments take turns within a fixed period; give a number.")
+    return Every(every, offset=i * every // number)
 
 
 def _cut(names: list[str], layers: list[list[str]], number: int) -> list[list[str]]:

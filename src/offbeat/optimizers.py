@@ -15,6 +15,15 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 
+def listed(optimizer: Optimizer | Sequence[Optimizer]) -> list[Optimizer]:
+    """One optimizer or several, as a list."""
+    if isinstance(optimizer, Optimizer):
+        return [optimizer]
+    if not isinstance(optimizer, Sequence):
+        raise TypeError(f"optimizer={optimizer!r}: a torch Optimizer, or a list of them, is needed.")
+    return list(optimizer)
+
+
 def check_fit(optimizers: Sequence[Optimizer], model: nn.Module) -> None:
     """Refuse what cannot work, before anything is sent."""
     if not optimizers:

@@ -53,7 +53,7 @@ class Anchored(Update):
             for anchor, flat in zip(state["anchor"], room.flats, strict=True):
                 anchor.copy_(flat)
 
-    def shown(self, room: Packed, state: State) -> tuple[list[Tensor], bool] | None:
+    def shown(self, live: Sequence[Tensor], room: Packed, state: State) -> tuple[list[Tensor], bool] | None:
         return None if state["anchor"] is None else (room.over(state["anchor"]).views, True)
 
     def outgoing(self, live: Sequence[Tensor], room: Packed, clock: Clock, state: State) -> None:
@@ -131,6 +131,34 @@ def outer_step(factory: Factory, anchor: Packed, gradient: Packed, state: State)
 
 
 @dataclass(frozen=True)
+class Rebase(Anchored):
+    """The anchor goes to the mean; what was sent is moved there, and what was done since is kept.
+
+        Δ = mean(a − sent)        a ← a − Δ        x ← x + (a − sent)
+
+    `Correct` for reducers that lose something. Costs two more copies of the model, one of them in the air.
+    """
+
+    def outgoing(self, live: Sequence[Tensor], room: Packed, clock: Clock, state: State) -> None:
+        displacement(live, room, state["anchor"])
+        state["sent"] = [flat.clone() for flat in room.flats]
+
+    def incoming(self, live: Sequence[Tensor], mean: Packed, clock: Clock, state: State) -> None:
+        for anchor, way, sent in zip(state["anchor"], mean.flats, state.pop("sent"), strict=True):
+            anchor.sub_(way)
+            torch.sub(sent, way, out=way)
+        for x, change in zip(live, mean.views, strict=True):
+            x.add_(change)
+
+    def shown(self, live: Sequence[Tensor], room: Packed, state: State) -> None:
+        """The mean of the live weights is the consensus: the anchor is behind it."""
+
+    def distances(self, live: Sequence[Tensor], mean: Packed, state: State) -> tuple[float, float | None]:
+        drift = square_distance(state["sent"], mean.flats)
+        return drift, drift
+
+
+@dataclass(frozen=True)
 class SlowMo(Anchored):
     """Momentum over rounds, in the form that survives a changing rate and a rate of 0.
 
@@ -205,8 +233,12 @@ class Gossip(Anchored):
     def init(self) -> State:
         return {"anchor": None, "outer": None}
 
-    def shown(self, room: Packed, state: State) -> tuple[list[Tensor], bool] | None:
-        shown = super().shown(room, state)
+    @property
+    def sends_weights(self) -> bool:
+        return True
+
+    def shown(self, live: Sequence[Tensor], room: Packed, state: State) -> tuple[list[Tensor], bool] | None:
+        shown = super().shown(live, room, state)
         return shown and (shown[0], False)
 
     def outgoing(self, live: Sequence[Tensor], room: Packed, clock: Clock, state: State) -> None:

@@ -38,8 +38,8 @@ class Eager(Anchored):
         for name in ("own", "mean"):
             state[name] = [torch.zeros_like(flat) for flat in room.flats]
 
-    def shown(self, room: Packed, state: State) -> tuple[list[Tensor], bool] | None:
-        shown = super().shown(room, state)
+    def shown(self, live: Sequence[Tensor], room: Packed, state: State) -> tuple[list[Tensor], bool] | None:
+        shown = super().shown(live, room, state)
         return shown and (shown[0], False)
 
     def outgoing(self, live: Sequence[Tensor], room: Packed, clock: Clock, state: State) -> None:
@@ -101,7 +101,11 @@ class Overlap(Anchored):
         super().open(live, room, state)
         state["momentum"] = [torch.zeros_like(flat) for flat in room.flats]
 
-    def shown(self, room: Packed, state: State) -> None:
+    @property
+    def sends_weights(self) -> bool:
+        return True
+
+    def shown(self, live: Sequence[Tensor], room: Packed, state: State) -> None:
         """The mean of the live weights is the consensus: the anchor is behind it."""
 
     def outgoing(self, live: Sequence[Tensor], room: Packed, clock: Clock, state: State) -> None:

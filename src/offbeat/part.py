@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from offbeat.comm import Communicator
+from offbeat.comm import Communicator, Farewell
 from offbeat.cost import Report
 from offbeat.peers import Peers
 from offbeat.schedule import Clock, State
@@ -57,6 +57,10 @@ class Part:
         """The run ends: land what is in the air; whether anything was changed."""
         return False
 
+    def leave(self, farewell: Farewell) -> None:
+        """This worker fails: whoever waits for it is told, threads end."""
+        self.peers.everyone.leave(farewell)  # and all it was split into
+
     def follow(self) -> None:
         """All workers have been given the same weights."""
 
@@ -70,6 +74,14 @@ class Part:
     def made_equal(self, step: int) -> bool:
         """Whether this part left all workers with the same weights and buffers after `step` iterations."""
         return False
+
+    def settles(self) -> int:
+        """How many iterations show all it ever does, to plan the rest by them; 0 if it sends nothing."""
+        return 0
+
+    def savable(self, step: int) -> int:
+        """The first step, from `step` on, after which its state can be saved."""
+        return step
 
     def state_dict(self) -> State:
         """Everything it needs to go on; waits for what is in the air, but does not apply it."""

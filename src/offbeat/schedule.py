@@ -54,6 +54,17 @@ class Schedule:
         raise NotImplementedError
 
 
+def _whole(value: Schedule, **least: int) -> None:
+    """Refuse a value whose fields of these names are not whole numbers of at least so much."""
+    for name, low in least.items():
+        given = getattr(value, name)
+        if isinstance(given, bool) or not isinstance(given, int):
+            raise TypeError(f"{value!r}: {name} must be a whole number.")
+        if given < low:
+            must = f"be at least {low}" if low else "not be negative"
+            raise ValueError(f"{value!r}: {name} must {must}.")
+
+
 @dataclass(frozen=True)
 class Every(Schedule):
     """A round after each step n ≡ offset (mod steps), except where n is a multiple of `skip`."""
@@ -63,10 +74,7 @@ class Every(Schedule):
     skip: int | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.steps, int):
-            raise TypeError(f"{self!r}: steps must be a whole number.")
-        if self.steps < 1:
-            raise ValueError(f"{self!r}: steps must be at least 1.")
+        _whole(self, steps=1)
         if not 0 <= self.offset < self.steps:
             raise ValueError(f"{self!r}: offset must be between 0 and steps - 1.")
         if self.skip is not None and (self.skip < 1 or self.skip % self.steps):
@@ -108,8 +116,7 @@ class Then(Schedule):
     second: Schedule
 
     def __post_init__(self) -> None:
-        if self.switch < 0:
-            raise ValueError(f"{self!r}: switch must not be negative.")
+        _whole(self, switch=0)
 
     @property
     def needs(self) -> frozenset[str]:
@@ -149,14 +156,11 @@ class QSR(Schedule):
     def __post_init__(self) -> None:
         if not (math.isfinite(self.alpha) and self.alpha >= 0):
             raise ValueError(f"{self!r}: alpha must be a finite number, 0 or more.")
-        if self.base < 1:
-            raise ValueError(f"{self!r}: base must be at least 1.")
-        if self.warmup < 0:
-            raise ValueError(f"{self!r}: warmup must not be negative.")
+        _whole(self, base=1, warmup=0)
         if self.peak is not None and not self.peak > 0:
             raise ValueError(f"{self!r}: peak must be positive.")
-        if self.total is not None and self.total < 1:
-            raise ValueError(f"{self!r}: total must be at least 1.")
+        if self.total is not None:
+            _whole(self, total=1)
         if not self.power > 0:
             raise ValueError(f"{self!r}: power must be positive.")
 
@@ -195,10 +199,9 @@ class Adaptive(Schedule):
     warmup: int = 0
 
     def __post_init__(self) -> None:
-        if self.start < 1:
-            raise ValueError(f"{self!r}: start must be at least 1.")
-        if not 0 <= self.warmup < self.sample:
-            raise ValueError(f"{self!r}: warmup must not be negative, and below sample.")
+        _whole(self, start=1, sample=1, warmup=0)
+        if self.warmup >= self.sample:
+            raise ValueError(f"{self!r}: warmup must be below sample.")
 
     @property
     def needs(self) -> frozenset[str]:
@@ -244,12 +247,7 @@ class AdaComm(Schedule):
     warmup: int = 0
 
     def __post_init__(self) -> None:
-        if self.start < 1:
-            raise ValueError(f"{self!r}: start must be at least 1.")
-        if self.interval < 1:
-            raise ValueError(f"{self!r}: interval must be at least 1.")
-        if self.warmup < 0:
-            raise ValueError(f"{self!r}: warmup must not be negative.")
+        _whole(self, start=1, interval=1, warmup=0)
 
     @property
     def needs(self) -> frozenset[str]:

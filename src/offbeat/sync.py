@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from offbeat import agreement, checkpoint
 from offbeat.comm import Farewell, Metered
 from offbeat.cost import Report, Totals
-from offbeat.optimizers import check_fit, held_still, learning_rate, mark
+from offbeat.optimizers import check_fit, held_still, learning_rate, listed, mark
 from offbeat.part import Part
 from offbeat.riders import floating_buffers
 from offbeat.schedule import Clock, State
@@ -38,7 +38,7 @@ class Synchronizer:
         *,
         on_report: Callable[[Report], None] | None = None,
     ) -> None:
-        self.optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+        self.optimizers = listed(optimizer)
         self.parts = list(parts)
         if not self.parts:
             raise ValueError("Synchronizer(optimizer, []): at least one part is needed.")
@@ -208,6 +208,12 @@ class Synchronizer:
             raise RuntimeError(
                 "state_dict(): not inside averaged() or a step: the weights are not those to save."
             )
+        first = max(part.savable(self.steps) for part in self.parts)
+        if first > self.steps:
+            raise RuntimeError(
+                f"state_dict(): {self.method} cannot be saved after step {self.steps}, where the workers may "
+                f"be in different rounds: the next step that allows it is {first}."
+            )
         with self._failing():
             parts = [part.state_dict() for part in self.parts]
         return {
@@ -323,7 +329,7 @@ class Synchronizer:
 
     def _leave(self, error: BaseException) -> None:
         for part in self.parts:
-            part.peers.everyone.leave(Farewell.of(error))  # and all it was split into
+            part.leave(Farewell.of(error))
 
     @contextmanager
     def _failing(self) -> Iterator[None]:

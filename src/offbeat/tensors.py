@@ -132,21 +132,42 @@ class Packed:
     @classmethod
     def like(cls, tensors: Mapping[str, Tensor], *, multiple: int = 1) -> Packed:
         """Room for tensors of these shapes, in vectors whose lengths are multiples of a number."""
-        sizes: dict[tuple[torch.dtype, torch.device], int] = {}
-        placed = []
-        for tensor in tensors.values():
-            kind = (_wide(tensor.dtype), tensor.device)
-            start = sizes.setdefault(kind, 0)
-            sizes[kind] += tensor.numel()
-            placed.append((list(sizes).index(kind), start, tensor.numel()))
+        sizes, spans = _placed(tensors.values())
         flats = [
             torch.zeros(n + -n % multiple, dtype=dtype, device=device) for (dtype, device), n in sizes.items()
         ]
+        return cls._laid(tensors, flats, spans)
+
+    @classmethod
+    def around(cls, tensors: Mapping[str, Tensor]) -> Packed | None:
+        """The tensors' own memory, if they lie in it one after the other; see `offbeat.flatten`."""
+        sizes, spans = _placed(tensors.values())
+        flats = []
+        for i, (kind, size) in enumerate(sizes.items()):
+            members = [t for t, (which, _, _) in zip(tensors.values(), spans, strict=True) if which == i]
+            if not _adjoin(members) or members[0].dtype != kind[0]:
+                return None
+            first = next(t for t in members if t.numel())
+            flats.append(first.as_strided((size,), (1,)))
+        return cls._laid(tensors, flats, spans)
+
+    @classmethod
+    def _laid(cls, tensors: Mapping[str, Tensor], flats: Sequence[Tensor], spans: Sequence[_Span]) -> Packed:
         views = [
             flats[i][start : start + n].view(tensor.shape)
-            for (i, start, n), tensor in zip(placed, tensors.values(), strict=True)
+            for (i, start, n), tensor in zip(spans, tensors.values(), strict=True)
         ]
-        return cls(tuple(tensors), views, flats, placed)
+        return cls(tuple(tensors), views, flats, spans)
+
+    def beside(self, other: Packed) -> Packed:
+        """The entries of both, each in its own vectors."""
+        spans = [(i + len(self._flats), start, n) for i, start, n in other._spans]
+        return Packed(
+            self.names + other.names,
+            self._views + other._views,
+            self._flats + other._flats,
+            [*self._spans, *spans],
+        )
 
     @property
     def flats(self) -> list[Tensor]:
@@ -160,7 +181,7 @@ class Packed:
 
     @property
     def spans(self) -> tuple[_Span, ...]:
-        """Where each tensor lies: in which vector, from where, how many values."""
+        """For every entry which vector it lies in, where, and how many values it has."""
         return self._spans
 
     def cut(self, *lengths: int) -> list[Packed]:
@@ -200,6 +221,8 @@ class Packed:
 
     def stage(self, tensors: Sequence[Tensor]) -> None:
         """Copy tensors in when the memory is looked at, so that `pieces` can send one and fill the next."""
+        if self._is(tensors):
+            return
         self._staged.update((id(view), tensor) for view, tensor in zip(self._views, tensors, strict=True))
 
     def pieces(self, size: int) -> Iterator[Tensor]:
@@ -230,11 +253,18 @@ class Packed:
 
     def write(self, tensors: Sequence[Tensor]) -> None:
         """Copy into tensors."""
-        if self._factor != 1 and all(t.dtype == v.dtype for t, v in zip(tensors, self._views, strict=True)):
+        if self._is(tensors):
+            self._settle()
+        elif self._factor != 1 and all(t.dtype == v.dtype for t, v in zip(tensors, self._views, strict=True)):
             for tensor, view in zip(tensors, self._views, strict=True):
                 torch.mul(view, self._factor, out=tensor)  # one pass instead of two
         elif self._views:
             torch._foreach_copy_(list(tensors), self.views)
+
+    def _is(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether these tensors lie in this very memory."""
+        pairs = zip(self._views, tensors, strict=True)
+        return all(view.data_ptr() == t.data_ptr() and view.dtype == t.dtype for view, t in pairs)
 
     def tensors(self) -> dict[str, Tensor]:
         """Copies, by name."""
@@ -246,3 +276,25 @@ _Span = tuple[int, int, int]  # which flat, where in it, how many values
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+
+
+def _placed(tensors: Iterable[Tensor]) -> tuple[dict[tuple[torch.dtype, torch.device], int], list[_Span]]:
+    """How long the vector of each kind gets, and where in it each tensor lies."""
+    sizes: dict[tuple[torch.dtype, torch.device], int] = {}
+    spans = []
+    for tensor in tensors:
+        kind = (_wide(tensor.dtype), tensor.device)
+        start = sizes.setdefault(kind, 0)
+        sizes[kind] += tensor.numel()
+        spans.append((list(sizes).index(kind), start, tensor.numel()))
+    return sizes, spans
+
+
+def _adjoin(tensors: Sequence[Tensor]) -> bool:
+    """Whether each begins where the one before it ends, in one piece of memory."""
+    filled = [tensor for tensor in tensors if tensor.numel()]
+    if not filled or not all(tensor.is_contiguous() for tensor in tensors):
+        return False
+    ends = [tensor.data_ptr() + tensor.numel() * tensor.element_size() for tensor in filled]
+    memory = {tensor.untyped_storage().data_ptr() for tensor in filled}
+    return len(memory) == 1 and [t.data_ptr() for t in filled[1:]] == ends[:-1]

@@ -20,6 +20,11 @@ class Update:
     """
 
     @property
+    def sends_weights(self) -> bool:
+        """Whether it sends weights themselves, which a lossy code would round, not the way from an anchor."""
+        return False
+
+    @property
     def equalizes(self) -> bool:
         """Whether workers that land the same mean at once are left with the same tensors."""
         return False
@@ -43,7 +48,7 @@ class Update:
         """Asked before `incoming`: this worker's |x − x̄|², and the square length of the change to come."""
         raise NotImplementedError
 
-    def shown(self, room: Packed, state: State) -> tuple[list[Tensor], bool] | None:
+    def shown(self, live: Sequence[Tensor], room: Packed, state: State) -> tuple[list[Tensor], bool] | None:
         """What `averaged()` shows instead of the live tensors, and whether it is the same on all workers."""
         return None
 
@@ -64,6 +69,10 @@ class Replace(Update):
     def __post_init__(self) -> None:
         if not 0 <= self.keep < 1:
             raise ValueError(f"{self!r}: keep must be at least 0 and below 1.")
+
+    @property
+    def sends_weights(self) -> bool:
+        return True
 
     @property
     def equalizes(self) -> bool:
@@ -92,6 +101,10 @@ class Correct(Update):
     def __post_init__(self) -> None:
         if not 0 < self.gain <= 1:
             raise ValueError(f"{self!r}: gain must be above 0 and at most 1.")
+
+    @property
+    def sends_weights(self) -> bool:
+        return True
 
     def outgoing(self, live: Sequence[Tensor], room: Packed, clock: Clock, state: State) -> None:
         room.read(live)

@@ -8,12 +8,14 @@ from torch import nn
 
 from offbeat.exchange import Exchange
 from offbeat.fragments import fragments as cut
+from offbeat.fragments import turn
 from offbeat.local import PseudoSync
-from offbeat.methods.record import Optimizers, Options, recorded
+from offbeat.methods.record import Optimizers, Options, Riders, recorded
 from offbeat.methods.warmup import after, synchronous
 from offbeat.outer import SGD, Gossip, Outer, SlowMo
 from offbeat.overlap import Eager, Overlap
 from offbeat.peers import Group, Pairs, World
+from offbeat.reduce import Quantized, Reducer
 from offbeat.schedule import Every, Schedule, schedule
 from offbeat.sync import Synchronizer
 from offbeat.tensors import params
@@ -30,6 +32,8 @@ __all__ = [
     "slowmo",
     "streaming_diloco",
 ]
+
+_FOUR_BITS = Quantized(4)
 
 
 @recorded
@@ -122,14 +126,16 @@ def streaming_diloco(
     keep: float = 0.5,
     lr: float = 0.7,
     momentum: float = 0.9,
+    reduce: Reducer | None = _FOUR_BITS,
     group: Group = None,
-    **options: Unpack[Options],
+    **riders: Unpack[Riders],
 ) -> Synchronizer:
     """DiLoCo by fragments of whole layers that take turns, each landing `delay` steps after it was sent.
 
         a_p ← outer.step(a_p, grad=mean(a_p − x_p))        x_p ← keep·x_p + (1 − keep)·a_p
 
-    Traffic has `fragments` times smaller peaks and hides behind compute. Larger `keep` holds on to more of
+    Traffic has `fragments` times smaller peaks, goes in 4 bits unless `reduce` says otherwise, and hides
+    behind compute. Larger `keep` holds on to more of
     the steps made in the meantime; without a delay nothing is kept. Buffers ride with the first fragment.
 
         sync = offbeat.streaming_diloco(model, optimizer, every=64, fragments=4)
@@ -141,11 +147,12 @@ def streaming_diloco(
         [
             Exchange(
                 params(model, only=names),
-                when=Every(every, offset=i * every // fragments),
+                when=turn(every, i, fragments),
                 among=World(group),
                 update=Outer(SGD(lr, momentum, nesterov=True), keep=keep if delay else 0.0),
+                reduce=reduce,
                 delay=delay,
-                **(options if i == 0 else {**options, "buffers": "keep"}),
+                **(riders if i == 0 else {**riders, "buffers": "keep"}),
             )
             for i, names in enumerate(cut(model, fragments))
         ],

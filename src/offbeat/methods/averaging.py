@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from offbeat.exchange import Delay, Exchange
+from offbeat.methods.averages import average, correct, exact
 from offbeat.methods.record import Optimizers, Options, recorded
 from offbeat.methods.warmup import after, synchronous
 from offbeat.peers import Group, Subgroups, World
@@ -15,7 +16,7 @@ from offbeat.reduce import Reducer
 from offbeat.schedule import QSR, AdaComm, Adaptive, Every, Schedule, schedule
 from offbeat.sync import Synchronizer
 from offbeat.tensors import grads, params
-from offbeat.update import Correct, Replace, Update
+from offbeat.update import Update
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -66,7 +67,8 @@ def local_sgd(
         x ← mean(x)                        without delay
         x ← x + mean(sent) − sent          with delay: the steps made while the message flew are kept
 
-    Larger `every` communicates less and lets the workers drift further apart.
+    Larger `every` communicates less and lets the workers drift further apart. With a `reduce` that loses
+    something, ways from an anchor are sent, which takes one more copy of the model.
 
         sync = offbeat.local_sgd(model, optimizer, every=8)
 
@@ -79,7 +81,7 @@ def local_sgd(
                 params(model),
                 when=schedule(every),
                 among=World(group),
-                update=Correct() if delay else Replace(),
+                update=correct(options) if delay else average(options),
                 delay=delay,
                 **options,
             )
@@ -114,6 +116,7 @@ def post_local_sgd(
                 params(model),
                 when=after(switch, schedule(every)),
                 among=World(group),
+                update=average(options),
                 **options,
             ),
         ],
@@ -135,7 +138,8 @@ def hierarchical(
     """Parameters are averaged inside a node every `inner` steps, among all workers every `outer` steps.
 
     `nodes` is the number of ranks per node, or the ranks of each node. A step on both does only the global
-    average. `update` is what the global round does instead of averaging, such as an `Outer` step.
+    average. `update` is what the global round does instead of averaging, such as an `Outer` step. A `reduce`
+    that loses something is for the global rounds; inside a node the mean stays exact.
 
         sync = offbeat.hierarchical(model, optimizer, nodes=8, inner=1, outer=16)
 
@@ -148,13 +152,13 @@ def hierarchical(
                 params(model),
                 when=Every(inner, skip=outer),
                 among=Subgroups(nodes, group),
-                **options,
+                **exact(options),
             ),
             Exchange(
                 params(model),
                 when=Every(outer),
                 among=World(group),
-                update=update,
+                update=update or average(options),
                 **options,
             ),
         ],
@@ -191,6 +195,7 @@ def qsr(
                 params(model),
                 when=QSR(alpha=alpha, base=base, warmup=warmup, peak=peak, total=total),
                 among=World(group),
+                update=average(options),
                 **options,
             )
         ],
@@ -223,6 +228,7 @@ def adaptive(
                 params(model),
                 when=Adaptive(start=start, sample=sample, warmup=warmup),
                 among=World(group),
+                update=average(options),
                 **options,
             )
         ],
@@ -256,6 +262,7 @@ def adacomm(
                 params(model),
                 when=AdaComm(start=start, interval=interval, warmup=warmup),
                 among=World(group),
+                update=average(options),
                 **options,
             )
         ],
@@ -288,7 +295,7 @@ def dasgd(
                 params(model),
                 when=schedule(every),
                 among=World(group),
-                update=Replace(keep),
+                update=average(options, keep),
                 delay=delay,
                 **options,
             )
@@ -322,7 +329,7 @@ def cocod(
                 params(model),
                 when=schedule(every),
                 among=World(group),
-                update=Correct(),
+                update=correct(options),
                 delay=delay,
                 **options,
             )

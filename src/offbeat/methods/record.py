@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, ParamSpec, TypedDict
 
+from torch import nn
 from torch.optim import Optimizer
 
 from offbeat.agreement import compare_lines
@@ -16,19 +17,25 @@ from offbeat.exchange import Exchange
 from offbeat.peers import communicator
 from offbeat.reduce import Reducer
 from offbeat.riders import BufferRule, MomentRule
+from offbeat.schedule import Every
 from offbeat.sync import Synchronizer
 
 P = ParamSpec("P")
 Optimizers = Optimizer | Sequence[Optimizer]
 
 
-class Options(TypedDict, total=False):
+class Riders(TypedDict, total=False):
     """What every method that exchanges parameters takes besides its own arguments; see `Exchange`."""
 
-    reduce: Reducer | None
     buffers: BufferRule
     moments: MomentRule
     drift: bool | None
+
+
+class Options(Riders, total=False):
+    """The same where what is sent is free, and by default the exact mean."""
+
+    reduce: Reducer | None
 
 
 def recorded(function: Callable[P, Synchronizer]) -> Callable[P, Synchronizer]:
@@ -39,6 +46,7 @@ def recorded(function: Callable[P, Synchronizer]) -> Callable[P, Synchronizer]:
     def method(*args: P.args, **kwargs: P.kwargs) -> Synchronizer:
         try:
             call = _call(function.__name__, known, kwargs)
+            _check_model(function.__name__, kwargs.get("model", args[0] if args else None))
             sync = function(*args, **kwargs)
         except (TypeError, ValueError) as error:
             _refuse(error, kwargs.get("group"))
@@ -57,8 +65,23 @@ def _call(name: str, known: dict[str, Any], given: dict[str, Any]) -> str:
     for key, default in known.items():
         if default is inspect.Parameter.empty and key not in given:
             raise TypeError(f"{name}() needs {key}=.")
-    told = [key for key in known if key in given and given[key] != known[key]]
-    return f"{name}({', '.join(f'{key}={given[key]!r}' for key in told)})"
+    values = {key: _canonical(given[key], known[key]) for key in known if key in given}
+    told = [f"{key}={value!r}" for key, value in values.items() if value != known[key]]
+    return f"{name}({', '.join(told)})"
+
+
+def _canonical(value: Any, default: Any) -> Any:
+    """One way to write what means the same: 8 for Every(8), 1.0 for 1, a tuple for a list."""
+    if isinstance(value, Every) and value == Every(value.steps):
+        return value.steps
+    if isinstance(default, float) and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _check_model(name: str, model: Any) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"{name}(model={model!r}): a torch module is needed.")
 
 
 def _refuse(error: Exception, group: Any) -> None:
@@ -71,6 +94,7 @@ def arguments(function: Callable[..., Synchronizer]) -> dict[str, Any]:
     """A method's own arguments and options with their defaults; `Parameter.empty` where one is required."""
     parameters = inspect.signature(function).parameters.values()
     own = {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY and p.name != "group"}
-    takes_options = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    taken = {"options": ("reduce", *Riders.__annotations__), "riders": tuple(Riders.__annotations__)}
+    names = [name for p in parameters if p.kind is p.VAR_KEYWORD for name in taken[p.name]]
     defaults = inspect.signature(Exchange).parameters
-    return {**own, **{name: defaults[name].default for name in Options.__annotations__ if takes_options}}
+    return {**own, **{name: defaults[name].default for name in names}}

@@ -1,6 +1,22 @@
 """What is sent: each code owns its collective."""
 
+from offbeat.reduce.feedback import ErrorFeedback
+from offbeat.reduce.lowrank import LowRank
 from offbeat.reduce.mean import Mean
-from offbeat.reduce.reducer import Reducer
+from offbeat.reduce.quantized import Quantized
+from offbeat.reduce.randomblock import RandomBlock
+from offbeat.reduce.reducer import Code, Reducer
+from offbeat.reduce.topk import TopK
+from offbeat.reduce.twolevel import TwoLevel
 
-__all__ = ["Mean", "Reducer"]
+__all__ = [
+    "Code",
+    "ErrorFeedback",
+    "LowRank",
+    "Mean",
+    "Quantized",
+    "RandomBlock",
+    "Reducer",
+    "TopK",
+    "TwoLevel",
+]

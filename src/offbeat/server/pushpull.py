@@ -239,6 +239,9 @@ class PushPull(Part):
     def made_equal(self, step: int) -> bool:
         return self._equal_at == step and not self._smooth
 
+    def settles(self) -> int:
+        return self.warmup + 3 * self.every + self.in_flight
+
     def state_dict(self) -> State:
         """Pushes in the air are waited for, and applied: only their order counts. A pull is not."""
         if not self._open:

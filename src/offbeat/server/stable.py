@@ -12,7 +12,7 @@ from torch import Tensor
 
 from offbeat.schedule import State
 
-_WINDOW, _LEAST = 64, 8  # pulls that the curvature is fitted to, at most and at least
+_WINDOW, _LEAST = 64, 16  # pulls that the curvature is fitted to, at most and at least
 _SAMPLE = 1 << 16  # weights that are looked at
 
 
@@ -71,9 +71,10 @@ class Watch:
 
     def see(self, way: Tensor, gradient: Tensor, weights: Tensor) -> None:
         """A pull lands: samples of the server's way so far, of the gradient, and of where it was taken."""
-        if self._last is not None:
+        length = float(torch.linalg.vector_norm(way))
+        if self._last is not None and length:
             before, place = self._last
-            row = (float((gradient - before) @ way), float((weights - place) @ way))
+            row = (float((gradient - before) @ way) / length, float((weights - place) @ way) / length)
             self._rows = [*self._rows[1 - _WINDOW :], row]
         self._last = (gradient, weights)
 

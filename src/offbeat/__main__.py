@@ -1,0 +1,5 @@
+"""`python -m offbeat` is `offbeat`."""
+
+from offbeat.cli import main
+
+main()

@@ -1,0 +1,32 @@
+"""`offbeat report`"""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from offbeat.cli import options
+from offbeat.cli.compare import told
+from offbeat.cli.refusal import reading
+from offbeat.runs.folder import find
+
+
+def report(
+    runs: Annotated[list[Path], typer.Argument(help="Folders of runs, or folders that hold some.")],
+    out: Annotated[Path, typer.Option(help="The page to write.")] = Path("report.html"),
+    json: options.Json = False,
+) -> int:
+    """The table and the page of runs that have been made, computed anew from their logs.
+
+    The page is one file and needs no network. It says where the time went, rank by rank, how the loss fell
+    with time, data and bytes, and the exact commands and versions.
+
+    Examples:
+
+        offbeat report runs/compare-20260101-120000
+
+        offbeat report runs/one runs/other --out both.html --json
+    """
+    with reading():
+        found = find(runs)
+    return told(found, out, json=json)

@@ -1,0 +1,28 @@
+"""How a mean is applied, by what is sent: codes that lose something need an anchor."""
+
+from __future__ import annotations
+
+from offbeat.methods.record import Options
+from offbeat.outer import SGD, Outer, Rebase
+from offbeat.reduce import Reducer
+from offbeat.update import Correct, Replace, Update
+
+
+def average(options: Options, keep: float = 0.0) -> Update:
+    """Parameters become the mean, blended with what they are."""
+    return Outer(SGD(lr=1.0), keep=keep) if loses(options) else Replace(keep)
+
+
+def correct(options: Options) -> Update:
+    """Parameters are moved by as much as what was sent is from the mean."""
+    return Rebase() if loses(options) else Correct()
+
+
+def exact(options: Options) -> Options:
+    """The same options, where a mean must lose nothing."""
+    return {**options, "reduce": None} if loses(options) else options
+
+
+def loses(options: Options) -> bool:
+    reduce = options.get("reduce")
+    return isinstance(reduce, Reducer) and reduce.lossy

@@ -1,0 +1,114 @@
+"""Methods that wait for nobody: rounds are held without those who are late."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from offbeat.exchange import Exchange
+from offbeat.methods.averages import average
+from offbeat.methods.record import Optimizers, Options, recorded
+from offbeat.peers import Butterfly, Group, World
+from offbeat.schedule import Every
+from offbeat.sync import Synchronizer
+from offbeat.tensors import grads, params
+from offbeat.waitfree import EagerGradients, GroupAverage
+from offbeat.waitfree.eager import Activation
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+__all__ = ["eager_sgd", "wagma"]
+
+
+@recorded
+def wagma(
+    model: nn.Module,
+    optimizer: Optimizers,
+    *,
+    group_size: int | None = None,
+    every: int = 10,
+    grace: float | None = None,
+    seed: int = 0,
+    group: Group = None,
+    **options: Unpack[Options],
+) -> Synchronizer:
+    """Parameters are averaged in groups after every step, waiting for nobody, and globally every so often.
+
+        x ← sum/S                  S the group, other workers each time; the first to come calls all others
+        x ← (sum + x)/(S + 1)      if this worker was late, and older weights of its are in the sum
+        x ← mean(x)                after steps that are multiples of every
+
+    It saves waiting, not bytes: a round follows every step. Larger `group_size` mixes the workers faster,
+    larger `every` waits less and lets contributions get older. `grace` is how many seconds a round waits for
+    a worker after the first has come, larger counts fewer late; None: until it has taken a tenth longer than
+    it usually does. `seed` draws the groups where the number of workers or the group's is no power of two.
+
+        sync = offbeat.wagma(model, optimizer, every=10)
+
+    Li et al., "Breaking (Global) Barriers in Parallel Stochastic Optimization with Wait-Avoiding Group
+    Averaging", IEEE TPDS 2021, arXiv 2005.00124.
+    Differs from the paper: `grace`, any number of workers, and after a global round a late worker
+    contributes the mean all agreed on.
+    """
+    return Synchronizer(
+        optimizer,
+        [
+            Exchange(
+                params(model), when=Every(every), among=World(group), update=average(options), **options
+            ),
+            GroupAverage(
+                params(model),
+                every=every,
+                among=Butterfly(group_size, group, seed),
+                reduce=options.get("reduce"),
+                grace=grace,
+                buffers=options.get("buffers", "average"),
+            ),
+        ],
+    )
+
+
+@recorded
+def eager_sgd(
+    model: nn.Module,
+    optimizer: Optimizers,
+    *,
+    every: int,
+    activation: Activation = "solo",
+    grace: float | None = None,
+    seed: int = 0,
+    group: Group = None,
+    **options: Unpack[Options],
+) -> Synchronizer:
+    """Gradients are averaged before every step, without waiting for the late, whose come a step later.
+
+        g ← sum of all means since the last step      each gradient reaches each worker once
+        x ← mean(x)                                    after steps that are multiples of every
+
+    After multiples of `every` no gradient is missing anywhere. A round begins when the first worker comes
+    ("solo"), or one drawn from `seed` ("majority"): the latter waits longer and has fewer late. `grace` as in
+    `wagma`. Options are for the parameters.
+
+        sync = offbeat.eager_sgd(model, optimizer, every=10, activation="majority")
+
+    Li et al., "Taming Unbalanced Training Workloads in Deep Learning with Partial Collective Operations",
+    PPoPP 2020, arXiv 1908.04207.
+    """
+    return Synchronizer(
+        optimizer,
+        [
+            Exchange(
+                params(model), when=Every(every), among=World(group), update=average(options), **options
+            ),
+            EagerGradients(
+                grads(model),
+                every=every,
+                among=World(group),
+                activation=activation,
+                grace=grace,
+                seed=seed,
+            ),
+        ],
+    )

@@ -1,0 +1,7 @@
+"""Know the wall-clock before renting the machines."""
+
+from offbeat.plan.job import Cluster, Cosine, Flat, Job, read
+from offbeat.plan.prediction import Prediction, predict
+from offbeat.plan.ranking import Plan, plan
+
+__all__ = ["Cluster", "Cosine", "Flat", "Job", "Plan", "Prediction", "plan", "predict", "read"]

@@ -1,0 +1,70 @@
+"""How many bytes a worker sends in a run."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+
+import torch
+
+from offbeat.comm import traffic
+from offbeat.plan.groups import Groups, alike
+from offbeat.plan.imagined import sent_in
+from offbeat.plan.probe import Acts, Seen
+from offbeat.plan.rush import Rush
+from offbeat.plan.unroll import Act, Course
+
+
+class Amount:
+    """The bytes of one method, from what was seen of it and from its whole course."""
+
+    def __init__(
+        self, seen: Seen, course: Course, closing: Acts, workers: int, among: Callable[[Act], Groups]
+    ) -> None:
+        self._seen, self._course, self._closing, self._among = seen, course, closing, among
+        self._steps, self._world = len(course.iterations), Groups(workers)
+
+    def bytes_sent(self) -> int:
+        """By one worker, on average, in the whole run."""
+        total = sum(
+            self._bytes(acts, self._world) for acts in (self._seen.start, self._seen.meet, self._closing)
+        )
+        counted: dict[tuple[int, str, int], int] = {}
+        total += self._habitual() + sum(self._rushed(rush) for rush in self._seen.rushes)
+        acts = [*self._course.acts, *self._course.flush]
+        for act in acts:
+            key = (act.place, act.what, alike(act.round))
+            counted[key] = counted.get(key, 0) + 1
+        known: dict[tuple[int, str, int], float] = {}
+        for act in acts:
+            key = (act.place, act.what, alike(act.round))
+            if key not in known:
+                known[key] = self._bytes(getattr(self._seen.rounds[act.place], act.what), self._among(act))
+        return round(total + sum(known[key] * count for key, count in counted.items()))
+
+    def _rushed(self, rush: Rush) -> float:
+        total = 0.0
+        for step in range(self._steps):
+            if rush.held(step):
+                sizes = rush.among(step).sizes
+                size = round(float((sizes * sizes).sum()) / self._world.workers)  # of a worker's group
+                total += traffic("mean", size, round(rush.size.at(size)))
+        return total
+
+    def _habitual(self) -> float:
+        habit = self._seen.habit
+        often = Counter(habit.like(step) for step in range(self._steps)) if habit else Counter()
+        return sum(
+            count * self._bytes(Acts(habit.steps[step], self._seen.sizes), self._world)
+            for step, count in often.items()
+        )
+
+    def _bytes(self, acts: Acts, groups: Groups) -> float:
+        total = 0.0
+        for event in sent_in(acts.events):
+            among = self._world if event.everyone else groups
+            sizes, counts = torch.unique(among.sizes, return_counts=True)
+            for size, count in zip(sizes.tolist(), counts.tolist(), strict=True):
+                given = round(acts.sizes[event.number].at(size))
+                total += size * count / among.workers * traffic(event.kind, size, given)
+        return total

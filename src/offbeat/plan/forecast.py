@@ -1,0 +1,213 @@
+"""The clocks of a whole run: in full where it is short, otherwise in windows spread over it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby, pairwise
+
+import torch
+from torch import Tensor
+
+from offbeat.exchange import Exchange
+from offbeat.plan.groups import Groups, alike, groups_at
+from offbeat.plan.job import Cluster, Job
+from offbeat.plan.probe import Acts, Seen
+from offbeat.plan.replay import Clocks, Costs
+from offbeat.plan.unroll import Act, Course
+from offbeat.simulate import Network
+
+_SECONDS = 1.0  # about what one method may take to plan
+_WINDOWS = 12
+_NOTHING = Acts((), {})
+
+
+@dataclass
+class Spent:
+    """Seconds, for each network: the mean over runs, its variance, and where they went."""
+
+    mean: Tensor
+    variance: Tensor
+    computed: Tensor
+    skewed: Tensor
+    exposed: Tensor
+    flown: Tensor
+
+    def add(self, other: Spent, *, computing: float, rounds: float) -> None:
+        """So many stretches like another, each with luck of its own: as to gradients, and as to the rest."""
+        self.mean += computing * other.computed + rounds * (other.mean - other.computed)
+        self.computed += computing * other.computed
+        for name in ("variance", "skewed", "exposed", "flown"):
+            getattr(self, name).add_(getattr(other, name), alpha=rounds)
+
+
+@dataclass(frozen=True)
+class Moment:
+    """The gradient after which something happens, and what."""
+
+    done: int
+    acts: tuple[Act, ...]
+
+
+class Forecast:
+    """One method on one cluster, for several networks at once."""
+
+    def __init__(
+        self, seen: Seen, course: Course, job: Job, cluster: Cluster, networks: Sequence[Network]
+    ) -> None:
+        self._seen, self._course, self._job, self._cluster = seen, course, job, cluster
+        self._networks, self._costs = list(networks), Costs(networks, alike=not cluster.compute.spread)
+        self._groups: dict[tuple[int, int], Groups] = {}
+        self._world = Groups(cluster.workers)
+        self._steps = [0, *course.iterations]  # completed before each gradient
+        due = {done: tuple(acts) for done, acts in groupby(course.acts, key=lambda a: a.done)}
+        # Parts with a habit of their own act at every step.
+        self._constant = bool(seen.habit or seen.rushes)
+        when = range(1, job.steps + 1) if self._constant else due
+        self._moments = [Moment(done, due.get(done, ())) for done in when]
+
+    def spent(self) -> Spent:
+        """Of the whole run, its start and end included."""
+        moments, steps = self._moments, self._job.steps
+        if not moments or self._price(len(moments), steps) <= 2 * _SECONDS:
+            return self._whole()
+        affordable = max(6, int(len(moments) * _SECONDS / self._price(len(moments), steps)))
+        count = min(_WINDOWS, affordable // 2, len(moments))
+        per_window = min(affordable // count, len(moments) // count)
+        edges = [round(i * len(moments) / count) for i in range(count + 1)]
+        total, before = self._fixed(), 0
+        for start, end in pairwise(edges):
+            first = max(start, min((start + end - per_window) // 2, end - per_window))
+            last = min(end, first + per_window)
+            after = steps if end == len(moments) else moments[end - 1].done
+            looked = moments[last - 1].done - (moments[first - 1].done if first else 0)
+            window = self._window(first, last)
+            total.add(window, computing=(after - before) / looked, rounds=(end - start) / (last - first))
+            before = after
+        return total
+
+    @property
+    def runs(self) -> int:
+        if not self._cluster.compute.spread:
+            return 1
+        return int(min(32, max(1, 4e5 / len(self._networks) / self._cluster.workers)))
+
+    def _price(self, moments: int, steps: int) -> float:
+        """Seconds that looking at all of it would take, roughly."""
+        width = self._cluster.workers if self._cluster.compute.spread else 1
+        each = sum(len(m.acts) for m in self._moments) / max(1, len(self._moments)) + 4 * self._constant
+        clocks = len(self._networks) * self.runs * width
+        draws = self.runs * width * steps * 2e-8 if self._cluster.compute.spread else 0.0
+        return moments * each * 12 * (4e-6 + clocks * 1.5e-9) + draws
+
+    def _whole(self) -> Spent:
+        clocks = self._clocks(self.runs)
+        self._do("start", self._seen.start, clocks)
+        clocks.mark("start")
+        done = self._go(clocks, 0, len(self._moments))
+        clocks.compute(self._steps[done : self._job.steps])
+        self._finish(clocks)
+        return _spent(clocks)
+
+    def _fixed(self) -> Spent:
+        """The start and the end alone."""
+        clocks = self._clocks(1)
+        self._do("start", self._seen.start, clocks)
+        self._finish(clocks)
+        return _spent(clocks)
+
+    def _window(self, first: int, last: int) -> Spent:
+        """From one moment to another; those before them bring the workers apart and messages into the air."""
+        clocks = self._clocks(self.runs)
+        self._go(clocks, max(0, first - self._lead), first)
+        clocks.start_here()
+        self._go(clocks, first, last)
+        return _spent(clocks)
+
+    @property
+    def _lead(self) -> int:
+        """Moments without which a window would begin too well."""
+        exchanges = [part for part in self._seen.sync.parts if isinstance(part, Exchange)]
+        apart = self._constant or any(
+            part.delay or part.peers.at(0).size < self._cluster.workers for part in exchanges
+        )
+        return 4 if apart else 0
+
+    def _clocks(self, runs: int) -> Clocks:
+        return Clocks(self._networks, self._cluster.compute, self._cluster.workers, runs)
+
+    def _go(self, clocks: Clocks, first: int, last: int) -> int:
+        """Through these moments; the gradients done afterwards."""
+        done = self._moments[first - 1].done if first else 0
+        for moment in self._moments[first:last]:
+            clocks.compute(self._steps[done : moment.done])
+            before, done = done, moment.done
+            for rush in self._seen.rushes:
+                clocks.rush(rush, done - 1, self._costs)
+            if self._seen.habit:
+                self._repeat(done - 1, clocks)
+            for act in moment.acts:
+                self._act(act, clocks)
+            clocks.mark((moment.done - before, *((act.place, act.what) for act in moment.acts)))
+        return done
+
+    def _repeat(self, step: int, clocks: Clocks) -> None:
+        """What parts do that are no exchanges."""
+        habit = self._seen.habit
+        acts = Acts(habit.steps[habit.like(step)], self._seen.sizes)
+        clocks.act(acts, self._world, lambda number: habit.key(step, number), self._costs)
+
+    def _act(self, act: Act, clocks: Clocks) -> None:
+        acts = getattr(self._seen.rounds[act.place], act.what)
+        clocks.act(acts, self.among(act), lambda number: (act.place, act.round, number), self._costs)
+
+    def _do(self, name: str, acts: Acts, clocks: Clocks) -> None:
+        clocks.act(acts, self._world, lambda number: (name, number), self._costs)
+
+    def _finish(self, clocks: Clocks) -> None:
+        self._do("meet", self._seen.meet, clocks)
+        for act in self._course.flush:
+            self._act(act, clocks)
+        clocks.settle()
+        self._do("last", self.closing(), clocks)
+
+    def among(self, act: Act) -> Groups:
+        """With whom an exchange does something."""
+        key = (act.place, alike(act.round))
+        if key not in self._groups:
+            found = groups_at(self._seen.sync.parts[act.place], alike(act.round), self._cluster.workers)
+            self._groups[key] = self._world if found.members is None else found
+        return self._groups[key]
+
+    def closing(self) -> Acts:
+        """What finish() ends with."""
+        return _NOTHING if self._equal_at_the_end() else self._seen.last
+
+    def _equal_at_the_end(self) -> bool:
+        """Whether finish() finds all workers alike."""
+        if self._seen.habit:
+            return False
+        end = self._course.iterations[-1]
+        for place, round in self._seen.rounds.items():
+            if round.shares and self._course.rounds[place] == end:
+                return True
+        landed = [act for act in self._course.acts if act.iteration == end and act.what == "land"]
+        begun = {
+            (act.place, act.round)
+            for act in self._course.acts
+            if act.iteration == end and act.what == "begin"
+        }
+        return any(self._seen.rounds[a.place].equalizes and (a.place, a.round) in begun for a in landed)
+
+
+def _spent(clocks: Clocks) -> Spent:
+    ends = clocks.now.amax(-1) - clocks.origin
+    variance = torch.zeros_like(ends[:, 0])
+    if ends.shape[1] > 1:
+        variance = ends.var(1)
+    elif clocks.luck:  # of one run, moments of the same kind tell
+        for paces in clocks.paces.values():
+            if len(paces) > 1:
+                variance += torch.stack(paces).var(0)[:, 0] * len(paces)
+    parts = (clocks.computed, clocks.skewed, clocks.exposed, clocks.flown)
+    return Spent(ends.mean(1), variance, *(part.mean(1) for part in parts))

@@ -1,0 +1,164 @@
+"""Who takes part in a round, and what its messages take, for all groups at once."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from offbeat.exchange import Exchange
+from offbeat.part import Part
+from offbeat.plan.imagined import Imagined
+from offbeat.simulate import Network
+from offbeat.simulate.collective import hops, own_bytes, uplink_bytes
+
+_ALIKE = 4  # rounds whose groups are drawn anew; later ones have the groups of these
+
+
+@dataclass(frozen=True)
+class Spans:
+    """Which groups have members behind which uplinks."""
+
+    owner: Tensor  # a group
+    uplink: Tensor  # one of the uplinks behind which it has members
+    inside: Tensor  # how many
+    spanned: Tensor  # for each group, behind how many uplinks it has some
+    uplinks: int
+
+    @classmethod
+    def of(cls, number: Tensor, place: Tensor) -> Spans:
+        width = int(place.max()) + 1
+        pairs, inside = torch.unique(number * width + place, return_counts=True)
+        owner = pairs // width
+        return cls(owner, pairs % width, inside, torch.bincount(owner), width)
+
+
+@dataclass(frozen=True)
+class Groups:
+    """All workers in one group (`members` is None), or the members of each, filled up with the first."""
+
+    workers: int
+    members: Tensor | None = None
+    _spans: dict[int, Spans] = field(default_factory=dict, repr=False, compare=False)
+
+    @classmethod
+    def of(cls, workers: int, groups: list[list[int]] | None) -> Groups:
+        if groups is None or len(groups) == 1:
+            return cls(workers)
+        longest = max(map(len, groups))
+        return cls(workers, torch.tensor([group + group[:1] * (longest - len(group)) for group in groups]))
+
+    @cached_property
+    def number(self) -> Tensor:
+        """The group of each worker."""
+        if self.members is None:
+            return torch.zeros(self.workers, dtype=torch.int64)
+        number = torch.empty(self.workers, dtype=torch.int64)
+        number[self.members] = torch.arange(len(self.members))[:, None].expand_as(self.members)
+        return number
+
+    @cached_property
+    def sizes(self) -> Tensor:
+        """The workers of each group."""
+        if self.members is None:
+            return torch.tensor([self.workers])
+        return torch.bincount(self.number, minlength=len(self.members))
+
+    def latest(self, times: Tensor) -> Tensor:
+        """The maximum over each worker's group, in its place."""
+        if self.members is None:
+            return times.amax(-1, keepdim=True)
+        if times.shape[-1] == 1:
+            return times  # the same for all
+        return times[..., self.members].amax(-1)[..., self.number]
+
+    def spans(self, width: int) -> Spans:
+        """How they lie over uplinks of so many workers each."""
+        if width not in self._spans:
+            self._spans[width] = Spans.of(self.number, torch.arange(self.workers) // width)
+        return self._spans[width]
+
+    def spread(self, values: Tensor) -> Tensor:
+        """Values of the groups, at their workers."""
+        return values if self.members is None else values[..., self.number]
+
+
+def alike(round: int) -> int:
+    """The round whose groups stand for those of this one."""
+    return round % _ALIKE
+
+
+def groups_at(part: Part, round: int, workers: int) -> Groups:
+    """With whom a round of this part is held."""
+    if not isinstance(part, Exchange):
+        return Groups(workers)
+    comm = part.peers.at(round)
+    assert isinstance(comm, Imagined)
+    return Groups.of(workers, comm.groups)
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Seconds for which a message holds the links of each group, and it flies besides: [network, group]."""
+
+    busy: Tensor
+    delay: Tensor
+
+
+def cost(networks: Sequence[Network], groups: Groups, kind: str, given: dict[int, int]) -> Cost:
+    """Of a message that all groups send at once; `given` are the bytes, by the size of the group.
+
+    The networks differ in their bandwidths alone. Groups that share an uplink share its bandwidth.
+    """
+    network, sizes = networks[0], groups.sizes
+    sent = _each([sizes], lambda size: own_bytes(network.reduce, kind, size, given[size]) if size > 1 else 0)
+    busy = [sent / network.share(kind) / _slowest(n, groups) for n in networks]
+    counts = [sizes]
+    for number, level in enumerate(network.levels):
+        spans = groups.spans(level.workers)
+        counts.append(spans.spanned)
+
+        def load(size: int, inside: int, count: int) -> float:
+            if count == 1:
+                return 0.0
+            return uplink_bytes(network.reduce, kind, size, given[size], inside=inside, groups=count)
+
+        loads = _each([sizes[spans.owner], spans.inside, spans.spanned[spans.owner]], load)
+        total = torch.zeros(spans.uplinks, dtype=torch.float64).index_add_(0, spans.uplink, loads)
+        most = torch.where(loads > 0, total[spans.uplink], 0.0)
+        worst = torch.zeros(len(sizes), dtype=torch.float64).scatter_reduce_(0, spans.owner, most, "amax")
+        busy = [
+            torch.maximum(b, worst / n.levels[number].bandwidth) for b, n in zip(busy, networks, strict=True)
+        ]
+    latencies = [network.latency, *(level.latency for level in network.levels)]
+
+    def delay(*counts: int) -> float:
+        paid = hops(network.reduce, kind, list(counts))
+        return sum(t * s for t, s in zip(paid, latencies, strict=True)) if counts[0] > 1 else 0.0
+
+    return Cost(torch.stack(busy), _each(counts, delay).expand(len(networks), -1))
+
+
+def _slowest(network: Network, groups: Groups) -> Tensor:
+    """The bandwidth of the slowest of the workers' own links in each group."""
+    if len(network.links) == 1:
+        return torch.tensor(network.links, dtype=torch.float64)
+    links = torch.tensor(network.links, dtype=torch.float64)
+    return torch.full((len(groups.sizes),), math.inf, dtype=torch.float64).scatter_reduce_(
+        0, groups.number, links, "amin"
+    )
+
+
+def _each(columns: Sequence[Tensor], value: Callable[..., float]) -> Tensor:
+    """A value for each row of whole numbers; equal rows are worked out once."""
+    key = torch.zeros_like(columns[0])
+    for column in columns:
+        key = key * (int(column.max()) + 1) + column
+    found, which = torch.unique(key, return_inverse=True)
+    first = torch.empty_like(found).scatter_(0, which, torch.arange(len(key)))
+    rows = torch.stack([column[first] for column in columns], 1).tolist()
+    return torch.tensor([value(*row) for row in rows], dtype=torch.float64)[which]

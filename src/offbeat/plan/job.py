@@ -1,0 +1,113 @@
+"""What is trained, and where."""
+
+from __future__ import annotations
+
+import math
+import runpy
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from os import PathLike
+from typing import Literal, TypeVar, get_args
+
+import torch
+
+from offbeat.simulate import Compute, Failures, Network
+
+Dtype = Literal["float32", "float64", "bfloat16", "float16"]
+Optimizer = Literal["sgd", "momentum", "adamw"]
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Cosine:
+    """A rate that rises in a line over `warmup` steps from `floor` to `peak`, then falls as a cosine."""
+
+    peak: float
+    steps: int
+    warmup: int = 0
+    floor: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.floor < self.peak < math.inf:
+            raise ValueError(f"{self!r}: peak must be a positive number above floor.")
+        if not 0 <= self.warmup < self.steps:
+            raise ValueError(f"{self!r}: warmup must be shorter than steps.")
+
+    def __call__(self, step: int) -> float:
+        if step < self.warmup:
+            return self.floor + step * (self.peak - self.floor) / self.warmup
+        turn = math.pi * (step - self.warmup) / (self.steps - self.warmup)
+        return self.floor + (self.peak - self.floor) * (1 + math.cos(turn)) / 2
+
+
+@dataclass(frozen=True)
+class Flat:
+    """A rate that stays."""
+
+    rate: float
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.rate) and self.rate >= 0):
+            raise ValueError(f"{self!r}: the rate must be a finite number, 0 or more.")
+
+    def __call__(self, step: int) -> float:
+        return self.rate
+
+
+@dataclass(frozen=True)
+class Job:
+    """A run: how many steps each worker makes on how many trainable parameters.
+
+    `rate` is the learning rate of each step, for schedules that go by it. `optimizer` is the local one, whose
+    moments some methods send. `layers` are the equal layers the model is thought to consist of.
+    """
+
+    steps: int
+    parameters: int
+    dtype: Dtype = "float32"
+    rate: Callable[[int], float] = Flat(1e-3)
+    optimizer: Optimizer = "adamw"
+    layers: int = 12
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "parameters", "layers"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"Job({name}={value!r}): a whole number, at least 1, is needed.")
+        for name, kind in (("dtype", Dtype), ("optimizer", Optimizer)):
+            if getattr(self, name) not in get_args(kind):
+                known = ", ".join(map(repr, get_args(kind)))
+                raise ValueError(f"Job({name}={getattr(self, name)!r}): choose one of {known}.")
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return {name: getattr(torch, name) for name in get_args(Dtype)}[self.dtype]  # type: ignore[no-any-return]
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """The machines: how many workers, how long a step takes them, their links, and how often they fail.
+
+    Cluster(64, Jittered(0.25, jitter=0.05), Network(latency=0.001, bandwidth=1.25e9, reduce="ring"))
+    """
+
+    workers: int
+    compute: Compute
+    network: Network = field(default_factory=Network)
+    failures: Failures = field(default_factory=lambda: Failures(0.0))
+
+    def __post_init__(self) -> None:
+        if isinstance(self.workers, bool) or not isinstance(self.workers, int) or self.workers < 1:
+            raise ValueError(f"Cluster(workers={self.workers!r}): a whole number, at least 1, is needed.")
+        if not isinstance(self.compute, Compute):
+            raise TypeError(f"Cluster(compute={self.compute!r}): a value such as Constant(0.2) is needed.")
+        self.network.check(self.workers)
+
+
+def read(path: str | PathLike[str], kind: type[T]) -> T | None:
+    """The first value of this kind that a small Python file defines, such as `cluster = Cluster(...)`."""
+    try:
+        found = runpy.run_path(str(path))
+    except (OSError, SyntaxError) as error:
+        raise ValueError(f"{path}: cannot be read ({error}).") from None
+    return next((value for value in found.values() if isinstance(value, kind)), None)

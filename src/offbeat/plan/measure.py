@@ -1,0 +1,173 @@
+"""Real figures instead of guesses: the step of a task or a script, and the link between the workers."""
+
+from __future__ import annotations
+
+import functools
+import runpy
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from offbeat.comm import Communicator, Pending, nbytes, traffic
+from offbeat.simulate import Network, Recorded
+from offbeat.tasks import Task
+from offbeat.tensors import trainable
+
+_WARM = 3  # steps that are not timed
+_SIZES = tuple(4 * 4**power for power in range(6, 14))  # floats in a sweep of the link: 64 kB to 1 GB
+_ENOUGH = 0.5  # seconds after which no longer message is tried
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The seconds of this worker's steps, and the parameters they were made with."""
+
+    seconds: tuple[float, ...]
+    parameters: int
+    dtype: str
+
+
+def measure_task(task: Task, comm: Communicator, *, steps: int = 20, batch: int | None = None) -> Measured:
+    """Forward, backward and local step of a task, on all workers at once.
+
+    Who is ready goes on until all are: workers that share a machine slow each other down as in a real run.
+    """
+    model = task.model()
+    optimizer = task.optimizer(model.parameters(), task.lr)
+    batches = task.batches(comm.rank, comm.size, batch or task.batch_size, 0)
+
+    def step() -> None:
+        torch.autograd.backward(task.loss(model, next(batches)))
+        optimizer.step()
+        optimizer.zero_grad()
+
+    comm.tell([0]).wait()
+    seconds = []
+    for number in range(_WARM + steps):
+        start = time.perf_counter()
+        step()
+        if number >= _WARM:
+            seconds.append(time.perf_counter() - start)
+    ready = comm.tell([0])
+    while not ready.done():
+        step()
+    ready.wait()
+    parameters = list(trainable(model).values())
+    return Measured(tuple(seconds), sum(p.numel() for p in parameters), _name(parameters[0].dtype))
+
+
+class _Enough(BaseException):
+    """So many steps were seen."""
+
+
+def measure_script(path: str, arguments: list[str], *, steps: int = 20) -> Measured:
+    """Run a training script until its optimizer has made enough steps, and time them from one to the next."""
+    if not Path(path).is_file():
+        raise ValueError(f"There is no script {path!r} to measure.")
+    marks: list[float] = []
+    found: dict[int, torch.Tensor] = {}
+
+    def stepped(optimizer: torch.optim.Optimizer, *_: object) -> None:
+        marks.append(time.perf_counter())
+        found.update({id(p): p for group in optimizer.param_groups for p in group["params"]})
+        if len(marks) > _WARM + steps:
+            raise _Enough
+
+    hook = register_optimizer_step_post_hook(stepped)
+    before, sys.argv = sys.argv, [path, *arguments]
+    try:
+        runpy.run_path(path, run_name="__main__")
+    except (_Enough, SystemExit):
+        pass
+    finally:
+        sys.argv = before
+        hook.remove()
+    if len(marks) < _WARM + 2:
+        raise ValueError(f"{path!r} made {len(marks)} optimizer steps; {_WARM + 2} or more are needed.")
+    times = [after - before for before, after in zip(marks[_WARM:], marks[_WARM + 1 :], strict=False)]
+    parameters = list(found.values())
+    return Measured(tuple(times), sum(p.numel() for p in parameters), _name(parameters[0].dtype))
+
+
+def measure_link(comm: Communicator, *, repetitions: int = 3) -> tuple[Network, list[tuple[int, float]]]:
+    """A sweep of all-reduces among all workers, then other collectives; the network that explains them best.
+
+    Returns it with the bytes each worker sent and the seconds that took.
+    """
+    points = []
+    for number in _SIZES:
+        tensor = torch.zeros(number)
+        slowest = _slowest(comm, functools.partial(_mean, comm, tensor), repetitions)
+        points.append((traffic("mean", comm.size, 4 * number), slowest))
+        if slowest > _ENOUGH:
+            break
+    latency, bandwidth = _line(points)
+    shares = tuple(
+        (kind, _share(comm, kind, tensor, bandwidth)) for kind in ("gather", "exchange", "broadcast")
+    )
+    return Network(latency / (2 * (comm.size - 1)), bandwidth, "ring", shares=shares), points
+
+
+def _mean(comm: Communicator, tensor: Tensor) -> object:
+    return comm.mean([tensor]).wait()
+
+
+def _share(comm: Communicator, kind: str, tensor: Tensor, bandwidth: float) -> float:
+    """Of the bandwidth of an all-reduce, that another collective gets; two at once, as one sends to hide."""
+    part = tensor[: tensor.numel() // comm.size]
+
+    def send() -> Pending[list[Tensor]]:
+        if kind == "gather":
+            return comm.gather(part)
+        return comm.exchange([part] * comm.size) if kind == "exchange" else comm.broadcast([tensor])
+
+    def both() -> None:
+        for message in [send(), send()]:
+            message.wait()
+
+    given = nbytes([part]) if kind == "gather" else nbytes([tensor])
+    seconds = _slowest(comm, both, 1)
+    return min(1.0, 2 * traffic(kind, comm.size, given) / seconds / bandwidth)
+
+
+def _slowest(comm: Communicator, call: Callable[[], object], repetitions: int) -> float:
+    """Seconds of a call: the median, of the worker where it is largest."""
+    call()
+    times = []
+    for _ in range(repetitions):
+        comm.tell([0]).wait()  # all begin together
+        start = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - start)
+    return max(word[0] for word in comm.tell([round(statistics.median(times) * 1e9)]).wait()) / 1e9
+
+
+def _line(points: list[tuple[int, float]]) -> tuple[float, float]:
+    """Seconds at no bytes, and bytes per second: the line through the two longest messages.
+
+    Where it would begin below zero, since a shaped link lets short bursts pass, it is the line from zero to
+    the longest message.
+    """
+    (x0, y0), (x1, y1) = points[-2], points[-1]
+    slope = (y1 - y0) / (x1 - x0)
+    latency = y1 - slope * x1
+    if slope <= 0 or latency <= 0:
+        return 0.0, x1 / y1
+    return latency, 1 / slope
+
+
+def gathered(comm: Communicator, measured: Measured) -> Recorded:
+    """The steps of all workers."""
+    times = torch.tensor(measured.seconds, dtype=torch.float64)
+    return Recorded(tuple(tuple(part.tolist()) for part in comm.gather(times).wait()))
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

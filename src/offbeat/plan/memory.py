@@ -1,0 +1,43 @@
+"""How many copies of the model a method keeps."""
+
+from __future__ import annotations
+
+import gc
+from types import BuiltinFunctionType, CodeType, ModuleType
+
+from torch import Tensor, nn
+
+from offbeat.sync import Synchronizer
+
+_ELSEWHERE = (type, ModuleType, CodeType, BuiltinFunctionType, nn.Module)
+
+
+def copies(sync: Synchronizer) -> float:
+    """Of the model, in all tensors its parts can reach but the caller's: model, gradients, optimizer."""
+    theirs = [value for o in sync.optimizers for state in o.state.values() for value in state.values()]
+    for p in sync.model.parameters():
+        theirs += [p, p.grad]
+    known = {t.untyped_storage().data_ptr() for t in theirs if isinstance(t, Tensor)}
+    held: dict[int, int] = {}
+    for tensor in _reached(list(sync.parts), set(map(id, sync.optimizers))):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in known:
+            held[storage.data_ptr()] = storage.nbytes()
+    return sum(held.values()) / sum(p.numel() * p.element_size() for p in sync.model.parameters())
+
+
+def _reached(things: list[object], seen: set[int]) -> list[Tensor]:
+    found = []
+    while things:
+        thing = things.pop()
+        if id(thing) in seen or isinstance(thing, _ELSEWHERE):
+            continue
+        seen.add(id(thing))
+        if isinstance(thing, Tensor):
+            found.append(thing)
+            continue
+        for child in gc.get_referents(thing):
+            # A function's globals lead to everything there is.
+            if not (isinstance(child, dict) and "__builtins__" in child):
+                things.append(child)
+    return found

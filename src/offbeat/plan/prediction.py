@@ -1,0 +1,158 @@
+"""What a method is predicted to take."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from offbeat.exchange import Exchange
+from offbeat.expression import method
+from offbeat.plan.amount import Amount
+from offbeat.plan.forecast import Forecast, Spent
+from offbeat.plan.job import Cluster, Job
+from offbeat.plan.probe import Build, Seen, probe
+from offbeat.plan.unroll import Course, unroll
+from offbeat.simulate import Network
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """One method on one cluster. Seconds are of the whole run, bytes of one worker, bandwidths in bytes per
+    second of the link that is varied: the workers' own, or the uplink of the outermost level."""
+
+    method: str
+    rounds: int
+    bytes_sent: int
+    seconds: float
+    spread: float  # standard deviation of the seconds over runs
+    computing: float  # mean over the workers
+    waiting: float  # for slower workers
+    exposed: float  # for messages
+    hidden: float  # communication that cost no waiting
+    failing: float  # failures, restarts and work done again
+    copies: float  # of the model, that the method keeps
+    curve: tuple[tuple[float, float], ...]  # bandwidth and seconds
+    break_even: float | None = None  # with a faster link, ddp is no more than 5 % slower
+    ddp_needs: float | None = None  # the bandwidth at which ddp is as fast as this is here
+    notes: tuple[str, ...] = ()
+
+    @property
+    def utilisation(self) -> float:
+        """The share of the run in which a worker computes."""
+        return self.computing / self.seconds if math.isfinite(self.seconds) else 0.0
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON: infinite numbers are None."""
+        told = {**asdict(self), "utilisation": self.utilisation}
+        told["curve"] = [{"bandwidth": b, "seconds": _finite(s)} for b, s in self.curve]
+        told["notes"] = list(self.notes)
+        return {key: _finite(value) if isinstance(value, float) else value for key, value in told.items()}
+
+
+def predict(expression: str, job: Job, cluster: Cluster) -> Prediction:
+    """Build the method among imagined workers, unroll its schedules, and run all clocks through it."""
+    build = method(expression)
+    seen, job, notes = _probed(build, job, cluster)
+    course = unroll(seen.sync.parts, job)
+    _must_meet(seen, course, job)
+    networks = varied(cluster)
+    forecast = Forecast(seen, course, job, cluster, networks)
+    spent = forecast.spent()
+    amount = Amount(seen, course, forecast.closing(), cluster.workers, forecast.among)
+    totals = [_with_failures(float(mean), cluster) for mean in spent.mean]
+    here = totals[0]
+    rushed = sum(rush.held(step) for rush in seen.rushes for step in range(job.steps))
+    return Prediction(
+        method=expression.strip(),
+        rounds=sum(course.rounds.values()) + seen.habit.rounds(job.steps) + rushed,
+        bytes_sent=amount.bytes_sent(),
+        seconds=here,
+        spread=_spread(spent, cluster),
+        computing=float(spent.computed[0]),
+        waiting=float(spent.skewed[0]),
+        exposed=float(spent.exposed[0]),
+        hidden=max(0.0, float(spent.flown[0] - spent.exposed[0])),
+        failing=here - float(spent.mean[0]),
+        copies=seen.copies,
+        curve=tuple(sorted(zip(map(varied_link, networks[1:]), totals[1:], strict=True))),
+        notes=(*notes, *_notes(seen)),
+    )
+
+
+def _probed(build: Build, job: Job, cluster: Cluster) -> tuple[Seen, Job, tuple[str, ...]]:
+    """With SGD where the method refuses the job's optimizer."""
+    try:
+        return probe(build, job, cluster.workers), job, ()
+    except (TypeError, ValueError):
+        if job.optimizer != "adamw":
+            raise
+        other = replace(job, optimizer="momentum")
+        try:
+            return probe(build, other, cluster.workers), other, ("it needs SGD",)
+        except (TypeError, ValueError):
+            pass
+        raise
+
+
+def _notes(seen: Seen) -> tuple[str, ...]:
+    notes = []
+    for part in seen.sync.parts:
+        if isinstance(part, Exchange) and part.when.needs:
+            notes.append(
+                f"its period follows the {' and '.join(sorted(part.when.needs))}; planned as it starts"
+            )
+    return tuple(dict.fromkeys(notes))
+
+
+def _must_meet(seen: Seen, course: Course, job: Job) -> None:
+    if not seen.habit and not any(course.rounds.values()):
+        raise ValueError(
+            f"{seen.sync!r}: there is no round in {job.steps} steps: shorten the period or lengthen the run."
+        )
+
+
+def varied_link(network: Network) -> float:
+    """The bandwidth that the curve goes over."""
+    return network.levels[-1].bandwidth if network.levels else min(network.links)
+
+
+def varied(cluster: Cluster) -> list[Network]:
+    """The cluster's network, then others whose outermost link is slower or faster."""
+    network = cluster.network
+    here = varied_link(network)
+    if cluster.workers == 1:
+        return [network]
+    points = 13 if cluster.workers <= 10_000 else 7
+    middle = 1.25e8 if math.isinf(here) else here
+    factors = [10 ** (6 * i / (points - 1) - 3) for i in range(points)]
+    return [network, *(with_link(network, middle * factor) for factor in factors)]
+
+
+def with_link(network: Network, bandwidth: float) -> Network:
+    """The same network with another outermost link; of several links, the slowest becomes so."""
+    if network.levels:
+        return replace(
+            network, levels=(*network.levels[:-1], replace(network.levels[-1], bandwidth=bandwidth))
+        )
+    if isinstance(network.bandwidth, tuple):
+        ratio = bandwidth / min(network.links)
+        return replace(network, bandwidth=tuple(link * ratio for link in network.links))
+    return replace(network, bandwidth=bandwidth)
+
+
+def _with_failures(seconds: float, cluster: Cluster) -> float:
+    """Whoever fails, all wait for it: a failure costs the restart and half the way to a checkpoint."""
+    failures = cluster.failures
+    return seconds * (1 + cluster.workers * failures.per_hour / 3600 * failures.cost)
+
+
+def _spread(spent: Spent, cluster: Cluster) -> float:
+    failures, seconds = cluster.failures, float(spent.mean[0])
+    number = seconds * cluster.workers * failures.per_hour / 3600
+    squares = failures.cost**2 + failures.checkpoint**2 / 12
+    return math.sqrt(float(spent.variance[0]) + number * squares)
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None

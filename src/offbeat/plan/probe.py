@@ -1,0 +1,237 @@
+"""What a method does, read off its own parts: built on a small model among imagined workers, and watched."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import nn
+
+from offbeat import Synchronizer
+from offbeat.exchange import Exchange
+from offbeat.plan.fit import Size, message_sizes
+from offbeat.plan.habit import Habit, habit
+from offbeat.plan.imagined import Absent, Computed, Event, Imagined, Sent, Waited, sent_in
+from offbeat.plan.job import Job
+from offbeat.plan.memory import copies
+from offbeat.plan.rush import Rush, Silent
+from offbeat.plan.standin import WIDTHS, StandIn, local_optimizer, real_width
+from offbeat.schedule import Clock, Never
+from offbeat.waitfree.part import Waitfree
+from offbeat.weights import replace_by_mean
+
+Build = Callable[..., Synchronizer]
+_SMALL = 16  # up to so many workers, the imagined ones are as many as the real
+
+
+@dataclass(frozen=True)
+class Acts:
+    """What a worker sends and waits for, in order, with the bytes of the real model."""
+
+    events: tuple[Event, ...]
+    sizes: dict[int, Size]
+
+
+@dataclass(frozen=True)
+class Round:
+    """One exchange: what it does when a round begins, when it lands, and when the next is planned."""
+
+    begin: Acts
+    land: Acts
+    ask: Acts
+    equalizes: bool  # a landing leaves all workers the same
+    shares: bool  # it shares gradients
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What was seen of a method."""
+
+    sync: Synchronizer  # among as many workers as there are, on a small model
+    start: Acts
+    meet: Acts  # the words with which finish() begins
+    last: Acts  # the mean with which it ends unless the workers are equal
+    rounds: dict[int, Round]  # of the exchanges, by their place among the parts
+    habit: Habit  # what other parts do, step by step
+    sizes: dict[int, Size]  # of the messages in it
+    rushes: tuple[Rush, ...]  # parts that wait for nobody
+    copies: float  # of the model
+
+
+@dataclass
+class _Watch:
+    """The raw notes of one synchronizer."""
+
+    size: int
+    width: int
+    start: list[Event]
+    meet: list[Event]
+    last: list[Event]
+    rounds: dict[int, dict[str, list[Event]]]
+    flags: dict[int, tuple[bool, bool]]
+    steps: list[list[Event]]
+    reports: list[int]
+    copies: float
+
+
+def probe(build: Build, job: Job, workers: int) -> Seen:
+    """Build the method on stand-ins of three sizes among imagined workers, and note what its parts do."""
+    sizes = _worlds(build, job, workers)
+    watches = [_watch(build, job, size, width) for size in sizes for width in WIDTHS]
+    first = watches[0]
+    width = real_width(job)
+
+    def acts(pick: Callable[[_Watch], list[Event]]) -> Acts:
+        told = [(watch.width, pick(watch)) for watch in watches]
+        return Acts(tuple(pick(first)), message_sizes(told, width))
+
+    def round_of(place: int) -> Round:
+        begin, land, ask = (acts(lambda watch, n=n: watch.rounds[place][n]) for n in ("begin", "land", "ask"))  # type: ignore[misc]
+        return Round(begin, land, ask, *first.flags[place])
+
+    sync = _made(build, job, workers, 8, whole=True)[0]
+    for part in sync.parts:
+        if isinstance(part, Exchange):
+            part._open()  # some parts pull towards its anchor
+    return Seen(
+        sync=sync,
+        start=acts(lambda watch: watch.start),
+        meet=acts(lambda watch: watch.meet),
+        last=acts(lambda watch: watch.last),
+        rounds={place: round_of(place) for place in first.rounds},
+        habit=habit(first.steps, first.reports),
+        rushes=tuple(Rush.of(part, job, workers) for part in sync.parts if isinstance(part, Waitfree)),
+        sizes=acts(lambda watch: [event for events in watch.steps for event in events]).sizes,
+        copies=max(watch.copies for watch in watches if watch.width == WIDTHS[-1]),
+    )
+
+
+def _worlds(build: Build, job: Job, workers: int) -> list[int]:
+    """Few workers show what many would send; two numbers of them, what depends on it."""
+    if workers <= _SMALL:
+        return [workers]
+    found: list[int] = []
+    for size in (8, 16, 12, 32, 24, 48, 64, 96, 128, 256):
+        if size <= workers and len(found) < 2:
+            try:
+                _made(build, job, size, 8)
+                found.append(size)
+            except ValueError:
+                continue  # such as groups that do not fit
+    return found if len(found) == 2 else [workers]
+
+
+def _made(
+    build: Build, job: Job, size: int, width: int, *, whole: bool = False
+) -> tuple[Synchronizer, Imagined, nn.Module]:
+    """Unless it is to be whole, without what parts do that wait for nobody."""
+    comm = Imagined(size)
+    model = StandIn(job, width)
+    sync = build(model, local_optimizer(job, model), group=comm)
+    if not whole:
+        sync.parts = [Silent(part) if isinstance(part, Waitfree) else part for part in sync.parts]
+    return sync, comm, model
+
+
+def _watch(build: Build, job: Job, size: int, width: int) -> _Watch:
+    sync, comm, model = _made(build, job, size, width)
+    sync.observe(1.0)
+    sync.step()
+    events = comm.log.take()
+    start = events[: next(i for i, event in enumerate(events) if isinstance(event, Computed))]
+    held = copies(sync)
+    rounds, flags = {}, {}
+    for place, part in enumerate(sync.parts):
+        if isinstance(part, Exchange):
+            rounds[place], flags[place], most = _watch_round(part, comm, sync)
+            held = max(held, most)
+    comm.log.take()
+    replace_by_mean(model, comm)
+    last = comm.log.take()
+    sync.finish()
+    events = comm.log.take()
+    meet = _words(events)
+    if sent_in(_but_words(events)):
+        last = _but_words(events)  # some updates have a last act of their own
+    steps, reports, closing, most = _watch_others(build, job, size, width)
+    held += _rushing(build, job, size, width)
+    return _Watch(size, width, start, meet, closing or last, rounds, flags, steps, reports, max(held, most))
+
+
+def _rushing(build: Build, job: Job, size: int, width: int) -> float:
+    """Copies of the model in what parts hold that wait for nobody."""
+    sync = _made(build, job, size, width, whole=True)[0]
+    for part in sync.parts:
+        if isinstance(part, Waitfree) and part.active:
+            part.load(0, Absent(part.peers.everyone))
+    sync.parts = [part for part in sync.parts if isinstance(part, Waitfree)]
+    return copies(sync)
+
+
+def _watch_others(
+    build: Build, job: Job, size: int, width: int
+) -> tuple[list[list[Event]], list[int], list[Event], float]:
+    """Every step of a method whose exchanges never meet, until the other parts repeat themselves."""
+    sync, comm, _ = _made(build, job, size, width)
+    reports: list[object] = []
+    sync.on_report = reports.append
+    for part in sync.parts:
+        if isinstance(part, Exchange):
+            part.when = Never()
+            part._open()
+    longest = max(part.settles() for part in sync.parts)
+    steps: list[list[Event]] = []
+    told: list[int] = []
+    held = 0.0
+    while len(steps) < min(job.steps, max(2, longest)):
+        comm.log.take()
+        seen = len(reports)
+        sync.step()
+        events = comm.log.take()
+        first = next(i for i, event in enumerate(events) if isinstance(event, Computed))
+        steps.append(events[first + 1 :])
+        told.append(len(reports) - seen)
+        if len(steps) % 16 == 2:
+            held = max(held, copies(sync))
+    if not any(steps):
+        return [], [], [], 0.0
+    comm.log.take()
+    sync.finish()
+    return steps, told, _but_words(comm.log.take()), held
+
+
+def _but_words(events: list[Event]) -> list[Event]:
+    words = {event.number for event in _words(events) if isinstance(event, Sent)}
+    return [e for e in events if not isinstance(e, Computed) and e.number not in words]
+
+
+def _words(events: list[Event]) -> list[Event]:
+    """The header words among what was sent, and the waiting for them."""
+    sent = {event.number for event in events if isinstance(event, Sent) and event.control}
+    return [event for event in events if isinstance(event, Sent | Waited) and event.number in sent]
+
+
+def _watch_round(
+    part: Exchange, comm: Imagined, sync: Synchronizer
+) -> tuple[dict[str, list[Event]], tuple[bool, bool], float]:
+    """Its second round: the first may create what later ones have. None is in the air when it begins."""
+    told: dict[str, list[Event]] = {}
+    held, clock = 0.0, Clock(step=1, round=0, lr=1e-3)
+    part.observe(1.0)
+    if part._flight is not None:
+        part.land(clock)
+    if not part._opened:
+        part._open()
+    for _ in range(2):
+        clock = Clock(step=clock.step + 1, round=0, lr=1e-3)
+        part.observe(1.0)
+        comm.log.take()
+        part.begin(clock)
+        told["begin"] = comm.log.take()
+        held = max(held, copies(sync))
+        part.land(clock)
+        told["land"] = comm.log.take()
+        if part.when.needs:
+            part.settle(wait=True)
+        told["ask"] = comm.log.take()
+    return told, (part.made_equal(clock.step), part.shared_gradient(clock.step)), max(held, copies(sync))

@@ -1,0 +1,188 @@
+"""The clocks of all workers, many runs and many bandwidths at once, through what a method does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from offbeat.plan.fit import Size
+from offbeat.plan.groups import Groups, cost
+from offbeat.plan.imagined import Beside, Event, Sent, Waited
+from offbeat.plan.probe import Acts
+from offbeat.plan.rush import Rush
+from offbeat.simulate import Compute, Network
+
+_CHUNK = 2**15  # times drawn at once: as many as a cache holds
+_APART = 10_000_019  # steps from one run to the next, so that no two draw the same
+
+
+class Clocks:
+    """Where every worker is in time: [network, run, worker].
+
+    Each worker of each run draws its own times; all networks see the same ones. `skewed` and `exposed` are
+    seconds stood still, on average over the workers: for slower workers, and for messages.
+    """
+
+    def __init__(self, networks: Sequence[Network], compute: Compute, workers: int, runs: int) -> None:
+        self._compute, self._runs, self.luck = compute, runs, compute.spread
+        # Workers that never differ are one worker.
+        self._width = workers if compute.spread else 1
+        shape = (len(networks), runs, self._width)
+        self.now = torch.zeros(shape, dtype=torch.float64)
+        self.free = torch.zeros(shape, dtype=torch.float64)  # when their links are
+        self._companion = torch.zeros(shape, dtype=torch.float64)
+        self._resumed = self.now  # when they began to compute
+        self._courier = torch.zeros(shape, dtype=torch.float64)  # where those are who work beside them
+        self.computed, self.skewed, self.exposed, self.flown = (
+            torch.zeros(shape[:2], dtype=torch.float64) for _ in range(4)
+        )
+        self._world = Groups(workers)
+        self._ranks = torch.arange(self._width).repeat(runs)
+        self._offsets = (torch.arange(runs) * _APART).repeat_interleave(self._width)
+        self.paces: dict[object, list[Tensor]] = {}  # of the latest worker, from moment to moment of a kind
+        self._last = self.origin = torch.zeros(shape[:2], dtype=torch.float64)
+        self._air: dict[object, tuple[Tensor, Tensor, Tensor]] = {}
+
+    def compute(self, steps: Sequence[int] | range) -> None:
+        """Gradients of these steps; the first run has the times that a simulation would have."""
+        if not steps:
+            return
+        self._resumed = self.now
+        if not self._compute.spread:
+            seconds = float(self._compute(0, 0)) * len(steps)
+            self.now = self.now + seconds
+            self.computed += seconds
+            return
+        drawn = torch.tensor(steps)
+        rows = max(1, _CHUNK // len(steps))  # workers looked at together
+        sums = []
+        for start in range(0, len(self._ranks), rows):
+            rank, run = (which[start : start + rows, None] for which in (self._ranks, self._offsets))
+            sums.append(self._compute.seconds(rank, drawn + run).sum(-1))
+        times = torch.cat(sums).view(self._runs, self._width)
+        self.now = self.now + times
+        self.computed += times.mean(-1)
+
+    def act(self, acts: Acts, groups: Groups, key: Callable[[int], object], costs: Costs) -> None:
+        """All workers send and wait as one of them was seen to do."""
+        self._go(acts.events, acts, groups, key, costs)
+
+    def _go(
+        self,
+        events: Sequence[Event],
+        acts: Acts,
+        groups: Groups,
+        key: Callable[[int], object],
+        costs: Costs,
+    ) -> None:
+        for event in events:
+            if isinstance(event, Sent):
+                among = self._world if event.everyone else groups
+                self._send(key(event.number), among, *costs.of(event, acts, among), event.control)
+            elif isinstance(event, Waited):
+                self._wait(key(event.number))
+            elif isinstance(event, Beside):
+                worker, still = self.now, (self.skewed.clone(), self.exposed.clone())
+                self.now = torch.maximum(worker, self._courier)
+                self._go(event.events, acts, groups, key, costs)
+                self._courier, self.now = self.now, worker
+                self.skewed, self.exposed = still  # it was the courier who stood still
+                self._air[key(event.number)] = (worker, self._courier, worker)
+
+    def rush(self, rush: Rush, round: int, costs: Costs) -> None:
+        """A round that companions hold: each begins with its own worker, or some grace after the call."""
+        if not rush.held(round):
+            self._companion = torch.maximum(self._companion, self.now)
+            return
+        groups = rush.among(round)
+        start = torch.maximum(self._companion, self.now)
+        if not rush.blocking(round):
+            first = rush.initiator(round)
+            called = (
+                self.now.amin(-1, keepdim=True) if first is None else self.now[..., first % self._width, None]
+            )
+            awake = torch.maximum(self._companion, torch.minimum(self.now, called + costs.announcement))
+            late = torch.minimum(self.now, rush.patience(awake, self._resumed, self._compute))
+            start = torch.where(self.now <= awake, awake, late)
+        busy, delay = costs.priced("mean", rush.size, groups)
+        if self._width > 1:
+            start = torch.maximum(groups.latest(start), groups.latest(self.free))
+        self.free = start + busy
+        self._companion = (self.free + delay).expand_as(self.now)
+        waited = (self._companion - self.now).clamp_(min=0)
+        exposed = torch.minimum(waited, busy + delay)
+        self.exposed += exposed.mean(-1)
+        self.skewed += (waited - exposed).mean(-1)
+        self.flown += (busy + delay).mean(-1)
+        self.now = torch.maximum(self.now, self._companion)
+
+    def start_here(self) -> None:
+        """What was so far does not count."""
+        self._last = self.origin = self.now.amax(-1)
+        self.paces.clear()
+        for seconds in (self.computed, self.skewed, self.exposed, self.flown):
+            seconds.zero_()
+
+    def mark(self, kind: object) -> None:
+        """Note how far the latest worker has come since the moment before."""
+        latest = self.now.amax(-1)
+        self.paces.setdefault(kind, []).append(latest - self._last)
+        self._last = latest
+
+    def settle(self) -> None:
+        """Wait for all that is in the air."""
+        for number in list(self._air):
+            self._wait(number)
+
+    def _send(self, number: object, groups: Groups, busy: Tensor, delay: Tensor, control: bool) -> None:
+        single = self._width == 1
+        ready = self.now if single else groups.latest(self.now)
+        if control:
+            self._air[number] = (ready, ready + busy + delay, self.now)
+            return
+        start = torch.maximum(ready, self.free if single else groups.latest(self.free))
+        self.free = start + busy
+        self._air[number] = (ready, self.free + delay, self.now)
+
+    def _wait(self, number: object) -> None:
+        if number not in self._air:
+            return  # sent before what is looked at began
+        ready, lands, began = self._air.pop(number)
+        skew = (torch.minimum(ready, lands) - self.now).clamp_(min=0)
+        waited = (lands - self.now).clamp_(min=0)
+        self.skewed += skew.mean(-1)
+        self.exposed += (waited - skew).mean(-1)
+        self.flown += (lands - torch.maximum(began, ready)).mean(-1)
+        self.now = torch.maximum(self.now, lands)
+
+
+class Costs:
+    """What messages take, worked out once for each kind, size and set of groups: [network, 1, worker]."""
+
+    def __init__(self, networks: Sequence[Network], *, alike: bool) -> None:
+        self._networks, self._alike = networks, alike
+        self._known: dict[object, tuple[Tensor, Tensor, Groups]] = {}
+
+    def of(self, event: Sent, acts: Acts, groups: Groups) -> tuple[Tensor, Tensor]:
+        """Seconds for which links are held, and seconds of flight besides; the worst where all are alike."""
+        return self.priced(event.kind, acts.sizes[event.number], groups)
+
+    @property
+    def announcement(self) -> Tensor:
+        """Seconds of a call to all."""
+        seconds = [network.seconds(8) for network in self._networks]
+        return torch.tensor(seconds, dtype=torch.float64)[:, None, None]
+
+    def priced(self, kind: str, size: Size, groups: Groups) -> tuple[Tensor, Tensor]:
+        key = (kind, size, None if groups.members is None else id(groups))
+        if key not in self._known:
+            given = {n: round(size.at(n)) for n in set(groups.sizes.tolist())}
+            priced = cost(self._networks, groups, kind, given)
+            busy, delay = self._at_workers(priced.busy, groups), self._at_workers(priced.delay, groups)
+            self._known[key] = (busy, delay, groups)  # kept, lest another gets its id
+        return self._known[key][:2]
+
+    def _at_workers(self, seconds: Tensor, groups: Groups) -> Tensor:
+        return (seconds.amax(-1, keepdim=True) if self._alike else groups.spread(seconds))[:, None]

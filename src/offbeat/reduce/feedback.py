@@ -1,0 +1,62 @@
+"""What was not sent is sent later."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from offbeat.comm import Communicator, Pending
+from offbeat.reduce.reducer import Code, Reducer
+from offbeat.schedule import Clock, State
+from offbeat.tensors import Packed
+
+
+@dataclass(frozen=True)
+class ErrorFeedback(Reducer):
+    """A code whose losses are kept, on each rank, and added to the next payload.
+
+        e ← decay·e + payload        q = code(e)        e ← e − q
+
+    q is this rank's part of the mean that arrived, so with decay=1 nothing is ever lost: all that was sent
+    plus what is kept is all that was given. Smaller `decay` forgets old losses faster.
+
+        offbeat.local_sgd(model, optimizer, reduce=ErrorFeedback(TopK(64)))
+    """
+
+    code: Code
+    decay: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_code(self.code, "ErrorFeedback")
+        if not 0 < self.decay <= 1:
+            raise ValueError(f"{self!r}: decay must be above 0 and at most 1.")
+
+    @property
+    def lossy(self) -> bool:
+        return True
+
+    def init(self) -> State:
+        return {"residual": None, "code": self.code.init()}
+
+    def start(self, payload: Packed, comm: Communicator, clock: Clock, state: State) -> Pending[Packed]:
+        return feed(self.code, self.decay, payload, comm, clock, state)
+
+
+def feed(
+    code: Code, decay: float, payload: Packed, comm: Communicator, clock: Clock, state: State
+) -> Pending[Packed]:
+    """Send the payload and what is left of earlier ones; `state` keeps what is left now."""
+    flats = payload.flats
+    if state["residual"] is None:
+        state["residual"] = [torch.zeros_like(flat) for flat in flats]
+    for flat, left in zip(flats, state["residual"], strict=True):
+        flat.add_(left, alpha=decay)
+    return code.send(payload, comm, clock, state["code"], state["residual"])
+
+
+def check_code(code: object, call: str) -> None:
+    if not isinstance(code, Code):
+        raise TypeError(f"{call}({code!r}): a code that can tell its losses is needed, such as TopK(64).")
+    if not code.lossy:
+        raise ValueError(f"{call}({code!r}): it loses nothing; use it alone.")

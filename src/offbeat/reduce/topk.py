@@ -1,0 +1,139 @@
+"""The largest values, and where they are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from offbeat.comm import Communicator, Pending
+from offbeat.reduce.bits import pack12, pack16, pack_levels, unpack12, unpack16, unpack_levels
+from offbeat.reduce.largest import largest
+from offbeat.reduce.parcel import Vector
+from offbeat.reduce.reducer import Code
+from offbeat.schedule import Clock, State
+
+_WINDOW = 65536
+
+
+@dataclass(frozen=True, repr=False)
+class TopK(Code):
+    """Of every `ratio` values one, the largest in magnitude: of each tensor, or of each `chunk` of values.
+
+    All gather everyone's values and their places; what a worker did not send counts as zero in the mean. With
+    bits=2 values are rounded to four levels for every 1 024 of them. Larger `ratio` sends less; a smaller
+    `chunk` spreads what is sent more evenly. Meant to be used with `ErrorFeedback`.
+
+        offbeat.local_sgd(model, optimizer, reduce=ErrorFeedback(TopK(64)))
+    """
+
+    ratio: int
+    chunk: int | None = None
+    bits: int = 32
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_ratio(self, self.ratio)
+        if self.chunk is not None and not (
+            isinstance(self.chunk, int) and self.ratio <= self.chunk <= _WINDOW and self.chunk % 8 == 0
+        ):
+            raise ValueError(
+                f"{self!r}: chunk must be a multiple of 8, at least ratio and at most {_WINDOW}."
+            )
+        if self.bits not in (2, 32):
+            raise ValueError(f"{self!r}: bits must be 32 or 2.")
+
+    def carry(self, vector: Vector, comm: Communicator, clock: Clock, state: State) -> Pending[None]:
+        places = self._whole(vector) if self.chunk is None else self._chunked(vector, self.chunk)
+        number = places.numel()
+        kept = vector.values[places.clamp(max=vector.values.numel() - 1)]
+        wire = torch.cat([self._pack_places(places, vector), self._pack_values(kept)])
+        mine = self._values(wire, number)
+        if vector.residual is not None:
+            vector.residual.copy_(vector.values)
+            self._add(vector.residual, places, mine, -1.0)
+        vector.values.zero_()
+
+        def arrive(parts: list[Tensor]) -> None:
+            for rank, part in enumerate(parts):  # in rank order, so that all sums are the same everywhere
+                own = rank == comm.rank
+                where = places if own else self._places(part, number, vector)
+                what = mine if own else self._values(part, number)
+                self._add(vector.values, where, what, 1 / comm.size)
+
+        return comm.gather(wire).then(arrive)
+
+    def _whole(self, vector: Vector) -> Tensor:
+        """Where the largest of each tensor are, in order."""
+        found = [
+            span.start
+            + largest(vector.values[span.start : span.end].view(1, -1), _number(span.size, self.ratio))
+            for span in vector.spans
+        ]
+        return torch.cat(found, 1).flatten().sort().values
+
+    def _chunked(self, vector: Vector, chunk: int) -> Tensor:
+        """Where the largest of each chunk are; a last, shorter one may name places behind its end."""
+        values, k = vector.values, _number(chunk, self.ratio)
+        rows = values.numel() // chunk
+        found = [largest(values[: rows * chunk].view(rows, chunk), k)] if rows else []
+        if rest := values.numel() % chunk:
+            last = torch.zeros(1, chunk, device=values.device)
+            last[0, :rest] = values[rows * chunk :]
+            found.append(largest(last, k))
+        columns = torch.cat(found)
+        return (columns + chunk * torch.arange(columns.shape[0], device=values.device).unsqueeze(1)).flatten()
+
+    def _pack_places(self, places: Tensor, vector: Vector) -> Tensor:
+        """The place in a chunk; or how many lie in each window of 65 536, and the place in it."""
+        if self.chunk is not None:
+            inner = places % self.chunk
+            return _aligned(pack12(inner) if self.chunk <= 4096 else pack16(inner))
+        windows = -(-vector.values.numel() // _WINDOW)
+        counts = torch.bincount(places // _WINDOW, minlength=windows).to(torch.int32)
+        return torch.cat([counts.view(torch.uint8), _aligned(pack16(places % _WINDOW))])
+
+    def _places(self, wire: Tensor, number: int, vector: Vector) -> Tensor:
+        if self.chunk is None:
+            windows = -(-vector.values.numel() // _WINDOW)
+            counts = wire[: 4 * windows].view(torch.int32).long()
+            outer = torch.repeat_interleave(_WINDOW * torch.arange(windows, device=wire.device), counts)
+            return outer + unpack16(wire[4 * windows : 4 * windows + 2 * number])
+        size = 3 * (-(-number // 2)) if self.chunk <= 4096 else 2 * number
+        inner = unpack12(wire[:size], number) if self.chunk <= 4096 else unpack16(wire[:size])
+        rows = inner.view(-1, _number(self.chunk, self.ratio))
+        first = self.chunk * torch.arange(rows.shape[0], device=wire.device)
+        return (rows + first.unsqueeze(1)).flatten()
+
+    def _pack_values(self, values: Tensor) -> Tensor:
+        return pack_levels(values) if self.bits == 2 else values.view(torch.uint8)
+
+    def _values(self, wire: Tensor, number: int) -> Tensor:
+        """The values, which lie at the end of the wire."""
+        size = 272 * (-(-number // 1024)) if self.bits == 2 else 4 * number
+        part = wire[wire.numel() - size :]
+        return unpack_levels(part, number) if self.bits == 2 else part.view(torch.float32)
+
+    def _add(self, flat: Tensor, places: Tensor, values: Tensor, factor: float) -> None:
+        """No place is named twice, so order does not matter. Those behind the end are in the last chunk."""
+        if self.chunk is not None and flat.numel() % self.chunk:
+            sure = places.numel() - _number(self.chunk, self.ratio)
+            real = sure + torch.nonzero(places[sure:] < flat.numel()).flatten()
+            flat.index_add_(0, places[real], values[real], alpha=factor)
+            places, values = places[:sure], values[:sure]
+        flat.scatter_add_(0, places, values * factor)
+
+
+def check_ratio(code: Code, ratio: object) -> None:
+    if isinstance(ratio, bool) or not isinstance(ratio, int) or ratio < 1:
+        raise ValueError(f"{code!r}: ratio is how many times less is sent, a whole number from 1 on.")
+
+
+def _number(length: int, ratio: int) -> int:
+    return max(1, length // ratio)
+
+
+def _aligned(wire: Tensor) -> Tensor:
+    """With zeros up to a multiple of 4 bytes."""
+    return torch.nn.functional.pad(wire, (0, -wire.numel() % 4))

@@ -1,0 +1,1 @@
+"""One page about runs, in a file of its own that needs no network."""

@@ -1,0 +1,67 @@
+"""One worker's process: trains the runs it is given, one after the other.
+
+    python -m offbeat.runs.worker FOLDER FOLDER ... [--resume]
+
+Started by torch's elastic launcher, by a lab, or by torchrun.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from offbeat.comm import Communicator
+from offbeat.distributed import Torch
+from offbeat.errors import OffbeatError
+from offbeat.runs.folder import cache_of, setting_of
+from offbeat.runs.link import parse_link
+from offbeat.runs.loop import Loop
+from offbeat.runs.setting import Setting
+from offbeat.throttle import Throttled
+
+STOPPED = 3  # the exit code of a worker that Ctrl-C ended after its checkpoint
+
+
+def work(folders: Sequence[Path], *, resume: bool) -> bool:
+    """Train in each of the folders; False if Ctrl-C came first. A process group is there."""
+    torch.set_num_threads(1)
+    base = Torch()
+    for folder in folders:
+        setting = setting_of(folder)
+        task = setting.find_task(cache_of(folder))
+        torch.manual_seed(setting.seed)
+        if not Loop(slowed(base, setting), setting, task, folder).run(resume=resume):
+            return False
+    return True
+
+
+def slowed(comm: Communicator, setting: Setting) -> Communicator:
+    """Behind the link of the setting, where the network is not shaped already."""
+    if setting.link is None or setting.where != "processes":
+        return comm
+    link = parse_link(setting.link)
+    return Throttled(comm, rate=link.rate, latency=link.latency)
+
+
+def main() -> None:
+    logging.basicConfig(level=os.environ.get("OFFBEAT_LOG", "WARNING"), format="%(message)s")
+    resume = "--resume" in sys.argv[1:]
+    folders = [Path(word) for word in sys.argv[1:] if word != "--resume"]
+    dist.init_process_group("gloo")
+    try:
+        finished = work(folders, resume=resume)
+    except OffbeatError as error:
+        print(error, file=sys.stderr, flush=True)
+        sys.exit(1)
+    dist.destroy_process_group()
+    sys.exit(0 if finished else STOPPED)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,61 @@
+"""The whole model, as the worker last published it, for a companion that may send it at any time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor
+
+from offbeat.companion import Companion
+from offbeat.tensors import Packed
+from offbeat.waitfree.rounds import Outcome, settled
+
+
+class Snapshots:
+    """Two snapshots, so that one is written while the other is copied, and two rooms, so that a round can
+    begin while the result of the one before is read. Nobody waits longer than a copy takes."""
+
+    def __init__(self, tensors: Mapping[str, Tensor], version: int, companion: Companion) -> None:
+        self._companion = companion
+        self.device = next(iter(tensors.values())).device
+        self._shots = [Packed.like(tensors) for _ in range(2)]
+        self._rooms = [Packed.like(tensors) for _ in range(2)]
+        self._newest, self._version = 0, version
+        self._shots[0].read(list(tensors.values()))
+        settled(self._shots[0])
+        self._copied: int | None = None  # the snapshot that is being copied
+        self._read: int | None = None  # the room whose result is being read
+
+    def write(self, tensors: Sequence[Tensor]) -> None:
+        """In the worker: make the next snapshot."""
+        spare = 1 - self._newest
+        with self._companion.locked():
+            self._companion.until(lambda: self._copied != spare, "a copy of the model")
+        self._shots[spare].read(tensors)
+        settled(self._shots[spare])
+
+    def publish(self, version: int) -> None:
+        """What is shared being locked: what was written is the newest."""
+        self._newest, self._version = 1 - self._newest, version
+
+    def take(self, round: int) -> tuple[Packed, int]:
+        room = self._rooms[round % 2]
+        with self._companion.locked():
+            self._companion.until(lambda: self._read != round % 2, "a result to be read")
+            self._copied, version = self._newest, self._version
+        for flat, shot in zip(room.flats, self._shots[self._copied].flats, strict=True):
+            flat.copy_(shot)
+        with self._companion.locked():
+            self._copied = None
+        return room, version
+
+    def bring(self, mean: Packed) -> None:
+        """It lies in its room."""
+
+    def fetch(self, outcome: Outcome) -> None:
+        self._read = outcome.round % 2
+
+    def release(self) -> None:
+        """In the worker: the result is used."""
+        with self._companion.locked():
+            self._read = None

@@ -1,0 +1,468 @@
+"""Codes: what arrives, what it costs, what is left behind, and what is refused."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from conftest import Pool
+from sentences import says
+from torch import Tensor
+
+import offbeat
+from offbeat import Clock, ErrorFeedback, LowRank, Mean, Metered, Quantized, RandomBlock, TopK, TwoLevel
+from offbeat.reduce.bits import pack12, pack16, pack_levels, unpack12, unpack16, unpack_levels
+from offbeat.reduce.largest import largest
+from offbeat.tensors import Packed
+
+CODES = [
+    Mean("bfloat16"),
+    Mean(torch.float16),
+    Quantized(8),
+    Quantized(4, block=64),
+    Quantized(4, stochastic=True),
+    TopK(8),
+    TopK(16, chunk=64),
+    TopK(64, chunk=4096, bits=2),
+    TopK(4, bits=2),
+    RandomBlock(8),
+    LowRank(2),
+]
+SHAPES = {"first": (70, 40), "bias": (40,), "second": (1500,), "third": (3, 7, 101), "+buffer": (2000,)}
+
+
+def payload(rank: int, round: int, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    g = torch.Generator().manual_seed(100 * rank + round)
+    return {name: torch.randn(shape, generator=g).to(dtype) for name, shape in SHAPES.items()}
+
+
+def reduce(
+    comm: offbeat.Communicator, code: offbeat.Reducer, tensors: list[dict[str, Tensor]], state: Any = None
+) -> list[dict[str, Tensor]]:
+    """What arrives, round by round."""
+    room, state = Packed.like(tensors[0]), code.init() if state is None else state
+    heard = []
+    for round, given in enumerate(tensors):
+        room.read(list(given.values()))
+        clock = Clock(step=round + 1, round=round, lr=0.1)
+        heard.append(code.start(room, comm, clock, state).wait().tensors())
+    return heard
+
+
+def mean_of(payloads: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    return {name: torch.stack([p[name].double() for p in payloads]).mean(0) for name in payloads[0]}
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3, 5])
+@pytest.mark.parametrize("code", CODES, ids=str)
+def test_all_ranks_get_the_same_and_small_tensors_and_riders_the_exact_mean(
+    code: offbeat.Code, workers: int
+) -> None:
+    heard = offbeat.simulate(lambda comm: reduce(comm, code, [payload(comm.rank, 0)])[0], workers)
+    mean = mean_of([payload(rank, 0) for rank in range(workers)])
+    for name in SHAPES:
+        assert all(torch.equal(other[name], heard[0][name]) for other in heard)
+    lost = {name: (heard[0][name] - mean[name]).norm() / mean[name].norm() for name in SHAPES}
+    assert lost["bias"] < 1e-6
+    assert lost["+buffer"] < 1e-6
+    assert (lost["first"] > 1e-6) == (workers > 1)  # it is a lossy code, but alone nothing is sent
+
+
+def test_real_workers_decode_what_simulated_ones_do(pool: Pool) -> None:
+    for code in (Quantized(8), Quantized(4), Mean("bfloat16"), TopK(8), TopK(64, chunk=4096, bits=2)):
+        real = pool.run(one_round, code, workers=3)
+        virtual = offbeat.simulate(lambda comm, code=code: one_round(comm, code), 3)
+        for a, b in zip(real, virtual, strict=True):
+            assert all(torch.equal(a[name], b[name]) for name in ("first", "second", "third"))
+
+
+def one_round(comm: offbeat.Communicator, code: offbeat.Code) -> dict[str, Tensor]:
+    return reduce(comm, code, [payload(comm.rank, 0)])[0]
+
+
+@pytest.mark.parametrize("size", [1, 7, 8, 63, 257, 1000])
+@pytest.mark.parametrize("bits", [8, 4])
+def test_quantized_values_are_within_half_a_step_each_way(bits: int, size: int) -> None:
+    workers, block, top = 3, 16, 2 ** (bits - 1) - 1
+    given = [
+        {"x": torch.randn(size, generator=torch.Generator().manual_seed(rank))} for rank in range(workers)
+    ]
+    code = Quantized(bits, block=block, least=1)
+    (heard, *_) = offbeat.simulate(lambda comm: reduce(comm, code, [given[comm.rank]])[0], workers)
+    mean = mean_of(given)["x"].float()
+    for start in range(0, size, block):  # blocks lie at multiples of their length in every slice
+        part = slice(start, start + block)
+        steps = [float(rank["x"][part].abs().max()) / top for rank in given]
+        out = sum(steps) / workers / 2
+        bound = out + (float(mean[part].abs().max()) + out) / top / 2
+        assert (heard["x"][part] - mean[part]).abs().max() <= bound * 1.0001
+    assert torch.unique(heard["x"][:block]).numel() <= 2 * top + 1
+
+
+def test_narrow_casts_round_twice_and_sum_in_float32() -> None:
+    """1 + 2⁻⁸ needs a ninth bit, which bfloat16 lacks; a sum in bfloat16 would lose the small ones."""
+    values = [torch.tensor([256.0, 1 + 2**-8]), torch.tensor([1.0, 1.0]), torch.tensor([1.0, 1.0])]
+    code = Mean("bfloat16", least=1)
+    heard = offbeat.simulate(lambda comm: reduce(comm, code, [{"x": values[comm.rank]}])[0]["x"], 3)
+    assert heard[0].tolist() == [86.0, 1.0]  # 258/3; in bfloat16 256 + 1 + 1 is 256, and 256/3 rounds to 85.5
+
+
+def test_stochastic_rounding_has_no_bias() -> None:
+    """The mean error of n rounds stays below five standard deviations; rounding to the nearest does not."""
+    rounds, step = 600, 1 / 7
+    given = {"x": torch.tensor([1.0, *[0.3 * step] * 5, -0.4 * step, 0.1 * step])}  # 8 values, one block
+
+    def bias(code: offbeat.Code) -> Tensor:
+        heard = offbeat.simulate(lambda comm: reduce(comm, code, [given] * rounds), 2)[0]
+        return (torch.stack([h["x"] for h in heard]).mean(0) - given["x"]).abs()
+
+    # Two independent roundings there and one back, each with a variance of at most step²/4.
+    bound = 5 * step * math.sqrt((1 / 8 + 1 / 4) / rounds)
+    assert bias(Quantized(4, block=8, stochastic=True, least=1)).max() < bound
+    assert bias(Quantized(4, block=8, least=1)).max() > bound
+
+
+def test_draws_are_a_function_of_seed_round_and_rank() -> None:
+    def heard(seed: int) -> list[dict[str, Tensor]]:
+        code = Quantized(8, stochastic=True, seed=seed)
+        return offbeat.simulate(lambda comm: reduce(comm, code, [payload(0, 0)] * 2), 2)[0]
+
+    (first, second), again, other = heard(0), heard(0), heard(1)
+    assert torch.equal(first["first"], again[0]["first"])
+    assert not torch.equal(first["first"], second["first"])
+    assert not torch.equal(first["first"], other[0]["first"])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("code", CODES, ids=str)
+def test_error_feedback_loses_nothing_over_a_long_run(code: offbeat.Code, dtype: torch.dtype) -> None:
+    """All that arrived plus what is left, averaged, is all that was given."""
+    workers, rounds = 3, 40
+
+    def worker(comm: offbeat.Communicator) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        feedback = ErrorFeedback(code)
+        state = feedback.init()
+        given = [payload(comm.rank, round, dtype) for round in range(rounds)]
+        heard = reduce(comm, feedback, given, state)
+        room = Packed.like(given[0])
+        left = room.over(state["residual"]).tensors()
+        return {name: sum(h[name].double() for h in heard) for name in SHAPES}, left
+
+    answers = offbeat.simulate(worker, workers)
+    total = mean_of(
+        [
+            {name: sum(payload(rank, r, dtype)[name].double() for r in range(rounds)) for name in SHAPES}
+            for rank in range(workers)
+        ]
+    )
+    left = mean_of([residual for _, residual in answers])
+    for name in SHAPES:
+        torch.testing.assert_close(answers[0][0][name] + left[name], total[name], rtol=0, atol=2e-4)
+        assert bool(left[name].any()) == (name not in ("bias", "+buffer") and (name, str(code)) not in WHOLE)
+
+
+WHOLE = {("second", str(LowRank(2)))}  # vectors have no rank
+
+
+def test_decay_forgets() -> None:
+    """With a half kept, what was never sent is worth 1 + 1/2 + 1/4 of what is given."""
+    code = ErrorFeedback(RandomBlock(8, least=1), decay=0.5)
+
+    def worker(comm: offbeat.Communicator) -> Tensor:
+        state = code.init()
+        reduce(comm, code, [{"x": torch.ones(8)}] * 3, state)
+        return state["residual"][0]
+
+    assert 1.75 in offbeat.simulate(worker, 2)[0].tolist()
+
+
+def test_bytes_by_hand() -> None:
+    """4 workers, 4 096 values in one tensor, 10 in another."""
+    given = {"large": torch.ones(4096), "small": torch.ones(10)}
+
+    def sent(code: offbeat.Reducer) -> int:
+        def worker(comm: offbeat.Communicator) -> int:
+            meter = Metered(comm)
+            reduce(meter, code, [given])
+            return meter.sent
+
+        return offbeat.simulate(worker, 4)[0]
+
+    extra = 3 * 64 + 60  # one word to each of the others, and the small tensor: 40 bytes × 2·3/4
+    # 4 106 values are cut into 4 slices of 5 blocks of 256: codes and scales, to the others and back.
+    assert sent(Quantized(8)) == extra + 2 * 3 * (5 * 256 + 5 * 4)
+    assert sent(Quantized(4)) == extra + 2 * 3 * (5 * 128 + 5 * 4)
+    assert sent(Mean("bfloat16")) == extra + 2 * 3 * 1028 * 2  # slices of 1 028
+    assert sent(TopK(64)) == extra + 3 * (4 + 2 * 64 + 4 * 64)  # a count, 64 places, 64 values
+    # Two chunks of 64 each, in 12 bits; 128 values in one group: four levels and 256 bytes of codes.
+    assert sent(TopK(64, chunk=4096, bits=2)) == extra + 3 * (192 + 16 + 256)
+    assert sent(RandomBlock(64)) == extra + 2 * 3 * 64
+    assert sent(TwoLevel()) == 3 * 64 + 3 * 8
+    assert sent(Mean()) == round(4106 * 4 * 1.5)
+
+
+def test_low_rank_bytes_and_exactness() -> None:
+    """A mean of rank 1 arrives as it is, in 2·(rows + columns) numbers."""
+    left, right = torch.arange(1.0, 61), torch.arange(1.0, 41)
+    given = [{"m": torch.outer(left, right) * factor} for factor in (1.0, 3.0)]
+
+    def worker(comm: offbeat.Communicator) -> tuple[Tensor, int, Tensor]:
+        meter, code = Metered(comm), LowRank(1)
+        state = code.init()
+        heard = reduce(meter, code, [given[comm.rank]] * 2, state)
+        return heard[1]["m"], meter.sent // 2, state["factors"]["m"]
+
+    heard, sent, factor = offbeat.simulate(worker, 2)[0]
+    torch.testing.assert_close(heard, 2 * given[0]["m"], rtol=1e-5, atol=1e-3)
+    assert sent == 64 + (60 + 40) * 4
+    cosine = torch.nn.functional.cosine_similarity(factor.flatten(), right, dim=0)
+    assert cosine.abs() > 0.99999
+
+
+def test_low_rank_goes_on_from_the_last_round() -> None:
+    g = torch.Generator().manual_seed(0)
+    matrix = (
+        torch.randn(50, 2, generator=g)
+        @ torch.diag(torch.tensor([3.0, 2.0]))
+        @ torch.randn(2, 40, generator=g)
+    )
+    given = [{"m": matrix + 0.3 * torch.randn(50, 40, generator=g)}] * 6
+    heard = offbeat.simulate(lambda comm: reduce(comm, LowRank(2), given), 2)[0]
+    errors = [float((h["m"] - given[0]["m"]).norm()) for h in heard]
+    u, s, v = torch.linalg.svd(given[0]["m"])
+    best = float((u[:, :2] @ torch.diag(s[:2]) @ v[:2] - given[0]["m"]).norm())
+    assert errors[-1] < errors[0]
+    assert errors[-1] < 1.0001 * best
+
+
+def test_top_k_by_hand() -> None:
+    """Two of eight each; what a worker did not send counts as zero."""
+    given = [torch.tensor([8.0, 0, 0, 0, -6, 1, 0, 0]), torch.tensor([4.0, 0, 2, 0, 0, 1, 0, 0])]
+    code = ErrorFeedback(TopK(4, least=1))
+
+    def worker(comm: offbeat.Communicator) -> tuple[Tensor, Tensor]:
+        state = code.init()
+        heard = reduce(comm, code, [{"x": given[comm.rank]}], state)[0]["x"]
+        return heard, state["residual"][0].clone()
+
+    (heard, left), (_, other) = offbeat.simulate(worker, 2)
+    assert heard.tolist() == [6, 0, 1, 0, -3, 0, 0, 0]
+    assert left.tolist() == other.tolist() == [0, 0, 0, 0, 0, 1, 0, 0]
+
+
+@pytest.mark.parametrize(("length", "k"), [(4096, 64), (64, 4), (100, 3), (8, 8), (1000, 200)])
+def test_largest(length: int, k: int) -> None:
+    rows = torch.randn(37, length, generator=torch.Generator().manual_seed(k))
+    found = largest(rows, k).sort(1).values
+    assert torch.equal(found, rows.abs().topk(k, dim=1).indices.sort(1).values)
+
+
+def test_packing() -> None:
+    for length in (1, 2, 5, 1000):
+        numbers = torch.randint(0, 4096, (length,), generator=torch.Generator().manual_seed(length))
+        assert torch.equal(unpack12(pack12(numbers), length), numbers)
+        assert pack12(numbers).numel() == 3 * -(-length // 2)
+        wide = 16 * numbers + 15
+        assert torch.equal(unpack16(pack16(wide)), wide)
+
+
+def test_levels_by_hand() -> None:
+    """σ² = 16 + 1 + 1 + 0 + 0 + 6·0 over 8: the bins meet at −1.5σ ≈ −2.2, 0 and 2.2."""
+    values = torch.tensor([4.0, 1, -1, 0, 0, 0, 0, 0])
+    heard = unpack_levels(pack_levels(values), 8)
+    assert heard.tolist() == pytest.approx([4.0, 1 / 6, -1.0, *[1 / 6] * 5])
+    assert not unpack_levels(pack_levels(torch.zeros(5)), 5).any()
+    assert unpack_levels(pack_levels(torch.full((3,), 3e38)), 3).tolist() == pytest.approx([3e38] * 3)
+
+
+def test_random_blocks_wrap_around_and_come_to_every_place() -> None:
+    given = [{"x": torch.arange(1.0, 11) * factor} for factor in (1.0, 3.0)]
+    code = RandomBlock(3, seed=5, least=1)
+    heard = offbeat.simulate(lambda comm: reduce(comm, code, [given[comm.rank]] * 40), 2)[0]
+    seen = torch.zeros(10, dtype=torch.bool)
+    wrapped = False
+    for h in heard:
+        chosen = h["x"] != 0
+        assert chosen.sum() == 3
+        assert torch.equal(h["x"][chosen], 2 * given[0]["x"][chosen])
+        edges = int((chosen != chosen.roll(1)).sum())
+        assert edges == 2  # one piece on a ring
+        wrapped |= bool(chosen[0] and chosen[-1])
+        seen |= chosen
+    assert seen.all()
+    assert wrapped
+
+
+def test_two_levels_by_hand() -> None:
+    """Rank 0: μ₊ 2, μ₋ 4. Rank 1: μ₊ 6, and nothing below. Means 4 and 2."""
+    given = [{"x": torch.tensor([1.0, 3.0, -4.0])}, {"x": torch.tensor([6.0, 6.0, 6.0])}]
+    heard = offbeat.simulate(lambda comm: reduce(comm, TwoLevel(), [given[comm.rank]])[0]["x"].tolist(), 2)
+    assert heard == [[3.0, 5.0, -2.0], [4.0, 4.0, 4.0]]
+
+
+@pytest.mark.parametrize("code", [*CODES, TwoLevel()], ids=str)
+def test_zeros_outliers_and_denormals(code: offbeat.Reducer) -> None:
+    tiny = torch.full((1500,), 1e-45)
+    outlier = torch.zeros(1500)
+    outlier[77] = 6e4
+    for values in (torch.zeros(1500), tiny, outlier):
+        given = {"x": values.view(50, 30)}
+        heard = offbeat.simulate(lambda comm, given=given: reduce(comm, code, [given])[0]["x"], 3)[0]
+        assert heard.isfinite().all()
+        if not isinstance(code, RandomBlock):  # which may not have come to it
+            assert (heard - given["x"]).abs().max() <= 6e4 * 2**-7
+        if not values.any():
+            assert not heard.any()
+
+
+def test_huge_values_do_not_overflow_the_sum() -> None:
+    given = {"x": torch.full((1500,), 3e38)}
+    for code in (Quantized(8), Quantized(4), Mean("bfloat16"), TopK(8)):
+        heard = offbeat.simulate(lambda comm, code=code: reduce(comm, code, [given])[0]["x"], 3)[0]
+        assert heard.isfinite().all()
+
+
+def sending(comm: offbeat.Communicator, expression: str, value: float) -> tuple[str, bool]:
+    """Rank 1 comes to the second round with a bad value: what is said, and whether the weights were left."""
+    net = torch.nn.Linear(50, 30)
+    opt = torch.optim.SGD(net.parameters(), lr=0.0)
+    sync = offbeat.method(expression)(net, opt, group=comm)
+    for step in range(2):
+        net.zero_grad()
+        net(torch.ones(50)).sum().backward()
+        if comm.rank == 1 and step == 1:
+            sent = net.weight.grad if expression.startswith("ddp") else net.weight.detach()
+            sent[3, 4] = value
+        before = [p.detach().clone() for p in net.parameters()]
+        try:
+            sync.step()
+        except offbeat.NotFinite as error:
+            same = all(
+                torch.equal(p.nan_to_num(), b.nan_to_num())
+                for p, b in zip(net.parameters(), before, strict=True)
+            )
+            return str(error), same
+    return "nothing", False
+
+
+SENTENCE = (
+    "Round 1 (step 2): rank 1 was to send 'weight' with a value that is NaN, infinite or beyond {}; "
+    "nobody has applied the round. Look at that rank's loss, or clip its gradients."
+)
+
+
+@pytest.mark.parametrize(
+    ("expression", "value", "most"),
+    [
+        ("ddp(reduce=Quantized(8))", math.nan, "3.4e+38"),
+        ("ddp(reduce=TwoLevel())", math.inf, "3.4e+38"),
+        ("ddp(reduce=Mean('float16'))", 70000.0, "6.55e+04"),
+        ("local_sgd(every=1, reduce=ErrorFeedback(TopK(8)))", math.nan, "3.4e+38"),
+        ("diloco(every=1, reduce=LowRank(2))", -math.inf, "3.4e+38"),
+        ("def_sgd(ratio=8)", math.inf, "3.4e+38"),
+    ],
+)
+def test_who_sends_no_number_is_named_everywhere_and_nothing_is_applied(
+    expression: str, value: float, most: str
+) -> None:
+    answers = offbeat.simulate(lambda comm: sending(comm, expression, value), 3)
+    assert answers == [(SENTENCE.format(most), True)] * 3
+
+
+def test_real_workers_name_it_too(pool: Pool) -> None:
+    answers = pool.attempt(sending, "ddp(reduce=ErrorFeedback(Quantized(4)))", math.nan)
+    assert answers == [(SENTENCE.format("3.4e+38"), True)] * 4
+
+
+def test_the_exact_mean_carries_infinities() -> None:
+    """As GradScaler wants it: all workers see that a step overflowed."""
+    assert offbeat.simulate(lambda comm: sending(comm, "ddp()", math.inf), 2) == [("nothing", False)] * 2
+
+
+@pytest.mark.parametrize(
+    ("make", "kind", "sentence"),
+    [
+        (
+            lambda: Quantized(3),
+            ValueError,
+            "Quantized(bits=3, block=256, stochastic=False, seed=0): bits must be 8 or 4.",
+        ),
+        (
+            lambda: Quantized(8, block=12),
+            ValueError,
+            "Quantized(bits=8, block=12, stochastic=False, seed=0): block must be a multiple of 8.",
+        ),
+        (
+            lambda: Quantized(8, least=0),
+            ValueError,
+            "Quantized(bits=8, block=256, stochastic=False, seed=0, least=0): least is a number of values, "
+            "at least 1.",
+        ),
+        (
+            lambda: Mean("int8"),
+            ValueError,
+            'Mean(dtype=\'int8\'): dtype must be "bfloat16", "float16", or left out for full precision.',
+        ),
+        (
+            lambda: TopK(0),
+            ValueError,
+            "TopK(ratio=0, chunk=None, bits=32): ratio is how many times less is sent, a whole number from 1 "
+            "on.",
+        ),
+        (
+            lambda: TopK(64, chunk=32),
+            ValueError,
+            "TopK(ratio=64, chunk=32, bits=32): chunk must be a multiple of 8, at least ratio and at most "
+            "65536.",
+        ),
+        (lambda: TopK(64, bits=3), ValueError, "TopK(ratio=64, chunk=None, bits=3): bits must be 32 or 2."),
+        (
+            lambda: RandomBlock(2.5),
+            ValueError,
+            "RandomBlock(ratio=2.5, seed=0): ratio is how many times less is sent, a whole number from 1 on.",
+        ),
+        (lambda: LowRank(0), ValueError, "LowRank(rank=0, seed=0): rank must be at least 1."),
+        (lambda: ErrorFeedback(Mean()), ValueError, "ErrorFeedback(Mean()): it loses nothing; use it alone."),
+        (
+            lambda: ErrorFeedback(TwoLevel()),
+            TypeError,
+            "ErrorFeedback(TwoLevel()): a code that can tell its losses is needed, such as TopK(64).",
+        ),
+        (
+            lambda: ErrorFeedback(LowRank(2), decay=0),
+            ValueError,
+            "ErrorFeedback(code=LowRank(rank=2, seed=0), decay=0): decay must be above 0 and at most 1.",
+        ),
+        (
+            lambda: offbeat.Detached(LowRank(2), lam=2),
+            ValueError,
+            "Detached(code=LowRank(rank=2, seed=0), lam=2): lam must be at least 0 and at most 1.",
+        ),
+    ],
+    ids=str,
+)
+def test_bad_arguments(make: Any, kind: type[Exception], sentence: str) -> None:
+    with says(kind, sentence):
+        make()
+
+
+def test_weights_themselves_are_not_rounded() -> None:
+    net = torch.nn.Linear(2, 2)
+    every, params = offbeat.Every(2), offbeat.params(net)
+    code = LowRank(2)
+    with says(
+        ValueError,
+        "reduce=LowRank(rank=2, seed=0) with update=Replace(keep=0.0): the weights themselves would be "
+        "rounded; send the way from an anchor, with update=Outer(SGD(lr=1)), which also averages.",
+    ):
+        offbeat.Exchange(params, when=every, reduce=code)
+    for update in (offbeat.Correct(), offbeat.Overlap(), offbeat.Gossip(offbeat.SGD(0.5))):
+        with pytest.raises(ValueError, match="the weights themselves would be rounded"):
+            offbeat.Exchange(params, when=every, reduce=code, update=update)
+    with says(ValueError, "reduce=TwoLevel(): every worker gets its own result, so it is for grads(model)."):
+        offbeat.Exchange(params, when=every, reduce=TwoLevel(), update=offbeat.Outer(offbeat.SGD(1.0)))
+    detached = offbeat.Detached(code)
+    with pytest.raises(ValueError, match="which has its own: leave reduce out"):
+        offbeat.Exchange(params, when=every, reduce=code, update=detached)

@@ -1,0 +1,244 @@
+"""`offbeat compare`, `study` and `report`, in simulation: tables, pages, and what they refuse."""
+
+from __future__ import annotations
+
+import json
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from offbeat.cli.app import run
+
+SMALL = ["--task", "digits", "--model", "tiny", "--workers", "2", "--steps", "12", "--evaluations", "3"]
+METHODS = ["ddp", "local_sgd(every=4)", "cocod(every=4, delay=2)"]
+
+
+def call(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
+    code = run(list(words))
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def simulated(capsys: pytest.CaptureFixture[str], out: Path, *words: str) -> list[dict[str, Any]]:
+    code, text, error = call(
+        capsys,
+        "compare",
+        *METHODS,
+        *SMALL,
+        "--simulate",
+        "--link",
+        "1mbit",
+        "--out",
+        str(out),
+        "--json",
+        *words,
+    )
+    assert (code, error) == (0, "")
+    rows: list[dict[str, Any]] = json.loads(text)
+    return rows
+
+
+def test_the_same_seed_gives_the_same_table(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    first = simulated(capsys, tmp_path / "one")
+    assert first == simulated(capsys, tmp_path / "two")
+    ddp, local, delayed = first
+    assert [row["method"] for row in first] == ["ddp()", "local_sgd(every=4)", "cocod(every=4, delay=2)"]
+    assert (ddp["rounds"], local["rounds"], delayed["rounds"]) == (12, 3, 3)
+    assert ddp["megabytes"] == pytest.approx(4 * local["megabytes"], rel=0.01)
+    assert ddp["seconds"] > local["seconds"] > delayed["seconds"]
+    assert local["exposed"] > delayed["exposed"]
+    assert delayed["hidden"] > local["hidden"]
+    assert ddp["speedup"] == 1.0
+
+
+def test_report_computes_the_same_figures_from_the_logs(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    rows = simulated(capsys, tmp_path / "runs", "--seeds", "2")
+    assert all(row["seeds"] == 2 and row["spread"] > 0 for row in rows)
+    page = tmp_path / "again.html"
+    code, text, _ = call(capsys, "report", str(tmp_path / "runs"), "--out", str(page), "--json")
+    assert code == 0
+    assert sorted(json.loads(text), key=lambda row: row["method"]) == sorted(
+        rows, key=lambda row: row["method"]
+    )
+    assert page.stat().st_size > 20_000
+    assert (tmp_path / "runs" / "report.html").exists()
+    # One line of one log is changed, and the table follows.
+    (log,) = (tmp_path / "runs").glob("00-*-seed0/rank-0.jsonl")
+    log.write_text(log.read_text().replace('"rounds": 12, ', '"rounds": 14, '))
+    _, text, _ = call(capsys, "report", str(tmp_path / "runs"), "--out", str(page), "--json")
+    assert next(row for row in json.loads(text) if row["method"] == "ddp()")["rounds"] == 12.5
+
+
+def test_a_comparison_goes_on_where_it_was_ended(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = simulated(capsys, tmp_path / "runs")
+    (gone,) = (tmp_path / "runs").glob("01-*")
+    (gone / "rank-1.jsonl").write_text('{"kind": "steps", "step": 1}\n{"kind"')
+    kept = list((tmp_path / "runs").glob("0[02]-*/rank-0.jsonl"))
+    before = {path: path.stat().st_mtime_ns for path in kept}
+    assert simulated(capsys, tmp_path / "runs") == whole
+    assert {path: path.stat().st_mtime_ns for path in kept} == before
+    code, _, error = call(
+        capsys, "compare", *METHODS, *SMALL, "--simulate", "--lr", "0.5", "--out", str(tmp_path / "runs")
+    )
+    assert code == 2
+    assert error.endswith("another comparison is there; name another folder.\n")
+
+
+def test_the_table_for_people(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    out = tmp_path / "runs"
+    code, text, _ = call(
+        capsys, "compare", "ddp", "local_sgd(every=4)", *SMALL, "--simulate", "--out", str(out)
+    )
+    assert code == 0
+    for word in (
+        "local_sgd(every=4)",
+        "loss",
+        "accuracy",
+        "MB/worker",
+        "s to ref. loss",
+        "speed-up",
+        "1.00×",
+    ):
+        assert word in text
+    assert f"the page: {out / 'report.html'}" in text
+
+
+def test_a_study_is_a_grid_that_goes_on(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    words = ["study", "ddp", "local_sgd", "--model", "tiny", "--workers", "1,2", "--every", "2,5",
+             "--samples", "320", "--out", str(tmp_path / "grid")]  # fmt: skip
+    code, text, error = call(capsys, *words, "--json")
+    assert (code, error) == (0, "")
+    rows = json.loads(text)
+    grid = [(row["method"], row["workers"], row["every"], row["steps"]) for row in rows]
+    assert grid == [
+        ("ddp", 1, None, 20), ("ddp", 2, None, 10),
+        ("local_sgd", 1, 2, 20), ("local_sgd", 1, 5, 20), ("local_sgd", 2, 2, 10), ("local_sgd", 2, 5, 10),
+    ]  # fmt: skip
+    assert [row["rounds"] for row in rows] == [20, 10, 10, 4, 5, 2]
+    assert rows[4]["megabytes"] == pytest.approx(2.5 * rows[5]["megabytes"], rel=0.01)
+    stamps = {path: path.stat().st_mtime_ns for path in (tmp_path / "grid").glob("*/rank-0.jsonl")}
+    code, text, _ = call(capsys, *words)
+    assert code == 0
+    assert "local_sgd" in text
+    assert stamps == {path: path.stat().st_mtime_ns for path in (tmp_path / "grid").glob("*/rank-0.jsonl")}
+    assert '"name": "local_sgd, 2 workers"' in (tmp_path / "grid" / "report.html").read_text()
+
+
+def broken_zip(place: Path) -> str:
+    (place / "broken.zip").write_bytes(b"no zip at all")
+    return str(place / "broken.zip")
+
+
+def broken_image(place: Path) -> str:
+    with zipfile.ZipFile(place / "one.zip", "w") as target:
+        for label in "ab":
+            target.writestr(f"train/{label}/0.jpg", b"not a picture")
+    return str(place / "one.zip")
+
+
+@pytest.mark.parametrize("command", ["train", "compare"])
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["--task", "nope"], "There is no task 'nope': name one of bytes, digits, images, or a Python file"),
+        (
+            ["--task", "bytes", "--data", "gone.txt"],
+            "bytes_task(data='gone.txt'): data must be the path of an",
+        ),
+        (
+            ["--task", "images", "--data", "gone.zip"],
+            "images_task(data='gone.zip'): data must be an existing",
+        ),
+        (["--task", "images", "--data", "BROKEN"], "is no readable zip (File is not a zip file)."),
+        (["--task", "images", "--data", "IMAGE"], "cannot be decoded (cannot identify image file"),
+        (["--task", "mine.py"], "There is no file 'mine.py' to take a task from."),
+        (["--model", "huge"], "digits_task(size='huge'): size must be one of"),
+        (["--workers", "0"], "--workers 0: at least 1 is needed."),
+        (["--workers", "9999"], "batches(workers=9999): there are 1438 pictures to train on"),
+        (["--workers", "two"], "Invalid value for '--workers': 'two' is not a valid int"),
+        (["--link", "100bananas"], "--link '100bananas': a link is a rate and perhaps a latency"),
+        (["--straggler", "sometimes"], "--straggler 'sometimes': write rank=1,delay=0.3,every=4"),
+        (["--steps", "0"], "--steps 0: at least 1 is needed."),
+    ],
+)
+def test_bad_input_is_one_sentence(
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    command: str,
+    words: list[str],
+    sentence: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = [
+        {"BROKEN": broken_zip, "IMAGE": broken_image}.get(w, lambda place, w=w: w)(tmp_path) for w in words
+    ]
+    code, out, error = call(capsys, command, "local_sgd(every=8)", *words)
+    assert (code, out) == (2, "")
+    assert error.startswith("offbeat: ")
+    assert sentence in error
+    assert error.count("\n") == 1
+    assert not (tmp_path / "runs").exists(), "nothing is left behind"
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["compare", "local_sgd(evry=8)"], "method('local_sgd(evry=8)'): local_sgd has no argument 'evry'"),
+        (["compare", "nope()"], "method('nope()'): name one of adacomm,"),
+        (["compare", "ddp", "--netns", "--simulate"], "--netns and --simulate exclude each other."),
+        (["compare", "ddp", "--seeds", "0"], "--seeds 0: at least 1 is needed."),
+        (["compare", "torch_ddp", "--simulate"], "torch_ddp needs processes of its own: leave it out"),
+        (["compare", "ddp", "--simulate", "--compute", "soon"], "--compute: 'soon' is no time; write it as"),
+        (["train", "ddp", "--resume"], "--resume: name the run's folder with --checkpoint-dir."),
+        (["train", "ddp", "--resume", "--checkpoint-dir", "gone"], "--resume: there is no run in 'gone'."),
+        (["train", "ddp", "--checkpoint-every", "-1"], "--checkpoint-every -1: 0 or more is needed."),
+        (["report", "gone"], "There is no run in gone: no setting.json below it."),
+        (["study", "local_sgd", "--workers", "2,x"], "--workers '2,x': whole numbers with commas"),
+        (["study", "local_sgd", "--every", "0"], "--every '0': at least 1 is needed."),
+        (["study", "local_sgd", "--samples", "5"], "--samples 5: 2 workers with batches of 16 need 32"),
+        (["lab", "--workers", "0", "--", "true"], "Lab(hosts=0): hosts must be at least 1."),
+        (["lab", "--rate", "fast", "--", "true"], "rate='fast': a rate is a number and a unit of tc"),
+    ],
+)
+def test_other_bad_input(
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    words: list[str],
+    sentence: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("offbeat.cli.lab.unavailable", lambda: None)
+    code, out, error = call(capsys, *words)
+    assert (code, out) == (2, "")
+    assert error.startswith(f"offbeat: {sentence}")
+    assert error.count("\n") == 1
+
+
+def test_without_root_there_are_no_namespaces(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.geteuid", lambda: 1000)
+    for words in (["compare", "ddp", "--netns"], ["lab", "--", "true"]):
+        code, _, error = call(capsys, *words)
+        assert code == 2
+        assert "A lab needs root" in error
+        assert error.count("\n") == 1
+
+
+def test_resuming_another_run_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    simulated(capsys, tmp_path)
+    (folder,) = tmp_path.glob("01-*")
+    code, _, error = call(capsys, "train", "ddp", *SMALL, "--checkpoint-dir", str(folder), "--resume")
+    assert code == 2
+    assert "is another: method was 'local_sgd(every=4)'" in error
+    code, _, error = call(capsys, "train", "ddp", *SMALL, "--checkpoint-dir", str(folder))
+    assert code == 2
+    assert error.endswith("already: add --resume, or name another folder.\n")

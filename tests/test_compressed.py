@@ -1,0 +1,295 @@
+"""Methods made for what is sent, by hand; and reducers inside DistributedDataParallel."""
+
+from __future__ import annotations
+
+import copy
+import io
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import Pool
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import offbeat
+from offbeat import ErrorFeedback, Mean, Quantized, RandomBlock, TopK
+from offbeat.draws import whole
+from offbeat.lab import Lab, unavailable
+
+SLOPES = [torch.tensor([1.0, 2.0, 4.0, 8.0]), torch.tensor([3.0, 2.0, 0.0, -8.0])]
+
+
+class Slope(nn.Module):
+    """A loss with a constant gradient, another one on each worker."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.x = nn.Parameter(torch.zeros(4))
+        self.slope = SLOPES[rank]
+
+    def forward(self) -> Tensor:
+        return (self.x * self.slope).sum()
+
+
+def walk(
+    comm: offbeat.Communicator, expression: str, steps: int, lr: float = 0.5
+) -> tuple[list[list[float]], list[list[float]], list[float]]:
+    """The weights after each step, what averaged() shows there, and the end."""
+    net = Slope(comm.rank)
+    opt = torch.optim.SGD(net.parameters(), lr=lr)
+    sync = offbeat.method(expression)(net, opt, group=comm)
+    live, shown = [], []
+    for _ in range(steps):
+        net().backward()
+        sync.step()
+        opt.zero_grad()
+        live.append(net.x.tolist())
+        with sync.averaged():
+            shown.append(net.x.tolist())
+    sync.finish()
+    return live, shown, net.x.tolist()
+
+
+def test_def_by_hand() -> None:
+    """The rule, written out on lists, for each worker beside the other."""
+    steps, lam, lr = 5, 0.25, 0.5
+    x, e, anchor = [[0.0] * 4, [0.0] * 4], [[0.0] * 4, [0.0] * 4], [0.0] * 4
+    expected: list[Any] = []
+    shown: list[Any] = []
+    for round in range(steps):
+        first = whole(0, round, "x") % 4
+        piece = {first, (first + 1) % 4}
+        delta = []
+        for k in range(2):
+            x[k] = [a - lr * float(g) for a, g in zip(x[k], SLOPES[k], strict=True)]
+            delta.append([anchor[i] - x[k][i] + (1 - lam) * e[k][i] for i in range(4)])
+        anchor = [a - (delta[0][i] + delta[1][i]) / 2 if i in piece else a for i, a in enumerate(anchor)]
+        e = [[0.0 if i in piece else delta[k][i] for i in range(4)] for k in range(2)]
+        x = [[anchor[i] - lam * e[k][i] for i in range(4)] for k in range(2)]
+        expected.append(copy.deepcopy(x))
+        mean = [(e[0][i] + e[1][i]) / 2 for i in range(4)]
+        shown.append([anchor[i] - mean[i] for i in range(4)])
+    code = "RandomBlock(2, least=1)"
+    answers = offbeat.simulate(lambda comm: walk(comm, f"def_sgd(lam={lam}, reduce={code})", steps), 2)
+    for k, (live, seen, end) in enumerate(answers):
+        assert live == [rows[k] for rows in expected]
+        assert seen == shown
+        assert end == shown[-1]
+
+
+@pytest.mark.parametrize("every", [1, 2])
+@pytest.mark.parametrize("lam", [0.0, 0.25, 1.0])
+def test_def_loses_no_progress(lam: float, every: int) -> None:
+    """With constant gradients the end is the start less all steps, whatever was sent when."""
+    expression = f"def_sgd(lam={lam}, every={every}, reduce=RandomBlock(4, least=1))"
+    answers = offbeat.simulate(lambda comm: walk(comm, expression, 7), 2)
+    mean = (SLOPES[0] + SLOPES[1]) / 2
+    for _, shown, end in answers:
+        assert end == (-0.5 * 7 * mean).tolist()
+        # What averaged() shows is the same at every step, also between rounds.
+        assert shown == [(-0.5 * n * mean).tolist() for n in range(1, 8)]
+
+
+def test_a2sgd_by_hand() -> None:
+    """Rank 0: μ₊ 15/4. Rank 1: μ₊ 5/3 of 3, 2 and 0, μ₋ 8. Means 65/24 and 4."""
+    live = [answer[0][0] for answer in offbeat.simulate(lambda comm: walk(comm, "a2sgd(every=2)", 1), 2)]
+    above = 65 / 24
+    first = [-0.5 * (g + above - 15 / 4) for g in (1, 2, 4, 8)]
+    second = [*[-0.5 * (g + above - 5 / 3) for g in (3, 2, 0)], -0.5 * (-8 - (4 - 8))]
+    assert live[0] == pytest.approx(first, abs=1e-6)
+    assert live[1] == pytest.approx(second, abs=1e-6)
+
+
+def test_sparse_loco_by_hand() -> None:
+    """One tensor of 4 096: the 64 largest are sent at the mean of their kind, the rest is remembered."""
+    values = torch.zeros(4096)
+    values[:32], values[32:64], values[64:] = 8.0, -4.0, 1.0
+
+    def worker(comm: offbeat.Communicator) -> tuple[Tensor, Tensor]:
+        net = nn.Linear(4096, 1, bias=False)
+        with torch.no_grad():
+            net.weight.zero_()
+        opt = torch.optim.SGD(net.parameters(), lr=1.0)
+        sync = offbeat.sparse_loco(net, opt, every=1, group=comm)
+        net(values).backward()
+        sync.step()
+        return net.weight.detach()[0], sync.state_dict()["parts"][0]["states"]["reduce"]["residual"][0]
+
+    for weight, left in offbeat.simulate(worker, 2):
+        assert torch.equal(weight[:64], -values[:64])
+        assert not weight[64:].any()
+        assert torch.equal(left, torch.where(values == 1.0, 1.0, 0.0))
+
+
+def test_codes_of_a_node_are_for_its_outside() -> None:
+    """Inside a node the mean is exact: with one node of all there is nothing to round."""
+
+    def worker(comm: offbeat.Communicator) -> tuple[str, str]:
+        net = Slope(comm.rank)
+        opt = torch.optim.SGD(net.parameters(), lr=0.5)
+        sync = offbeat.hierarchical(net, opt, nodes=1, outer=4, reduce=Quantized(8), group=comm)
+        return repr(sync.parts[0].reduce), repr(sync.parts[1].reduce)
+
+    assert offbeat.simulate(worker, 2)[0] == ("Mean()", repr(Quantized(8)))
+
+
+@pytest.mark.parametrize("delay", [4, "round"])
+@pytest.mark.parametrize(
+    "reduce", ["Quantized(8, least=1)", "LowRank(1, least=1)", "Mean('bfloat16', least=1)"]
+)
+def test_a_delay_hides_question_and_answer(reduce: str, delay: int | str) -> None:
+    """A message takes one and a half steps: two fit into four, if the second goes half-way."""
+
+    def worker(comm: offbeat.Communicator) -> list[float]:
+        net = nn.Linear(8, 8)
+        opt = torch.optim.SGD(net.parameters(), lr=0.5)
+        sync = offbeat.method(f"local_sgd(every=4, delay={delay!r}, reduce={reduce})")(net, opt, group=comm)
+        for _ in range(17):
+            net(torch.ones(8)).sum().backward()
+            sync.step()
+            opt.zero_grad()
+        return [report.seconds_waited for report in sync.reports]
+
+    network = offbeat.Network(latency=1.5)
+    waited = offbeat.simulate(worker, 2, network=network, compute=lambda rank, step: 1.0)[0]
+    assert waited == [0.0] * (4 if delay == 4 else 3)
+
+
+def test_streaming_sends_four_bits() -> None:
+    net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    opt = torch.optim.SGD(net.parameters(), lr=0.5)
+    sync = offbeat.streaming_diloco(net, opt, fragments=2)
+    assert [part.reduce for part in sync.parts] == [Quantized(4)] * 2
+    assert repr(sync) == "streaming_diloco(fragments=2)"
+    assert repr(offbeat.streaming_diloco(net, opt, fragments=2, reduce=Mean())).endswith("reduce=Mean())")
+
+
+def test_expressions() -> None:
+    net = nn.Linear(2, 2)
+    opt = torch.optim.SGD(net.parameters(), lr=0.5)
+    expression = "diloco(every=32, reduce=ErrorFeedback(TopK(64, chunk=4096, bits=2), decay=0.9))"
+    (part,) = offbeat.method(expression)(net, opt).parts
+    assert part.reduce == ErrorFeedback(TopK(64, chunk=4096, bits=2), decay=0.9)
+    (part,) = offbeat.method("local_sgd(reduce=Mean('bfloat16'))")(net, opt).parts
+    assert part.reduce == Mean(torch.bfloat16)
+
+
+def hooked(
+    comm: offbeat.Communicator, reducer: offbeat.Reducer | None, steps: int, saved: bytes | None = None
+) -> tuple[Tensor, int, bytes]:
+    """A model trained by DistributedDataParallel with a hook, and what is kept."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(40, 60), nn.Tanh(), nn.Linear(60, 60), nn.Tanh(), nn.Linear(60, 2))
+    model = DistributedDataParallel(net, bucket_cap_mb=0.01)
+    hook = None
+    if reducer is not None:
+        hook = offbeat.ddp_hook(reducer, model=net)
+        model.register_comm_hook(None, hook)
+        if saved is not None:
+            hook.load_state_dict(torch.load(io.BytesIO(saved), weights_only=True))
+    opt = torch.optim.SGD(net.parameters(), lr=0.1)
+    g = torch.Generator().manual_seed(comm.rank)
+    for _ in range(steps):
+        model(torch.randn(8, 40, generator=g)).square().mean().backward()
+        opt.step()
+        opt.zero_grad()
+    file = io.BytesIO()
+    torch.save({} if hook is None else hook.state_dict(), file)
+    weights = nn.utils.parameters_to_vector(net.parameters()).detach()
+    return weights, 0 if hook is None else hook.sent, file.getvalue()
+
+
+def test_a_hook_is_distributed_data_parallel_with_fewer_bytes(pool: Pool) -> None:
+    plain = pool.run(hooked, None, 6)[0][0]
+    exact = pool.run(hooked, Mean(), 6)
+    assert torch.equal(exact[0][0], plain)
+    coded = pool.run(hooked, ErrorFeedback(Quantized(4)), 6)
+    for weights, sent, _ in coded:
+        assert torch.equal(weights, coded[0][0])
+        assert 0 < (weights - plain).norm() < 0.01 * plain.norm()
+        # One pass of six is exact, the others send a bit more than an eighth.
+        assert sent < (1 / 6 + 5 / 6 * 0.2) * exact[0][1]
+
+
+def test_a_hook_saves_what_it_keeps(pool: Pool) -> None:
+    reducer = ErrorFeedback(RandomBlock(4))
+    for rank, (_, _, saved) in enumerate(pool.run(hooked, reducer, 3)):
+        state = torch.load(io.BytesIO(saved), weights_only=True)
+        assert (state["step"], state["rank"]) == (3, rank)
+        assert all(bool(flat.any()) for s in state["states"].values() for flat in s["residual"])
+    saved = pool.run(hooked, reducer, 3)[0][2]
+    with pytest.raises(offbeat.CheckpointMismatch, match="this is ddp_hook"):
+        pool.run(hooked, ErrorFeedback(RandomBlock(8)), 1, saved, workers=4)
+    answers = pool.attempt(resumed, reducer)
+    assert answers == [(6, True)] * 4
+
+
+def resumed(comm: offbeat.Communicator, reducer: offbeat.Reducer) -> tuple[int, bool]:
+    """The residuals of before are still there in the first pass, and used up from then on."""
+    _, _, saved = hooked(comm, reducer, 3)
+    before = torch.load(io.BytesIO(saved), weights_only=True)
+    _, _, once = hooked(comm, reducer, 1, saved)
+    kept = torch.load(io.BytesIO(once), weights_only=True)
+    same = all(
+        torch.equal(a, b)
+        for key in before["states"]
+        for a, b in zip(before["states"][key]["residual"], kept["states"][key]["residual"], strict=True)
+    )
+    _, _, thrice = hooked(comm, reducer, 3, saved)
+    return torch.load(io.BytesIO(thrice), weights_only=True)["step"], same
+
+
+def hooked_with_nan(comm: offbeat.Communicator) -> tuple[str, bool]:
+    torch.manual_seed(0)
+    net = nn.Linear(40, 60)
+    model = DistributedDataParallel(net)
+    model.register_comm_hook(None, offbeat.ddp_hook(Quantized(8), model=net))
+    for step in range(3):
+        bad = comm.rank == 2 and step == 2
+        try:
+            model(torch.full((2, 40), float("nan") if bad else 1.0)).sum().backward()
+        except RuntimeError as error:
+            return str(error), step == 2
+    return "nothing", False
+
+
+def test_a_hook_names_who_sends_no_number(pool: Pool) -> None:
+    for text, moment in pool.attempt(hooked_with_nan):
+        assert "Round 2 (step 2): rank 2 was to send 'weight' with a value that is NaN" in text
+        assert moment
+
+
+WORKER = """
+import torch, torch.distributed as dist, offbeat, sys
+torch.set_num_threads(1)
+dist.init_process_group("gloo")
+net = torch.nn.Linear(700, 1000)
+opt = torch.optim.SGD(net.parameters(), lr=0.1)
+sync = offbeat.method(sys.argv[1])(net, opt)
+for _ in range(4):
+    net(torch.randn(2, 700)).square().mean().backward()
+    sync.step()
+    opt.zero_grad()
+print(sync.totals.bytes_sent)
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(unavailable() is not None, reason="a lab needs Linux, root and iproute2")
+@pytest.mark.parametrize(
+    "reduce", ["Mean('bfloat16')", "Quantized(8)", "ErrorFeedback(Quantized(4))", "TopK(8)", "LowRank(32)"]
+)
+def test_bytes_reported_are_those_the_kernel_counts(reduce: str, tmp_path: Path) -> None:
+    """Without the weights given out at the start, which are the same for all."""
+    script = tmp_path / "worker.py"
+    script.write_text(WORKER)
+    with Lab(3) as lab:
+        runs = lab.run([sys.executable, str(script), f"diloco(every=1, reduce={reduce})"], timeout=120)
+    reported = sum(int(run.stdout.split()[-1]) for run in runs)
+    counted = sum(run.sent for run in runs)
+    assert reported == pytest.approx(counted, rel=0.05)

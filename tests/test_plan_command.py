@@ -1,0 +1,243 @@
+"""`offbeat plan`: its table, its JSON, its picture, what it measures, and one sentence for nonsense."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+from offbeat import Network, Recorded
+from offbeat.cli.app import run
+from offbeat.plan.measure import measure_link
+from offbeat.plan.units import as_bytes, as_rate, as_time, parse_count, parse_level, parse_link, parse_seconds
+
+GIVEN = ("--workers", "4", "--step", "100ms", "--parameters", "1M", "--link", "48mbit,1ms", "--steps", "64")
+
+
+def outcome(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    code = run(["plan", *arguments])
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def told(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    code, out, err = outcome(capsys, *arguments, "--json")
+    assert (code, err) == (0, "")
+    answer: dict[str, Any] = json.loads(out)
+    return answer
+
+
+def test_the_table(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = outcome(capsys, "ddp()", "local_sgd(every=8)", *GIVEN)
+    assert code == 0
+    assert "64 steps on 4 workers" in out
+    assert "local_sgd(every=8) is" in out
+    assert "times as fast as ddp()" in out
+    assert "48 kbit/s" in out  # the chart goes from a thousandth of the link
+    assert "a  local_sgd(every=8)" in out
+
+
+def test_json_and_figures_by_hand(capsys: pytest.CaptureFixture[str]) -> None:
+    """6 MB at 6 MB/s are a second, a ring of four has six latencies: 64 · (0.1 + 1.006), and the start."""
+    answer = told(capsys, "ddp()", "local_sgd(every=8)", *GIVEN)
+    fast, slow = answer["predictions"]
+    assert (fast["method"], slow["method"]) == ("local_sgd(every=8)", "ddp()")
+    assert slow["seconds"] == pytest.approx(64 * 1.106 + 0.5, rel=0.002)
+    assert slow["rounds"] == 64
+    assert fast["ddp_needs"] > 6e6
+    assert len(fast["curve"]) == 13
+    assert answer["why"].startswith("local_sgd(every=8)")
+
+
+def test_without_methods_there_are_some(capsys: pytest.CaptureFixture[str]) -> None:
+    assert len(told(capsys, *GIVEN)["predictions"]) == 5
+
+
+def test_what_the_options_mean(capsys: pytest.CaptureFixture[str]) -> None:
+    seconds = {}
+    for name, options in {
+        "plain": (),
+        "jitter": ("--jitter", "0.3"),
+        "tail": ("--tail", "1.5"),
+        "straggler": ("--straggler", "0.1,1s"),
+        "failures": ("--failures", "10", "--restart", "2min", "--checkpoint", "1min"),
+        "levels": ("--level", "2:4.8mbit,50ms"),
+        "tree": ("--reduce", "tree"),
+        "double": ("--dtype", "float64"),
+    }.items():
+        seconds[name] = told(capsys, "ddp()", *GIVEN, *options)["predictions"][0]["seconds"]
+    plain = seconds.pop("plain")
+    assert all(value > plain for value in seconds.values()), seconds
+    assert seconds["double"] == pytest.approx(plain + 64 + 0.5, rel=0.01)
+    assert seconds["failures"] == pytest.approx(plain * (1 + 4 * 10 / 3600 * 150), rel=0.001)
+
+
+def test_the_rate_reaches_schedules(capsys: pytest.CaptureFixture[str]) -> None:
+    qsr = "qsr(alpha=0.0175, base=4, warmup=1000, total=9360)"
+    rate = ("--steps", "9360", "--lr", "0.008", "--warmup", "1000")
+    decayed = told(capsys, qsr, *GIVEN, *rate)["predictions"][0]["rounds"]
+    flat = told(capsys, qsr, *GIVEN, *rate, "--no-cosine")["predictions"][0]["rounds"]
+    assert decayed < flat == 2340
+
+
+def test_a_cluster_from_a_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "ours.py"
+    path.write_text(
+        "from offbeat import Constant, Network\nfrom offbeat.plan import Cluster, Job\n\n"
+        "cluster = Cluster(8, Constant(0.5), Network(bandwidth=1e9))\njob = Job(100, 1000)\n"
+    )
+    answer = told(capsys, "ddp()", "--cluster", str(path))
+    assert answer["predictions"][0]["rounds"] == 100
+    assert "workers=8" in answer["cluster"]
+
+
+def test_the_picture(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "plan.svg"
+    told(capsys, "ddp()", "local_sgd(every=8)", *GIVEN, "--draw", str(path))
+    tree = ElementTree.fromstring(path.read_text())
+    curves = tree.findall("{http://www.w3.org/2000/svg}polyline")
+    assert len(curves) == 2
+    for curve in curves:
+        heights = [float(point.split(",")[1]) for point in curve.attrib["points"].split()]
+        assert heights == sorted(heights)  # down the page, as the link gets faster
+
+
+def test_steps_of_a_recording(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "steps.json"
+    Recorded(((0.1, 0.3),)).write(path)
+    options = ("--workers", "1", "--parameters", "1M", "--link", "1gbit", "--steps", "10")
+    answer = told(capsys, "ddp()", *options, "--recorded", str(path))
+    assert answer["predictions"][0]["seconds"] == pytest.approx(2.0)
+
+
+NONSENSE = [
+    (("--workers", "0"), "Cluster(workers=0): a whole number, at least 1, is needed."),
+    (("--link=-5mbit",), "rate='-5mbit': a rate is a number and a unit of tc"),
+    (("--link", "100bananas"), "rate='100bananas': a rate is a number and a unit of tc"),
+    (("--step=-1ms",), "'-1ms' is no time: write 0.25, 20ms, 5us, 10min or 2h."),
+    (("--step", "0"), "Constant(step=0.0): step must be a positive number of seconds."),
+    (("--parameters", "many"), "'many' is no number: write 350000, 124M or 1.3B."),
+    (("--steps", "0"), "Job(steps=0): a whole number, at least 1, is needed."),
+    (
+        ("local_sgd(every=65)",),
+        "local_sgd(every=65): there is no round in 64 steps: shorten the period or lengthen the run.",
+    ),
+    (("--level", "8"), "'8' is no level: write the workers in a group and their uplink, 8:100gbit,5us."),
+    (("--reduce", "star"), "reduce must be one of 'ideal', 'ring', 'tree', 'direct'."),
+    (("--straggler", "often"), "--straggler often: write CHANCE,DELAY such as 0.03,320ms"),
+    (("--cluster", "nowhere.py"), "nowhere.py: cannot be read"),
+    (("--measure",), "--measure times one thing: give either --task or --script."),
+    (("--task", "digits"), "--task and --script are there to be measured: add --measure."),
+    (("--measure", "--script", "nowhere.py"), "There is no script 'nowhere.py' to measure."),
+    (("--failures=-1",), "per_hour must be a finite number, 0 or more."),
+    (("no_such_method()",), "name one of"),
+]
+
+
+@pytest.mark.parametrize(("options", "sentence"), NONSENSE, ids=[" ".join(o) for o, _ in NONSENSE])
+def test_nonsense_gets_one_sentence(
+    capsys: pytest.CaptureFixture[str], options: tuple[str, ...], sentence: str
+) -> None:
+    methods, rest = [o for o in options if "(" in o], [o for o in options if "(" not in o]
+    code, out, err = outcome(capsys, *(methods or ["ddp()"]), *GIVEN, *rest)
+    assert code == 2
+    assert out == ""
+    assert sentence in err
+    assert err.startswith("offbeat: ")
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("without", "sentence"),
+    [
+        ("--workers", "A cluster needs --workers, or a file by --cluster."),
+        ("--step", "A cluster needs --step, or a file by --cluster."),
+        ("--link", "A cluster needs --link, or a file by --cluster."),
+        ("--steps", "How long is the run? Give --steps."),
+        ("--parameters", "How large is the model? Give --parameters, such as 124M."),
+    ],
+)
+def test_what_is_missing_is_named(capsys: pytest.CaptureFixture[str], without: str, sentence: str) -> None:
+    place = GIVEN.index(without)
+    code, _, err = outcome(capsys, *GIVEN[:place], *GIVEN[place + 2 :])
+    assert (code, err) == (2, f"offbeat: {sentence}\n")
+
+
+# Measuring.
+
+
+def test_the_step_of_a_script(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(
+        "import sys, time, torch\n"
+        "model = torch.nn.Linear(30, 40)\n"
+        "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        "while True:\n"
+        "    time.sleep(float(sys.argv[1]))\n"
+        "    model(torch.randn(2, 30)).sum().backward()\n"
+        "    optimizer.step()\n"
+    )
+    options = ("--workers", "2", "--link", "1gbit", "--steps", "100", "--measure", "--script", f"{path} 0.02")
+    measured = told(capsys, "ddp()", *options)["measured"]
+    assert measured["parameters"] == 30 * 40 + 40
+    assert len(measured["seconds"]) == 20
+    assert 0.02 < sorted(measured["seconds"])[10] < 0.2
+
+
+def test_a_script_that_never_steps(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    path.write_text("print('nothing to do')\n")
+    code, _, err = outcome(capsys, *GIVEN, "--measure", "--script", str(path))
+    assert (code, err) == (2, f"offbeat: '{path}' made 0 optimizer steps; 5 or more are needed.\n")
+
+
+@pytest.mark.slow
+def test_torchrun_measures_step_and_link() -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += ["-m", "offbeat", "plan", "ddp()", "--measure", "--task", "digits", "--steps", "50", "--json"]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=200, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
+    assert done.returncode == 0, done.stderr
+    answer = json.loads(done.stdout)
+    assert len(answer["measured"]["link"]) >= 2
+    assert answer["measured"]["parameters"] > 1000
+    assert answer["predictions"][0]["rounds"] == 50
+    assert "workers=2" in answer["cluster"]
+
+
+def test_a_link_is_found_again(pool: Any) -> None:
+    """Over the loopback: faster than any network, and explained by what was measured."""
+    network, points = pool.run(measure_link, workers=2)[0]
+    assert isinstance(network, Network)
+    assert min(network.links) > 1e7
+    sent, seconds = points[-1]
+    assert 2 * network.latency + sent / min(network.links) == pytest.approx(seconds, rel=0.2)
+
+
+# Units.
+
+
+def test_units() -> None:
+    assert [parse_count(text) for text in ("350_000", "124M", "1.3B", "2k")] == [
+        350_000,
+        124_000_000,
+        1_300_000_000,
+        2000,
+    ]
+    assert [parse_seconds(text) for text in ("0.25", "20ms", "5us", "10min", "2h", "1e-3")] == pytest.approx(
+        [0.25, 0.02, 5e-6, 600, 7200, 0.001]
+    )
+    assert parse_link("100mbit,20ms") == (12.5e6, 0.02)
+    assert parse_link("8kbit") == (1000, 0.0)
+    level = parse_level("8:80gbit,5us")
+    assert (level.workers, level.bandwidth, level.latency) == (8, 1e10, pytest.approx(5e-6))
+    assert [as_rate(b) for b in (1e12, 12.5e6, 100, 1)] == ["8 Tbit/s", "100 Mbit/s", "800 bit/s", "8 bit/s"]
+    assert [as_time(s) for s in (0.5, 119, 120, 7200, 172_800)] == ["0.5 s", "119 s", "2 min", "2 h", "2 d"]
+    assert [as_bytes(b) for b in (12, 1.5e3, 2e12)] == ["12 B", "1.5 kB", "2 TB"]

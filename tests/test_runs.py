@@ -1,0 +1,361 @@
+"""What runs are made of: links, stragglers, logs, checkpoints on disk, and the table from the logs."""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import offbeat
+from offbeat.report.page import render, told
+from offbeat.runs import summary
+from offbeat.runs.folder import prepare
+from offbeat.runs.grid import with_period
+from offbeat.runs.launch import launch
+from offbeat.runs.link import Link, parse_link
+from offbeat.runs.record import Record, cut, entries, log_path
+from offbeat.runs.setting import Setting, check
+from offbeat.runs.shelf import Shelf
+from offbeat.runs.stop import Stop
+from offbeat.runs.straggler import Straggler, parse_straggler
+from offbeat.runs.tally import Tally
+from offbeat.runs.watch import Stopwatch, Watched
+
+
+@pytest.mark.parametrize(
+    ("text", "link"),
+    [
+        ("100mbit", Link(12.5e6)),
+        ("100mbit,20ms", Link(12.5e6, 0.02)),
+        ("1gbit, 0.5s", Link(125e6, 0.5)),
+        ("12.5mbps,100us", Link(12.5e6, 1e-4)),
+    ],
+)
+def test_links(text: str, link: Link) -> None:
+    found = parse_link(text)
+    assert (found.rate, found.latency) == pytest.approx((link.rate, link.latency))
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        (
+            "100bananas",
+            "--link '100bananas': a link is a rate and perhaps a latency, such as 100mbit or 100mbit,20ms.",
+        ),
+        ("", "--link '': a link is a rate and perhaps a latency, such as 100mbit or 100mbit,20ms."),
+        ("1gbit,soon", "--link '1gbit,soon': 'soon' is no time; write it as 20ms or 0.5s."),
+        ("1gbit,-5ms", "--link '1gbit,-5ms': '-5ms' is no time; write it as 20ms or 0.5s."),
+    ],
+)
+def test_bad_links(text: str, sentence: str) -> None:
+    with pytest.raises(ValueError, match=f"^{re.escape(sentence)}$"):
+        parse_link(text)
+
+
+def test_stragglers() -> None:
+    fixed = parse_straggler("rank=1,delay=0.3,every=4", workers=2)
+    assert fixed == Straggler(delay=0.3, rank=1, every=4)
+    assert [step for step in range(12) if fixed.seconds(1, step)] == [3, 7, 11]
+    assert not any(fixed.seconds(0, step) for step in range(12))
+    drawn = parse_straggler("share=0.25, delay=200ms", workers=4)
+    late = [(rank, step) for rank in range(4) for step in range(500) if drawn.seconds(rank, step) == 0.2]
+    assert 400 < len(late) < 600
+    assert {rank for rank, _ in late} == {0, 1, 2, 3}
+    assert drawn.seconds(2, 7) == drawn.seconds(2, 7)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "rank=1", "delay=1", "rank=9,delay=1", "rank=x,delay=1", "rank=0,share=1,delay=1", 
+     "rank=0,delay=1,every=0", "share=2,delay=1", "rank=0,delay=soon", "who=1,delay=1"],
+)  # fmt: skip
+def test_bad_stragglers(text: str) -> None:
+    with pytest.raises(ValueError, match=rf"^--straggler {re.escape(repr(text))}: .*\.$"):
+        parse_straggler(text, workers=2)
+
+
+def test_a_torn_log_can_be_read_and_cut(tmp_path: Path) -> None:
+    path = tmp_path / "rank-0.jsonl"
+    record = Record(path)
+    for step in range(5):
+        record.write("steps", step=step, t=step / 2)
+    record.write("end", step=4)
+    record.close()
+    whole = path.read_bytes()
+    for length in range(len(whole) + 1):
+        path.write_bytes(whole[:length])
+        assert len(list(entries(path))) == whole[:length].count(b"\n")
+    path.write_bytes(whole + b'{"kind": "steps", "st')
+    cut(path, after=2)
+    assert [entry["step"] for entry in entries(path)] == [0, 1, 2]
+    assert list(entries(tmp_path / "none")) == []
+
+
+def test_a_long_run_writes_one_line_for_several_steps(tmp_path: Path) -> None:
+    record = Record(tmp_path / "log")
+    tally = Tally(record, steps=5000)
+    for step in range(1, 8):
+        tally.add(step, start=step, end=step + 0.5, waited=0.1, loss=float(step), units=4)
+    tally.write(7, 7.5)
+    lines = list(entries(tmp_path / "log"))
+    assert [line["step"] for line in lines] == [3, 6, 7]
+    assert [line["loss"] for line in lines] == [2.0, 5.0, 7.0]
+    assert [line["units"] for line in lines] == [12, 24, 28]
+    assert lines[0]["seconds"] == pytest.approx(1.5)
+
+
+def test_a_checkpoint_counts_once_all_ranks_have_saved(tmp_path: Path) -> None:
+    shelves = [Shelf(tmp_path, rank=rank, workers=2) for rank in range(2)]
+    for step in (10, 20, 30):
+        shelves[1].save(step, {"x": torch.tensor([step])})
+        assert step not in shelves[0].whole()
+        shelves[0].save(step, {"x": torch.tensor([-step])})
+    assert shelves[0].whole() == [20, 30], "older ones are dropped"
+    assert shelves[1].load(30)["x"].tolist() == [30]
+    (tmp_path / "step-000000030" / "rank-0.pt").unlink()
+    assert shelves[1].whole() == [20]
+    (tmp_path / "step-000000020" / ".rank-0.77").write_bytes(b"half")
+    assert shelves[1].whole() == [20]
+
+
+def test_all_ranks_stop_after_the_step_of_the_furthest(tmp_path: Path) -> None:
+    stops = [Stop(tmp_path, rank=rank, workers=3) for rank in range(3)]
+    for stop, begun in zip(stops, (4, 6, 5), strict=True):
+        stop.begun = begun
+    assert not stops[0].after(3), "nobody has called yet"
+    stops[1]._hear(2, None)
+    stops[2]._hear(2, None)
+    last: dict[int, int] = {}
+
+    def loop(rank: int, step: int) -> None:
+        while not stops[rank].after(step):
+            step += 1
+        last[rank] = step
+
+    threads = [threading.Thread(target=loop, args=(rank, begun)) for rank, begun in enumerate((4, 6, 5))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=30)
+    assert last == {0: 6, 1: 6, 2: 6}
+    for stop in stops:
+        stop.forget()
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_stopwatch_can_be_stopped() -> None:
+    now = [10.0]
+    watch = Stopwatch(lambda: now[0], elapsed=2.0)
+    now[0] = 11.0
+    watch.stop()
+    now[0] = 50.0
+    assert watch.read() == 3.0
+    watch.go_on()
+    now[0] = 51.5
+    assert watch.read() == 4.5
+
+
+def test_waiting_is_watched_in_groups_too() -> None:
+    def worker(comm: offbeat.Communicator) -> tuple[float, float]:
+        watched = Watched(comm)
+        if comm.rank == 0:
+            watched.computed(0)
+        start = watched.now()
+        watched.mean([torch.ones(1000)]).wait()
+        watched.split([[0, 1]]).gather(torch.ones(1000)).wait()
+        watched.tell([1]).wait()
+        return watched.waited, watched.now() - start
+
+    network = offbeat.Network(latency=0.25, bandwidth=1e6)
+    first, second = offbeat.simulate(worker, 2, network=network, compute=lambda rank, step: 1.0)
+    assert first[0] == pytest.approx(first[1])
+    assert second[0] == pytest.approx(first[0] + 1.0)
+    assert first[0] > 0.75
+
+
+def test_the_time_to_a_loss_is_on_the_line_between_evaluations() -> None:
+    def evals(*losses: float) -> list[dict[str, Any]]:
+        return [{"t": float(t), "loss": loss} for t, loss in enumerate(losses)]
+
+    assert summary.reach(evals(4.0, 2.0, 1.0), 3.0) == 0.5
+    assert summary.reach(evals(4.0, 2.0, 1.0), 1.5) == 1.5
+    assert summary.reach(evals(4.0, 2.0), 1.0) is None
+    assert summary.reach(evals(1.0, 2.0), 3.0) == 0.0
+    assert summary.reach(evals(float("nan"), 2.0), 3.0) == 1.0
+
+
+def written(place: Path, method: str, *, seed: int, losses: list[float], **end: Any) -> summary.Logged:
+    """A run of two workers whose log says this."""
+    setting = Setting(method=method, workers=2, steps=10, seed=seed, batch=4, lr=0.1)
+    folder = place / f"{method}{seed}"
+    prepare(folder, setting, command=["offbeat", "compare", method], unit="images", parameters=7)
+    for rank in range(2):
+        record = Record(log_path(folder, rank))
+        for number, loss in enumerate(losses):
+            costs = {"rounds": number, "sent": number * 100, "waited": 0.0, "air": 0.0, "units": number * 4}
+            if rank == 0:
+                record.write("eval", step=number * 5, t=number * 1.0, loss=loss, **costs)
+            record.write("steps", step=number, t=number * 1.0, seconds=0.5, waited=0.1, loss=loss, units=4)
+        record.write("round", step=1, t=1.0, round=0, begun_after=5, began=0.5, waited=0.1, air=0.2, sent=5,
+                     drift=0.25, norm=None, period=5)  # fmt: skip
+        last = {"t": 4.0, "waited": 1.0, "air": 3.0 + rank, "sent": 2_000_000 * (rank + 1), "rounds": 6}
+        record.write("end", step=10, weights="00", **{**last, **end})
+        record.close()
+    return summary.read(folder)
+
+
+def test_the_table_is_computed_from_the_logs(tmp_path: Path) -> None:
+    runs = [
+        written(tmp_path, "local_sgd()", seed=0, losses=[2.0, 1.0, 0.5], t=2.0),
+        written(tmp_path, "ddp()", seed=0, losses=[2.0, 1.0], t=8.0),
+        written(tmp_path, "local_sgd()", seed=1, losses=[2.0, 1.0, 0.7], t=2.0),
+        written(tmp_path, "ddp()", seed=1, losses=[2.0, 1.0], t=8.0),
+    ]
+    local, ddp = summary.summarize(runs)
+    assert (local.method, ddp.method, local.seeds) == ("local_sgd()", "ddp()", 2)
+    assert local.loss == pytest.approx(0.6)
+    assert local.spread == pytest.approx(0.1414, abs=1e-4)
+    assert (local.seconds, local.exposed, local.hidden) == (2.0, 1.0, 2.5)
+    assert (local.megabytes, local.rounds, local.speedup) == (3.0, 6.0, 4.0)
+    assert local.reached == pytest.approx(0.95), "a loss of 1.05 lies on the way from 2 to 1"
+    assert (ddp.speedup, ddp.kernel_megabytes) == (1.0, None)
+
+
+def test_a_run_that_did_not_finish_is_not_in_the_table(tmp_path: Path) -> None:
+    whole = written(tmp_path, "ddp()", seed=0, losses=[2.0, 1.0])
+    torn = written(tmp_path, "local_sgd()", seed=0, losses=[2.0, 1.0])
+    path = log_path(torn.folder, 1)
+    path.write_text(path.read_text()[:-20])
+    torn = summary.read(torn.folder)
+    assert not torn.complete
+    assert [row.method for row in summary.summarize([whole, torn])] == ["ddp()"]
+    assert "local_sgd()" in render([whole, torn])
+
+
+def test_torch_ddp_is_the_reference_where_it_takes_part() -> None:
+    assert summary.reference_of(["local_sgd()", "ddp()", "torch_ddp()"]) == "torch_ddp()"
+    assert summary.reference_of(["local_sgd()", "ddp()"]) == "ddp()"
+    assert summary.reference_of(["local_sgd()", "slowmo()"]) == "local_sgd()"
+    assert summary.reference_of([]) is None
+
+
+def test_the_page_holds_everything_and_needs_no_network(tmp_path: Path) -> None:
+    run = written(tmp_path, "diloco(lr='</script><b>')", seed=0, losses=[2.0, float("nan")])
+    page = render([run])
+    assert "/*DATA*/" not in page
+    assert page.count("</script>") == 2, "what a method is called cannot end the script"
+    assert not re.search(r"(?:src|href)\s*=\s*[\"']?(?:https?:)?//", page)
+    assert "@import" not in page
+    data = json.loads(re.findall(r'<script id="data"[^>]*>(.*?)</script>', page, re.DOTALL)[0])
+    assert data["rows"][0]["loss"] is None, "JSON has no NaN"
+    assert data["runs"][0]["evals"][0][3] == 2.0
+    assert data["commands"] == ["offbeat compare 'diloco(lr='\\''</script><b>'\\'')'"]
+    assert data["setting"]["torch"] == torch.__version__
+    (flight,) = data["runs"][0]["ranks"][1]["flights"]
+    assert flight == [0.5, pytest.approx(0.7)]
+
+
+def test_the_page_shows_the_same_figures_as_the_table(tmp_path: Path) -> None:
+    run = written(tmp_path, "ddp()", seed=0, losses=[2.0, 1.0])
+    (row,) = summary.summarize([run])
+    shown = told([run])["rows"][0]
+    assert shown == vars(row)
+
+
+def trained(place: Path, method: str, **changes: Any) -> Path:
+    """A small run in simulation."""
+    wanted = {
+        "task": "digits",
+        "model": "tiny",
+        "workers": 2,
+        "steps": 12,
+        "evaluations": 3,
+        "link": "1mbit,1ms",
+    }
+    setting = Setting(method=method, where="simulation", **{**wanted, **changes})
+    task = setting.find_task()
+    check(setting, task)
+    prepare(place, setting.filled(task), command=["offbeat"], unit=task.unit, parameters=1)
+    assert launch([place])
+    return place
+
+
+def test_simulated_runs_repeat_themselves_to_the_letter(tmp_path: Path) -> None:
+    folders = [trained(tmp_path / name, "local_sgd(every=4, delay=2)") for name in ("one", "two")]
+    for rank in range(2):
+        first, second = (log_path(folder, rank).read_text() for folder in folders)
+        assert first == second
+        assert '"end"' in first
+    assert trained(tmp_path / "three", "local_sgd(every=4, delay=2)", seed=1) != folders[0]
+    other = summary.read(tmp_path / "three")
+    assert other.evals[-1]["loss"] != summary.read(folders[0]).evals[-1]["loss"]
+
+
+def test_the_log_accounts_for_the_time_and_the_bytes(tmp_path: Path) -> None:
+    run = summary.read(
+        trained(tmp_path / "run", "local_sgd(every=4)", straggler=("rank=1,delay=0.5,every=6",))
+    )
+    waits = []
+    for rank, lines in enumerate(run.ranks):
+        steps = [line for line in lines if line["kind"] == "steps"]
+        rounds = [line for line in lines if line["kind"] == "round"]
+        assert [line["step"] for line in steps] == list(range(1, 13))
+        assert [line["begun_after"] for line in rounds] == [4, 8, 12]
+        assert [line["period"] for line in rounds] == [4, 4, 4]
+        end = run.ends[rank]
+        assert end["t"] == pytest.approx(steps[-1]["t"], abs=0.05)
+        assert sum(line["seconds"] for line in steps) == pytest.approx(steps[-1]["t"])
+        assert end["sent"] >= sum(line["sent"] for line in rounds) > 3 * 4 * 9_802 * 0.99
+        assert end["rounds"] == 3
+        assert end["units"] == 12 * 16
+        waits.append(sum(line["waited"] for line in steps))
+        assert waits[-1] == pytest.approx(end["waited"], rel=0.1)
+    assert waits[0] > waits[1] + 0.9, "rank 0 waits for the straggler"
+    assert run.ends[0]["weights"] == run.ends[1]["weights"]
+    assert [line["step"] for line in run.evals] == [0, 4, 8, 12]
+
+
+def test_evaluations_cost_neither_time_nor_bytes(tmp_path: Path) -> None:
+    few, many = (
+        summary.read(trained(tmp_path / str(n), "local_sgd(every=4)", evaluations=n)).ends[0] for n in (1, 12)
+    )
+    for name in ("t", "sent", "waited", "rounds", "weights"):
+        assert few[name] == (many[name] if name == "weights" else pytest.approx(many[name]))
+
+
+def test_periods_are_put_into_methods() -> None:
+    assert with_period("local_sgd", 8) == "local_sgd(every=8)"
+    assert with_period("slowmo(every=3, momentum=0.5)", 8) == "slowmo(momentum=0.5, every=8)"
+    assert with_period("ddp()", 8) is None
+    with pytest.raises(ValueError, match="name one of"):
+        with_period("nope", 8)
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"workers": 0}, "--workers 0: at least 1 is needed."),
+        ({"steps": 0}, "--steps 0: at least 1 is needed."),
+        ({"batch": 0}, "--batch 0: at least 1 is needed."),
+        ({"lr": -1.0}, "--lr -1.0: a positive number is needed."),
+        ({"optimizer": "lion"}, "--optimizer 'lion': name one of adamw, sgd."),
+        ({"method": "local_sgd(every=0)"}, "Every(steps=0): steps must be at least 1."),
+        ({"method": "hierarchical(nodes=3)"}, "Subgroups(3): 4 workers cannot be cut into groups of 3; list"),
+        ({"method": "torch_ddp()", "where": "simulation"}, "torch_ddp needs processes of its own:"),
+        (
+            {"link": "1gbit,5ms", "where": "netns"},
+            "--link '1gbit,5ms': with --netns a link has a rate alone,",
+        ),
+        ({"workers": 5000}, "batches(workers=5000): there are 1438 pictures to train on, and every worker"),
+    ],
+)
+def test_settings_that_cannot_be(changes: dict[str, Any], sentence: str) -> None:
+    setting = Setting(**{"method": "local_sgd(every=8)", "model": "tiny", **changes})
+    with pytest.raises(ValueError, match=f"^{re.escape(sentence)}"):
+        check(setting, setting.find_task())

@@ -1,0 +1,288 @@
+"""`offbeat train` and its kin on real workers: resuming, kills, Ctrl-C, torchrun, torch's DDP, the lab."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from offbeat.lab import unavailable
+from offbeat.runs.folder import finished
+from offbeat.runs.record import entries, log_path
+from offbeat.runs.shelf import Shelf
+from offbeat.runs.summary import read
+
+pytestmark = pytest.mark.slow
+ROOT = Path(__file__).parent.parent
+SMALL = ["--model", "tiny", "--workers", "2", "--evaluations", "3"]
+needs_lab = pytest.mark.skipif(unavailable() is not None, reason=str(unavailable()))
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
+
+
+def offbeat(*words: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "offbeat", *words],
+        env=environment(), capture_output=True, text=True, timeout=240, **options,
+    )  # fmt: skip
+
+
+def started(*words: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "offbeat", *words],
+        env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+    )  # fmt: skip
+
+
+def until(condition: Any, seconds: float = 90.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.02)
+
+
+def last_step(folder: Path) -> int:
+    return max((entry["step"] for entry in entries(log_path(folder, 0))), default=-1)
+
+
+def end_all(folder: Path) -> None:
+    """Kill every process that works in the folder, at once and without a word."""
+    for process in Path("/proc").iterdir():
+        if process.name.isdecimal() and int(process.name) != os.getpid():
+            try:
+                words = (process / "cmdline").read_bytes()
+            except OSError:
+                continue
+            if str(folder).encode() in words and b"offbeat" in words:
+                os.kill(int(process.name), signal.SIGKILL)
+
+
+def outcome(folder: Path) -> list[tuple[Any, ...]]:
+    """What two runs that are the same have in common."""
+    run = read(folder)
+    losses = [(e["kind"], e["step"], e["loss"]) for e in run.ranks[0] if e["kind"] in ("steps", "eval")]
+    return [*losses, *[(end["weights"], end["rounds"], end["sent"], end["units"]) for end in run.ends]]
+
+
+METHOD = "local_sgd(every=5, delay=3)"
+LATE = ["--straggler", "share=1,delay=25ms"]  # slow enough to be hit, and otherwise the same
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that nobody disturbed."""
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    done = offbeat(
+        "train",
+        METHOD,
+        *SMALL,
+        "--steps",
+        "60",
+        "--checkpoint-every",
+        "7",
+        "--checkpoint-dir",
+        str(folder),
+        "--json",
+    )
+    assert done.returncode == 0, done.stderr
+    row = json.loads(done.stdout)
+    assert (row["method"], row["rounds"]) == (METHOD, 12)
+    return folder
+
+
+def test_a_run_leaves_logs_and_checkpoints(whole: Path) -> None:
+    run = read(whole)
+    assert run.complete
+    assert finished(whole)
+    assert run.ends[0]["weights"] == run.ends[1]["weights"]
+    assert [e["step"] for e in run.evals] == [0, 20, 40, 60]
+    assert run.evals[-1]["loss"] < run.evals[0]["loss"]
+    assert Shelf(whole / "checkpoints", rank=0, workers=2).whole() == [49, 56]
+    state = torch.load(whole / "checkpoints/step-000000056/rank-1.pt", weights_only=True)
+    assert state["batches"] == {"step": 56}
+    assert run.origin["command"][:2] == ["offbeat", "train"]
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_a_run_killed_at_any_moment_is_resumed_exactly(whole: Path, tmp_path: Path, seed: int) -> None:
+    words = ["train", METHOD, *SMALL, *LATE, "--steps", "60", "--checkpoint-every", "7"]
+    words += ["--checkpoint-dir", str(tmp_path / "run")]
+    draw = random.Random(seed)
+    process = started(*words)
+    moment = draw.randrange(1, 50)
+    try:
+        until(lambda: last_step(tmp_path / "run") >= moment or process.poll() is not None)
+    finally:
+        end_all(tmp_path / "run")
+        process.wait(timeout=30)
+    for rank in range(2):
+        for line in entries(log_path(tmp_path / "run", rank)):
+            assert line["kind"] in ("steps", "round", "eval", "end")
+    done = offbeat(*words, "--resume")
+    assert done.returncode == 0, done.stderr
+    assert outcome(tmp_path / "run") == outcome(whole)
+
+
+def test_ctrl_c_saves_a_checkpoint_and_resuming_is_exact(whole: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    words = [
+        "train",
+        METHOD,
+        *SMALL,
+        "--steps",
+        "60",
+        "--checkpoint-every",
+        "7",
+        "--checkpoint-dir",
+        str(folder),
+    ]
+    process = started(*words)
+    until(lambda: last_step(folder) >= 10 or process.poll() is not None)
+    process.send_signal(signal.SIGINT)
+    _, error = process.communicate(timeout=60)
+    assert process.returncode == 130, error
+    assert re.fullmatch(
+        r"offbeat: stopped; the last checkpoint is of step \d+: go on with .* --resume\n", error
+    ), error
+    saved = Shelf(folder / "checkpoints", rank=0, workers=2).whole()[-1]
+    assert saved == last_step(folder), "it ended with the step it saved"
+    assert not list(folder.glob(".stop*"))
+    done = offbeat(*words, "--resume")
+    assert done.returncode == 0, done.stderr
+    assert outcome(folder)[-2:] == outcome(whole)[-2:]
+
+
+def test_torchruns_workers_are_joined(whole: Path, tmp_path: Path) -> None:
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    words = ["-m", "offbeat", "train", METHOD, "--model", "tiny", "--evaluations", "3", "--steps", "60"]
+    words += ["--checkpoint-every", "7", "--checkpoint-dir", str(tmp_path / "run")]
+    done = subprocess.run([*launch, *words], env=environment(), capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    assert outcome(tmp_path / "run") == outcome(whole)
+    assert done.stdout.count("logs and checkpoints") == 1
+    bad = subprocess.run(
+        [*launch, "-m", "offbeat", "train", "local_sgd(evry=1)"],
+        env=environment(), capture_output=True, text=True, timeout=240,
+    )  # fmt: skip
+    assert bad.stderr.count("offbeat: method('local_sgd(evry=1)')") == 1
+
+
+def test_torch_ddp_and_ours_end_alike_also_behind_a_link(tmp_path: Path) -> None:
+    done = offbeat(
+        "compare", "torch_ddp", "ddp", "local_sgd(every=10)", *SMALL, "--steps", "30", "--link", "20mbit,1ms",
+        "--straggler", "rank=1,delay=20ms,every=10", "--out", str(tmp_path / "c"), "--json",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    theirs, ours, local = json.loads(done.stdout)
+    assert theirs["loss"] == pytest.approx(ours["loss"], rel=1e-4)
+    assert theirs["megabytes"] == pytest.approx(ours["megabytes"], rel=0.02)
+    # 30 steps of 39 kB at 2.5 MB/s and two hops of 1 ms.
+    least = 30 * (39_208 / 2.5e6 + 0.002)
+    assert least <= theirs["exposed"] <= theirs["seconds"]
+    assert least <= ours["exposed"] <= ours["seconds"]
+    assert local["exposed"] < ours["exposed"] / 2
+
+
+def test_a_task_of_ones_own(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "import torch\n"
+        "from offbeat.tasks import Batches, Task\n"
+        "def task(seed=0):\n"
+        "    x = torch.randn(100, 3, generator=torch.Generator().manual_seed(0))\n"
+        "    y = x @ torch.tensor([1.0, 2.0, 3.0])\n"
+        "    def model():\n"
+        "        torch.manual_seed(seed)\n"
+        "        return torch.nn.Linear(3, 1)\n"
+        "    def loss(model, batch):\n"
+        "        return (model(batch[0]).squeeze(1) - batch[1]).square().mean()\n"
+        "    def batches(rank, workers, batch_size, seed):\n"
+        "        part = range(rank * 100 // workers, (rank + 1) * 100 // workers)\n"
+        "        return Batches(part, lambda i: (x[i], y[i]), rank=rank, batch_size=batch_size, seed=seed)\n"
+        "    return Task(model=model, loss=loss, batches=batches,\n"
+        "                evaluate=lambda m: loss(m, (x, y)).item())\n"
+    )
+    done = offbeat(
+        "train", "slowmo(every=5)", "--task", "mine.py", "--workers", "2", "--steps", "40", "--lr", "0.1",
+        "--tensorboard", "--checkpoint-dir", "run", cwd=tmp_path,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "slowmo(every=5)" in done.stdout
+    run = read(tmp_path / "run")
+    assert run.evals[-1]["loss"] < 0.5 * run.evals[0]["loss"]
+    assert len(list((tmp_path / "run/tensorboard").glob("rank-*/events*"))) == 2
+
+
+def test_a_worker_that_fails_is_quoted(tmp_path: Path) -> None:
+    (tmp_path / "bad.py").write_text(
+        "from dataclasses import replace\n"
+        "from offbeat.tasks import digits_task\n"
+        "def task(seed=0):\n"
+        "    base = digits_task('tiny')\n"
+        "    def loss(model, batch):\n"
+        "        raise ArithmeticError('the loss is on holiday')\n"
+        "    return replace(base, loss=loss)\n"
+    )
+    done = offbeat("train", "ddp", "--task", str(tmp_path / "bad.py"), "--workers", "2", cwd=tmp_path)
+    assert done.returncode == 1
+    assert re.fullmatch(r"offbeat: Rank \d: ArithmeticError: the loss is on holiday\n", done.stderr), (
+        done.stderr
+    )
+
+
+@needs_lab
+def test_bytes_in_namespaces_agree_with_the_kernel(tmp_path: Path) -> None:
+    done = offbeat(
+        "compare", "torch_ddp", "local_sgd(every=5)", "--model", "medium", "--workers", "2", "--steps", "20",
+        "--evaluations", "1", "--netns", "--link", "200mbit", "--out", str(tmp_path / "c"), "--json",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    for row in json.loads(done.stdout):
+        assert row["kernel_megabytes"] > 1
+        assert row["reported_megabytes"] / row["kernel_megabytes"] == pytest.approx(0.97, abs=0.05), row[
+            "method"
+        ]
+
+
+@needs_lab
+def test_the_lab_runs_any_command_counts_its_bytes_and_leaves_nothing(tmp_path: Path) -> None:
+    script = tmp_path / "talk.py"
+    script.write_text(
+        "import torch, torch.distributed as dist\n"
+        "dist.init_process_group('gloo')\n"
+        "x = torch.ones(250_000)\n"
+        "dist.all_reduce(x)\n"
+        "print('rank', dist.get_rank(), 'has', x[0].item())\n"
+        "dist.destroy_process_group()\n"
+    )
+    done = offbeat("lab", "--workers", "2", "--rate", "100mbit", "--json", "--", sys.executable, str(script))
+    assert done.returncode == 0, done.stderr
+    runs = json.loads(done.stdout)
+    assert all(1_000_000 < run["sent"] < 1_200_000 for run in runs)
+    shown = offbeat("lab", "--workers", "2", "--", sys.executable, str(script))
+    assert "rank 0 has 2.0" in shown.stdout
+    assert "as the kernel counted" in shown.stdout
+    failing = offbeat("lab", "--workers", "2", "--", sys.executable, "-c", "raise SystemExit('no')")
+    assert failing.returncode == 1
+    assert "rank 1 ended with 1: no" in failing.stderr
+    late = offbeat("lab", "--workers", "2", "--timeout", "1", "--", "sleep", "60")
+    assert late.returncode == 1
+    assert "ended after 1 s, as --timeout asked" in late.stderr
+    process = started("lab", "--workers", "2", "--", "sleep", "60")
+    until(lambda: any(Path("/run/netns").glob(f"offbeat-{process.pid}-*")))
+    time.sleep(0.5)
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert not any(Path("/run/netns").glob(f"offbeat-{process.pid}-*"))

@@ -1,0 +1,311 @@
+"""Rounds that wait for nobody, among real processes: random delays, kills, and threads that always end."""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+import subprocess
+import sys
+import threading
+import time
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import Pool, processes
+from killable import SOON, Crew
+from test_waitfree import conserved
+from torch import nn
+from watch import Watched, watch
+
+import offbeat
+from offbeat import GroupReport
+from offbeat.waitfree.rounds import Rounds
+
+PERIODS = 14  # delay patterns in a run: at each global round all meet, and another begins
+
+
+def pauses(seed: int, rank: int, step: int) -> float:
+    """A quarter of the steps takes longer, some of them much longer."""
+    draw = random.Random(f"{seed} {rank} {step}")
+    return draw.choice([0.001, 0.003, 0.01]) * draw.random() if draw.random() < 0.25 else 0.0
+
+
+def settings(workers: int, seed: int) -> tuple[str, int]:
+    draw = random.Random(100 * workers + seed)
+    every = draw.randint(2, 6)
+    size = draw.choice([None, None, 2, 3, workers])
+    return f"wagma(group_size={size}, every={every}, grace={draw.choice([None, 0.0, 0.002])})", every
+
+
+def fuzzed(pipe: Connection, seeds: int) -> list[Watched]:
+    """Many runs, each of many periods."""
+    comm = offbeat.Torch(timeout=30)
+    runs = []
+    for seed in range(seeds):
+        expression, every = settings(comm.size, seed)
+        runs.append(watch(comm, expression, PERIODS * every, lambda s, seed=seed: pauses(seed, comm.rank, s)))
+    assert not others()
+    return runs
+
+
+def others() -> list[str]:
+    """Threads of ours that are still alive."""
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("offbeat-")]
+
+
+@pytest.mark.parametrize(
+    ("workers", "seeds"),
+    [
+        (4, 1),
+        pytest.param(2, 8, marks=pytest.mark.slow),
+        pytest.param(3, 8, marks=pytest.mark.slow),
+        pytest.param(4, 8, marks=pytest.mark.slow),
+        pytest.param(8, 6, marks=pytest.mark.slow),
+    ],
+)
+def test_what_always_holds_under_random_delays(workers: int, seeds: int) -> None:
+    began = time.monotonic()
+    words = Crew(processes(), workers, fuzzed, seeds).last_words()
+    assert [kind for kind, _ in words] == ["result"] * workers, words
+    kinds: set[str] = set()
+    for seed in range(seeds):
+        _, every = settings(workers, seed)
+        runs = [what[seed] for _, what in words]
+        Watched.check(runs, every, PERIODS * every)
+        kinds |= {kind for run in runs for kind in run.kinds}
+    assert {"fresh", "late"} <= kinds
+    assert time.monotonic() - began < 120
+
+
+def gradients(comm: offbeat.Communicator, expression: str, steps: int) -> Any:
+    """With pauses at random, which `conserved` makes in its own draws of gradients."""
+    original = offbeat.Synchronizer.before_step
+
+    def late(self: offbeat.Synchronizer) -> bool:
+        time.sleep(pauses(7, comm.rank, self.steps))
+        return original(self)
+
+    offbeat.Synchronizer.before_step = late
+    try:
+        return conserved(comm, expression, steps)
+    finally:
+        offbeat.Synchronizer.before_step = original
+
+
+@pytest.mark.parametrize("activation", ["solo", "majority"])
+def test_each_gradient_reaches_each_worker_once(pool: Pool, activation: str) -> None:
+    expression = f"eager_sgd(every=5, activation={activation!r}, grace=0)"
+    runs = pool.run(gradients, expression, 60)
+    for step in range(4, 60, 5):
+        produced = sum(run[step][0] for run in runs) / 4
+        assert [run[step][1] for run in runs] == [produced] * 4
+
+
+# Loss
+
+
+def endless(pipe: Connection, expression: str, seed: int) -> None:
+    """Steps with pauses at random until somebody is lost."""
+    net = nn.Linear(50, 50)
+    opt = torch.optim.SGD(net.parameters(), lr=0.1)
+    sync = offbeat.method(expression)(net, opt, group=offbeat.Torch(timeout=60))
+    try:
+        while True:
+            net(torch.randn(2, 50)).square().mean().backward()
+            time.sleep(pauses(seed, dist.get_rank(), sync.steps))
+            sync.step()
+            opt.zero_grad()
+            pipe.send(("step", sync.steps))
+    finally:
+        assert not others()
+
+
+@pytest.mark.parametrize(
+    ("expression", "workers", "seed"),
+    [
+        ("wagma(every=10)", 4, 0),
+        *(pytest.param("wagma(every=10)", 4, seed, marks=pytest.mark.slow) for seed in range(1, 5)),
+        *(pytest.param("wagma(every=50, grace=0)", 3, seed, marks=pytest.mark.slow) for seed in range(5, 8)),
+        pytest.param("wagma(every=3, group_size=2)", 2, 8, marks=pytest.mark.slow),
+        pytest.param("eager_sgd(every=10)", 3, 9, marks=pytest.mark.slow),
+        pytest.param("eager_sgd(every=10, activation='majority')", 3, 10, marks=pytest.mark.slow),
+    ],
+)
+def test_a_worker_killed_at_any_moment_is_missed_by_all(expression: str, workers: int, seed: int) -> None:
+    draw = random.Random(seed)
+    victim, moment = draw.randrange(workers), draw.randint(1, 25)
+    crew = Crew(processes(), workers, endless, expression, seed)
+    crew.hear(victim, lambda word: word[0] == "step" and word[1] >= moment)
+    time.sleep(draw.uniform(0, 0.01))
+    began = time.monotonic()
+    crew.kill([victim])
+    words = crew.last_words()
+    assert time.monotonic() - began < SOON
+    for rank, (kind, what) in enumerate(words):
+        if rank != victim:
+            assert (kind, what[0]) == ("error", "PeerLost"), what
+            assert "\n" not in what[1]
+
+
+# Ends
+
+
+def forgetting(comm: offbeat.Communicator) -> tuple[list[str], list[str]]:
+    """A synchronizer that nobody finishes and nobody knows any more."""
+    net = nn.Linear(5, 5)
+    sync = offbeat.wagma(net, torch.optim.SGD(net.parameters(), lr=0.1), every=4, group=comm)
+    for _ in range(6):
+        sync.step()
+    comm.tell([]).wait()
+    before = others()
+    del sync
+    gc.collect()
+    return before, others()
+
+
+def failing(comm: offbeat.Communicator, interrupt: bool) -> tuple[str, list[str]]:
+    """Rank 1's loop fails; nobody's threads outlive it."""
+    net = nn.Linear(5, 5)
+    try:
+        with offbeat.wagma(net, torch.optim.SGD(net.parameters(), lr=0.1), every=4, group=comm) as sync:
+            for step in range(10):
+                if (comm.rank, step) == (1, 5):
+                    raise KeyboardInterrupt if interrupt else KeyError("mine")
+                sync.step()
+    except BaseException as error:
+        return f"{type(error).__name__}: {error}", others()
+    return "nothing", others()
+
+
+def in_a_thread(comm: offbeat.Communicator) -> tuple[str, int, list[str]]:
+    """The companion fails between two steps, while its worker computes; the next step raises."""
+    original = Rounds._run
+
+    def fail(self: Rounds, round: int) -> None:
+        if round == 2 and comm.rank == 0:
+            raise ZeroDivisionError("in a thread")
+        original(self, round)
+
+    Rounds._run = fail
+    net = nn.Linear(5, 5)
+    sync = offbeat.wagma(net, torch.optim.SGD(net.parameters(), lr=0.1), every=9, grace=0, group=comm)
+    try:
+        for step in range(9):
+            if comm.rank == 0 and step == 2:
+                time.sleep(0.5)
+            sync.step()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}", sync.steps, others()
+    finally:
+        Rounds._run = original
+    return "nothing", sync.steps, others()
+
+
+def test_a_forgotten_synchronizer_ends_its_threads(pool: Pool) -> None:
+    for before, after in pool.run(forgetting, fresh=True):
+        assert sorted(before) == ["offbeat-listen", "offbeat-work"]
+        assert after == []
+
+
+@pytest.mark.parametrize("interrupt", [False, True])
+def test_threads_end_with_an_error_in_the_loop(pool: Pool, interrupt: bool) -> None:
+    answers = pool.run(failing, interrupt, fresh=True)
+    assert answers[1][0].startswith("KeyboardInterrupt" if interrupt else "KeyError")
+    for rank, (error, alive) in enumerate(answers):
+        assert alive == []
+        assert rank == 1 or error.startswith("PeerLost: "), error
+
+
+def test_an_error_in_a_thread_is_raised_by_the_next_step(pool: Pool) -> None:
+    answers = pool.run(in_a_thread, fresh=True)
+    # The others called to round 2 while rank 0 slept after two steps.
+    assert answers[0] == ("ZeroDivisionError: in a thread", 2, [])
+    for error, _, alive in answers[1:]:
+        assert error.startswith("PeerLost: "), error
+        assert alive == []
+
+
+def saved(comm: offbeat.Communicator) -> list[str]:
+    """What the threads of two runs that follow each other leave behind, and their reports."""
+    net = nn.Linear(5, 5)
+    opt = torch.optim.SGD(net.parameters(), lr=0.1)
+    sync = offbeat.wagma(net, opt, every=3, group=comm)
+    for _ in range(6):
+        sync.step()
+    state = sync.state_dict()
+    again = offbeat.wagma(net, opt, every=3, group=comm)
+    again.load_state_dict(state)
+    for _ in range(3):
+        again.step()
+    again.load_state_dict(state)  # while its threads run
+    for _ in range(4):
+        again.step()
+    kinds = [report.kind for report in again.reports if isinstance(report, GroupReport)]
+    assert len(again.parts[1].attendance) == comm.size
+    again.finish()
+    return kinds
+
+
+def test_loading_and_going_on(pool: Pool) -> None:
+    for kinds in pool.run(saved, fresh=True):
+        assert len(kinds) == 2 + 3
+
+
+SCRIPT = """
+import os, signal, sys, time
+import torch, torch.distributed as dist
+import offbeat
+
+torch.set_num_threads(1)
+dist.init_process_group("gloo")
+net = torch.nn.Linear(20, 20)
+opt = torch.optim.SGD(net.parameters(), lr=0.1)
+sync = offbeat.wagma(net, opt, every=5)
+for step in range(13):
+    net(torch.randn(2, 20)).square().mean().backward()
+    if step == 12 and {who}:
+        {what}
+    sync.step()
+    opt.zero_grad()
+{end}
+print("done")
+"""
+ENDS = {
+    "finish": ("False", "pass", "sync.finish()"),
+    "forgotten": ("False", "pass", ""),
+    "error": ("dist.get_rank() == 1", "raise KeyError('mine')", "sync.finish()"),
+    "interrupt": ("True", "os.kill(os.getpid(), signal.SIGINT); time.sleep(5)", "sync.finish()"),
+    "exit": ("dist.get_rank() == 0", "sys.exit(3)", "sync.finish()"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", list(ENDS))
+def test_a_process_always_ends_and_never_aborts(tmp_path: Path, how: str) -> None:
+    who, what, end = ENDS[how]
+    (tmp_path / "script.py").write_text(SCRIPT.format(who=who, what=what, end=end))
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=3", "--standalone"]
+    began = time.monotonic()
+    done = subprocess.run(
+        [*command, str(tmp_path / "script.py")],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert time.monotonic() - began < 60
+    for word in ("terminate called", "Fatal Python error", "Aborted", "SIGABRT", "-6"):
+        assert word not in done.stderr, done.stderr
+    if how in ("finish", "forgotten"):
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.count("done") == 3
+        assert done.stderr == ""
+    else:
+        assert done.returncode == 1
+        cause = {"error": "KeyError: 'mine'", "interrupt": "KeyboardInterrupt", "exit": "exitcode: 3"}[how]
+        assert cause in done.stderr.replace("exitcode  :", "exitcode:"), done.stderr
