@@ -82,6 +82,9 @@ class Throttled(Communicator):
     def exchange(self, chunks: Sequence[Tensor]) -> Pending[list[Tensor]]:
         return self._late(self.comm.exchange(chunks), "exchange", nbytes(chunks))
 
+    def shift(self, tensor: Tensor) -> Pending[Tensor]:
+        return self._late(self.comm.shift(tensor), "shift", nbytes([tensor]))
+
     def broadcast(self, tensors: Sequence[Tensor], src: int = 0) -> Pending[list[Tensor]]:
         return self._late(self.comm.broadcast(tensors, src), "broadcast", nbytes(tensors))
 
