@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import threading
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -837,3 +838,63 @@ def test_a_rule_that_is_none() -> None:
     sentence = "PushPull(local=2): a rule is needed, such as GLU(alpha=2.0, beta=0.5)."
     with says(TypeError, sentence):
         PushPull(offbeat.params(Vector(2)), every=2, local=2)
+
+
+def test_a_scheduler_may_step_inside_the_local_step() -> None:
+    """The server steps with the rate the optimizer would have stepped with."""
+
+    def end(method: Callable[..., offbeat.Synchronizer]) -> dict[str, Tensor]:
+        model = Vector(4)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+        sync = method(model, optimizer, group=Solo())
+        for _ in range(3):
+            slope(model, 0)
+            sync.step(lambda: (optimizer.step(), scheduler.step()))
+        return snapshot(model)
+
+    assert same(end(offbeat.ssd_sgd), end(offbeat.ddp))
+
+
+def test_a_server_keeps_its_own_kind_of_weight_decay() -> None:
+    ends = []
+    for user, server in ((torch.optim.Adam, torch.optim.AdamW), (torch.optim.AdamW, torch.optim.AdamW)):
+        model = Vector(4)
+        nn.init.ones_(model.parts[0])
+        optimizer = user(model.parameters(), lr=0.1, weight_decay=0.5)
+        sync = offbeat.ssd_sgd(model, optimizer, server=server, group=Solo())
+        for _ in range(3):
+            slope(model, 0)
+            sync.step()
+        ends.append(snapshot(model))
+    assert same(*ends)
+
+
+def test_after_an_error_the_courier_is_gone_and_steps_are_refused() -> None:
+    model = Vector(4)
+    sync = offbeat.ssd_sgd(model, torch.optim.SGD(model.parameters(), lr=0.1), group=Solo())
+    with pytest.raises(ZeroDivisionError), sync:
+        raise ZeroDivisionError
+    with says(RuntimeError, "step(): this run was ended by an error; make a new synchronizer to go on."):
+        sync.step()
+
+
+def failing(comm: Communicator) -> bool:
+    """Whether a thread of ours is left after an error in the user's loop."""
+    model = Vector(4)
+    try:
+        with offbeat.ssd_sgd(model, torch.optim.SGD(model.parameters(), lr=0.1), group=comm) as sync:
+            slope(model, comm.rank)
+            sync.step()
+            raise ZeroDivisionError
+    except ZeroDivisionError:
+        pass
+    for thread in threading.enumerate():
+        if thread.name.startswith("offbeat-courier"):
+            thread.join(10)
+            return thread.is_alive()
+    return False
+
+
+def test_no_thread_outlives_an_error(pool: Pool) -> None:
+    assert pool.run(failing, workers=2) == [False, False]

@@ -33,6 +33,10 @@ class Courier(ABC):
         """Do what was given, and end."""
         return None
 
+    def abandon(self) -> None:
+        """End; what was given and not begun is not done."""
+        return None
+
     def _do(self, job: Callable[[], T]) -> T:
         if self._trouble is not None:
             raise self._trouble
@@ -66,6 +70,9 @@ class Threaded(Courier):
 
     def close(self) -> None:
         self._thread.shutdown()
+
+    def abandon(self) -> None:
+        self._thread.shutdown(wait=False, cancel_futures=True)
 
 
 class Lazy(Courier):

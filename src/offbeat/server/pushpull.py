@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from torch.profiler import record_function
 
 from offbeat.agreement import AVERAGED, ROUND, compare_headers, header
-from offbeat.comm import Communicator, Metered
+from offbeat.comm import Communicator, Farewell, Metered
 from offbeat.cost import Report
 from offbeat.optimizers import mark
 from offbeat.part import Part
@@ -76,7 +76,7 @@ class PushPull(Part):
         self._pull: Pull | None = None
         self._slot: Slot | None = None
         self._clock = Clock(step=0, round=0, lr=0.0)
-        self._open = False
+        self._open = self._left = False
 
     def __repr__(self) -> str:
         names = ("every", "warmup", "local", "in_flight")
@@ -94,6 +94,8 @@ class PushPull(Part):
         return [self.peers.everyone]
 
     def plan(self, clock: Clock) -> None:
+        if self._left:
+            raise RuntimeError("step(): this run was ended by an error; make a new synchronizer to go on.")
         if not self._open:
             self._prepare()
 
@@ -114,18 +116,24 @@ class PushPull(Part):
         start = self.peers.everyone.now()
         self._slot = self.ring.free(clock.step)
         self._waited += self.peers.everyone.now() - start
+        self._look()
         return False
 
     def stepped(self, optimizer: Optimizer) -> None:
         assert self._slot is not None
         self._slot.take(optimizer)
+        self._look()
+
+    def _look(self) -> None:
+        """What the optimizers would step with: when `after` comes, a scheduler may already have moved on."""
+        self._options, self._marks = options_of(groups_of(self._optimizers)), mark(self._optimizers)
 
     @torch.no_grad()
     def after(self, clock: Clock) -> None:
         """The step: land the pull that is in the air, move, push; ask for a pull if one is due."""
         assert self._slot is not None
         slot, self._slot = self._slot, None
-        gradient, options = slot.close(), options_of(groups_of(self._optimizers))
+        gradient, options = slot.close(), self._options
         clock = self._clock = replace(clock, round=self._round)
         synchronous = clock.step <= self.warmup
         if self.server is None and (synchronous or self._pull):
@@ -146,7 +154,7 @@ class PushPull(Part):
         comm = Metered(self.peers.everyone)
         if clock.step == self._pulled_at + 1:
             self._began = comm.now()
-        head = header(ROUND, self._index, clock, mark(self._optimizers), comm.rank)
+        head = header(ROUND, self._index, clock, self._marks, comm.rank)
         heads = comm.tell(head).then(compare_headers)
         slot.applied = self._line.push(slot.room.flats, self.shard, options, heads, clock)
         self._pace = [pace + now["lr"] for pace, now in zip(self._pace, options, strict=True)]
@@ -235,6 +243,12 @@ class PushPull(Part):
             send_mean(buffers, comm).wait().write(list(buffers.values()))
             self._smooth = False
             self._hand_in(Report.blocking(replace(self._clock, round=self._round), comm, began, 0))
+
+    def leave(self, farewell: Farewell) -> None:
+        self._left = True
+        super().leave(farewell)
+        if hasattr(self, "_line"):
+            self._line.courier.abandon()
 
     def made_equal(self, step: int) -> bool:
         return self._equal_at == step and not self._smooth
