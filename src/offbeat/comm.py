@@ -248,12 +248,58 @@ class Solo(Communicator):
         pass
 
 
-class Metered(Communicator):
-    """Another communicator, with its bytes counted in `sent` and `received`."""
+class Wrapped(Communicator):
+    """Another communicator, to which everything is passed on: kinds of it change what they are for."""
 
     def __init__(self, comm: Communicator) -> None:
         self.comm = comm
         self.rank, self.size = comm.rank, comm.size
+
+    def total(self, tensors: Iterable[Tensor]) -> Pending[list[Tensor]]:
+        return self.comm.total(tensors)
+
+    def gather(self, tensor: Tensor) -> Pending[list[Tensor]]:
+        return self.comm.gather(tensor)
+
+    def exchange(self, chunks: Sequence[Tensor]) -> Pending[list[Tensor]]:
+        return self.comm.exchange(chunks)
+
+    def broadcast(self, tensors: Sequence[Tensor], src: int = 0) -> Pending[list[Tensor]]:
+        return self.comm.broadcast(tensors, src)
+
+    def tell(self, numbers: Sequence[int]) -> Pending[list[list[int]]]:
+        return self.comm.tell(numbers)
+
+    def shift(self, tensor: Tensor) -> Pending[Tensor]:
+        return self.comm.shift(tensor)
+
+    def split(self, groups: Sequence[Sequence[int]]) -> Communicator:
+        return self.comm.split(groups)
+
+    def twin(self) -> Communicator:
+        return self.comm.twin()
+
+    def courier(self) -> Courier:
+        return self.comm.courier()
+
+    def companion(self) -> Companion:
+        return self.comm.companion()
+
+    def leave(self, farewell: Farewell) -> None:
+        self.comm.leave(farewell)
+
+    def now(self) -> float:
+        return self.comm.now()
+
+    def computed(self, step: int) -> None:
+        self.comm.computed(step)
+
+
+class Metered(Wrapped):
+    """Another communicator, with its bytes counted in `sent` and `received`."""
+
+    def __init__(self, comm: Communicator) -> None:
+        super().__init__(comm)
         self.sent = self.received = 0
 
     def _count(self, kind: str, given: int) -> None:
@@ -291,21 +337,3 @@ class Metered(Communicator):
 
     def split(self, groups: Sequence[Sequence[int]]) -> Communicator:
         return Metered(self.comm.split(groups))
-
-    def twin(self) -> Communicator:
-        return self.comm.twin()
-
-    def courier(self) -> Courier:
-        return self.comm.courier()
-
-    def companion(self) -> Companion:
-        return self.comm.companion()
-
-    def leave(self, farewell: Farewell) -> None:
-        self.comm.leave(farewell)
-
-    def now(self) -> float:
-        return self.comm.now()
-
-    def computed(self, step: int) -> None:
-        self.comm.computed(step)

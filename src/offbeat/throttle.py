@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING, TypeVar
 
 from torch import Tensor
 
-from offbeat.comm import Communicator, Farewell, Pending, nbytes, traffic
+from offbeat.comm import Communicator, Pending, Wrapped, nbytes, traffic
 from offbeat.companion import Companion
 
 if TYPE_CHECKING:
     from offbeat.companion import Companion
-    from offbeat.courier import Courier
 
 T = TypeVar("T")
 
@@ -27,7 +26,7 @@ def hops(kind: str, size: int) -> int:
     return {"mean": 2 * (size - 1), "gather": size - 1, "exchange": 1, "broadcast": tree}[kind]
 
 
-class Throttled(Communicator):
+class Throttled(Wrapped):
     """Another communicator, behind a full-duplex link of `rate` bytes per second each way.
 
     A message begins when its last rank has sent it and those before it have passed; its bytes, as `Metered`
@@ -55,7 +54,7 @@ class Throttled(Communicator):
             raise ValueError(f"Throttled(rate={rate}): rate must be a positive number of bytes per second.")
         if not latency >= 0 or not burst >= 0:
             raise ValueError(f"Throttled(latency={latency}, burst={burst}): neither may be negative.")
-        self.comm, self.rank, self.size = comm, comm.rank, comm.size
+        super().__init__(comm)
         self._link = link or _Link(rate, latency, burst)
         self._children: dict[int, Throttled] = {}
 
@@ -104,9 +103,6 @@ class Throttled(Communicator):
     def twin(self) -> Communicator:
         return self._beside(self.comm.twin())
 
-    def courier(self) -> Courier:
-        return self.comm.courier()
-
     def companion(self) -> Companion:
         companion = self.comm.companion()
         companion.comm = self._beside(companion.comm)
@@ -116,15 +112,6 @@ class Throttled(Communicator):
         """Another communicator behind the same link."""
         link = self._link
         return Throttled(comm, rate=link.rate, latency=link.latency, burst=link.burst, link=link)
-
-    def leave(self, farewell: Farewell) -> None:
-        self.comm.leave(farewell)
-
-    def now(self) -> float:
-        return self.comm.now()
-
-    def computed(self, step: int) -> None:
-        self.comm.computed(step)
 
     def _late(self, message: Pending[T], kind: str, given: int, began: int | None = None) -> Pending[T]:
         if self.size == 1:

@@ -9,18 +9,18 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from offbeat.comm import Communicator, Farewell, Pending
+from offbeat.comm import Communicator, Pending, Wrapped
 from offbeat.companion import Companion
 from offbeat.courier import Courier
 
 T = TypeVar("T")
 
 
-class Watched(Communicator):
+class Watched(Wrapped):
     """Another communicator; `waited` adds up the seconds its maker's thread spent waiting for messages."""
 
     def __init__(self, comm: Communicator, root: Watched | None = None) -> None:
-        self.comm, self.rank, self.size = comm, comm.rank, comm.size
+        super().__init__(comm)
         self._root = root or self
         self._children: dict[int, Watched] = {}
         self._owner = threading.get_ident()
@@ -66,6 +66,9 @@ class Watched(Communicator):
     def tell(self, numbers: Sequence[int]) -> Pending[list[list[int]]]:
         return self._watched(self.comm.tell(numbers))
 
+    def shift(self, tensor: Tensor) -> Pending[Tensor]:
+        return self._watched(self.comm.shift(tensor))
+
     def split(self, groups: Sequence[Sequence[int]]) -> Communicator:
         part = self.comm.split(groups)
         return self._children.setdefault(id(part), Watched(part, self._root))
@@ -78,15 +81,6 @@ class Watched(Communicator):
 
     def companion(self) -> Companion:
         return _WatchedCompanion(self.comm.companion(), self)
-
-    def leave(self, farewell: Farewell) -> None:
-        self.comm.leave(farewell)
-
-    def now(self) -> float:
-        return self.comm.now()
-
-    def computed(self, step: int) -> None:
-        self.comm.computed(step)
 
 
 class _WatchedCourier(Courier):
@@ -101,6 +95,9 @@ class _WatchedCourier(Courier):
 
     def close(self) -> None:
         self._courier.close()
+
+    def abandon(self) -> None:
+        self._courier.abandon()
 
 
 class _WatchedCompanion(Companion):
