@@ -138,7 +138,7 @@ def _stopped(place: Path, setting: Setting) -> int:
 
 def _tensorboard() -> None:
     try:
-        import tensorboard  # type: ignore[import-untyped]  # noqa: F401
+        import tensorboard  # noqa: F401
     except ImportError:
         raise Refused("--tensorboard: TensorBoard is not installed: pip install tensorboard") from None
 
