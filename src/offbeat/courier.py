@@ -85,7 +85,7 @@ class Lazy(Courier):
     def __init__(self, clock: Callable[[], float], move: Callable[[float], None]) -> None:
         super().__init__()
         self._clock, self._move = clock, move
-        self._now, self._busy = 0.0, False
+        self._now, self.busy = 0.0, False
         self._open: deque[Callable[[], None]] = deque()
 
     def give(self, job: Callable[[], T]) -> Pending[T]:
@@ -93,14 +93,14 @@ class Lazy(Courier):
         result: list[Any] = []
 
         def act() -> None:
-            worker, self._busy = self._clock(), True
+            worker, self.busy = self._clock(), True
             self._move(max(self._now, given))
             try:
                 result.append(self._do(job))
             finally:
                 self._now = done[0] = self._clock()
                 self._move(worker)
-                self._busy = False
+                self.busy = False
 
         def wait() -> T:
             while not result:
@@ -116,7 +116,7 @@ class Lazy(Courier):
 
     def catch_up(self) -> None:
         """The worker stands still: do what was given, as others may wait for it. Trouble is told later."""
-        while self._open and not self._busy and self._trouble is None:
+        while self._open and self._trouble is None:
             with suppress(BaseException):
                 self._open.popleft()()
 

@@ -233,7 +233,7 @@ class PushPull(Part):
         if self._open:
             self.ring.drain()
             self._average_buffers()
-        self._line.courier.close()
+        self._line.close()
         return self._open
 
     def _average_buffers(self) -> None:
@@ -269,7 +269,7 @@ class PushPull(Part):
             "pace": list(self._pace),
             "pull": None if self._pull is None else self._pull.state_dict(self._reported),
             "counts": [self._round, self._pulled_at, self._equal_at, self._told],
-            "carried": self._line.road.sent - self._reported,
+            "carried": self._line.sent - self._reported,
             "step": self._clock.step,
         }
 
@@ -285,7 +285,8 @@ class PushPull(Part):
         self._pace = list(state["pace"])
         now = self.peers.everyone.now()
         self._began = now
-        self._pull = None if state["pull"] is None else Pull.resumed(state["pull"], now)
         self._round, self._pulled_at, self._equal_at, self._told = state["counts"]
-        self._line.road.sent, self._reported = state["carried"], 0
+        self._reported = self._line.sent - state["carried"]
+        saved = state["pull"]
+        self._pull = None if saved is None else Pull.resumed(saved, now, self._reported)
         self._clock = replace(self._clock, step=state["step"])

@@ -58,7 +58,7 @@ class Pull:
         }
 
     @classmethod
-    def resumed(cls, state: State, now: float) -> Pull:
+    def resumed(cls, state: State, now: float, reported: int) -> Pull:
         """One that has arrived."""
         slices = [[part.clone() for part in parts] for parts in state["slices"]]
         return cls(
@@ -68,36 +68,59 @@ class Pull:
             told=state["told"],
             waited=0.0,
             began=now,
-            weights=arrived((slices, state["carried"])),
+            weights=arrived((slices, reported + state["carried"])),
         )
 
 
-class Line:
-    """Pushes are brought and pulls fetched by a courier, strictly in turn, on a road nobody else uses."""
+class Road:
+    """A courier, and a twin of the communicator that nobody else uses."""
 
     def __init__(self, comm: Communicator) -> None:
-        self.road, self.courier = Metered(comm.twin()), comm.courier()
+        self.comm, self.courier = Metered(comm.twin()), comm.courier()
+
+
+class Line:
+    """Pushes are applied and pulls fetched strictly in turn, by one courier.
+
+    Two more bring the gradients, every other one each: while the last words of one push are on their way, the
+    next has the link. What travels on a road is in the same order on all ranks.
+    """
+
+    def __init__(self, comm: Communicator) -> None:
+        self.server = Road(comm)
+        self.roads = [Road(comm), Road(comm)]
+
+    @property
+    def sent(self) -> int:
+        """Bytes, by all three."""
+        return sum(road.comm.sent for road in (self.server, *self.roads))
 
     def push(
         self, flats: Sequence[Tensor], shard: Shard, options: Options, heads: Pending[list[int]], clock: Clock
     ) -> Pending[None]:
         """Bring a gradient to the server, if all workers are at the same step, and let it be applied."""
+        road = self.roads[clock.step % len(self.roads)]
 
-        def bring() -> None:
+        def bring() -> list[Tensor]:
             with record_function("offbeat.push"), naming(clock), torch.no_grad():
                 heads.wait()
-                shard.apply([scattered(flat, self.road) for flat in flats], options)
+                return [scattered(flat, road.comm) for flat in flats]
 
-        return self.courier.give(bring)
+        means = road.courier.give(bring)
+        return self.server.courier.give(lambda: shard.apply(means.wait(), options))
 
     def fetch(self, shard: Shard, clock: Clock) -> Pending[tuple[Slices, int]]:
         """The weights after the pushes given so far, and the bytes sent by then."""
 
         def bring() -> tuple[Slices, int]:
             with record_function("offbeat.pull"), naming(clock), torch.no_grad():
-                return gathered(shard.weights, self.road), self.road.sent
+                return gathered(shard.weights, self.server.comm), self.sent
 
-        return self.courier.give(bring)
+        return self.server.courier.give(bring)
+
+    def close(self) -> None:
+        for road in (self.server, *self.roads):
+            road.courier.close()
 
 
 def scattered(flat: Tensor, comm: Communicator) -> Tensor:

@@ -88,8 +88,10 @@ class Stage:
 
     def wait(self, actor: int, call: Call) -> None:
         """Give the baton away until the call is complete, and move this actor's clock to its landing."""
-        for courier in self.couriers.get(actor, []) if not call.complete else []:
-            courier.catch_up()
+        couriers = self.couriers.get(actor, [])
+        if not call.complete and not any(courier.busy for courier in couriers):
+            for courier in couriers:
+                courier.catch_up()
         if not call.complete:
             self.waiting[actor] = call
             self.catch_up(actor)
