@@ -155,7 +155,7 @@ def test_a_delay_hides_question_and_answer(reduce: str, delay: int | str) -> Non
 
     network = offbeat.Network(latency=1.5)
     waited = offbeat.simulate(worker, 2, network=network, compute=lambda rank, step: 1.0)[0]
-    assert waited == [0.0] * (4 if delay == 4 else 3)
+    assert waited == [0.0] * 3  # the last one has not landed yet
 
 
 def test_streaming_sends_four_bits() -> None:

@@ -138,6 +138,10 @@ class Communicator(ABC):
             lambda slices: sum_in_order(slices).mul_(1 / self.size)
         )
 
+    def shift(self, tensor: Tensor) -> Pending[Tensor]:
+        """The tensor of the rank before, the last one's at the first; this rank's goes to the one after."""
+        return self.gather(tensor).then(lambda parts: parts[self.rank - 1])
+
     def now(self) -> float:
         """Seconds on this worker's clock."""
         return time.perf_counter()
@@ -204,6 +208,7 @@ def traffic(kind: str, size: int, given: int) -> int:
         "gather": others,
         "exchange": others / size,
         "broadcast": others / size,
+        "shift": 1 if others else 0,
     }
     return round(given * share[kind])
 
@@ -279,6 +284,10 @@ class Metered(Communicator):
     def tell(self, numbers: Sequence[int]) -> Pending[list[list[int]]]:
         self._count("gather", 8 * WORDS)
         return self.comm.tell(numbers)
+
+    def shift(self, tensor: Tensor) -> Pending[Tensor]:
+        self._count("shift", nbytes([tensor]))
+        return self.comm.shift(tensor)
 
     def split(self, groups: Sequence[Sequence[int]]) -> Communicator:
         return Metered(self.comm.split(groups))

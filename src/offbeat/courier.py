@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any, TypeVar
 
 from offbeat.comm import Pending, arrived
@@ -30,6 +31,10 @@ class Courier(ABC):
 
     def close(self) -> None:
         """Do what was given, and end."""
+        return None
+
+    def abandon(self) -> None:
+        """End; what was given and not begun is not done."""
         return None
 
     def _do(self, job: Callable[[], T]) -> T:
@@ -66,6 +71,9 @@ class Threaded(Courier):
     def close(self) -> None:
         self._thread.shutdown()
 
+    def abandon(self) -> None:
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
 
 class Lazy(Courier):
     """Does jobs when the result of one is wanted, at the virtual time at which they could be done.
@@ -77,7 +85,7 @@ class Lazy(Courier):
     def __init__(self, clock: Callable[[], float], move: Callable[[float], None]) -> None:
         super().__init__()
         self._clock, self._move = clock, move
-        self._now = 0.0
+        self._now, self._busy = 0.0, False
         self._open: deque[Callable[[], None]] = deque()
 
     def give(self, job: Callable[[], T]) -> Pending[T]:
@@ -85,13 +93,14 @@ class Lazy(Courier):
         result: list[Any] = []
 
         def act() -> None:
-            worker = self._clock()
+            worker, self._busy = self._clock(), True
             self._move(max(self._now, given))
             try:
                 result.append(self._do(job))
             finally:
                 self._now = done[0] = self._clock()
                 self._move(worker)
+                self._busy = False
 
         def wait() -> T:
             while not result:
@@ -104,6 +113,12 @@ class Lazy(Courier):
 
         self._open.append(act)
         return Pending(wait, lambda: bool(result) and done[0] <= self._clock(), lambda: done[0])
+
+    def catch_up(self) -> None:
+        """The worker stands still: do what was given, as others may wait for it. Trouble is told later."""
+        while self._open and not self._busy and self._trouble is None:
+            with suppress(BaseException):
+                self._open.popleft()()
 
     def close(self) -> None:
         while self._open and self._trouble is None:

@@ -109,6 +109,13 @@ class Torch(Communicator):
             lambda: f"an exchange of {nbytes(chunks):,} bytes",
         )
 
+    def shift(self, tensor: Tensor) -> Pending[Tensor]:
+        given, got = tensor.contiguous(), torch.empty_like(tensor)
+        ours, theirs = [0] * self.size, [0] * self.size
+        ours[(self.rank + 1) % self.size] = theirs[self.rank - 1] = len(given)
+        calls = [(tensor, lambda pg: pg.alltoall_base(got, given, theirs, ours))]
+        return self._send(calls, lambda: got, lambda: f"the rank before's {nbytes([tensor]):,} bytes")
+
     def broadcast(self, tensors: Sequence[Tensor], src: int = 0) -> Pending[list[Tensor]]:
         calls = [(t, lambda pg, t=t: pg.broadcast(t, root=src)) for t in tensors]
         return self._send(calls, lambda: list(tensors), lambda: f"rank {src}'s {nbytes(tensors):,} bytes")
@@ -207,12 +214,16 @@ class Torch(Communicator):
         """Wait in short slices, looking up between them whether somebody we wait for has left."""
         deadline, trouble = time.perf_counter() + self._timeout, f"heard nothing for {self._timeout:g} s"
         while True:
+            over = work.is_completed()
             try:
                 work.wait(timedelta(seconds=_GLANCE))
                 return
             except RuntimeError as error:
-                if work.is_completed():
+                # One that ends just as the wait does is looked at again: its own answer counts.
+                if over:
                     raise self._lost(what, error) from error
+                if work.is_completed():
+                    continue
             if self._stopped.is_set():
                 raise Stopped
             try:

@@ -29,6 +29,7 @@ from offbeat.tensors import Live, Packed
 from offbeat.update import Replace, Update
 
 Delay = int | Literal["round"]
+_Distances = tuple[float | None, float | None]
 
 
 class Exchange(Part):
@@ -65,13 +66,15 @@ class Exchange(Part):
             )
         self.update: Update = Replace() if update is None else update
         self.reduce = _reducer(reduce, self.update, live)
-        self.drift = bool(when.needs) or not live.early if drift is None else drift
+        self.drift = self._measured(drift)
         plain = self.reduce == Mean() and self.update == Replace()
         in_place = plain and delay == 0 and not self.drift and not live.early
         self.cargo = Cargo(live, buffers, moments, in_place=in_place)
-        if when.needs and not self.drift:
-            raise ValueError(f"drift=False with {when!r}: it decides by what rounds tell; leave drift out.")
         _check_delay(delay, when)
+        if delay and isinstance(self.update, Reducer):
+            raise ValueError(
+                f"delay={delay!r} with update={self.update!r}: what is done in the meantime would be lost."
+            )
         self._index, self._ledger = 0, Ledger()
         self._states: dict[str, State] = {"when": self.when.init(), "update": self.update.init()}
         if not isinstance(self.update, Reducer):
@@ -80,6 +83,20 @@ class Exchange(Part):
         self._round, self._began_at, self._landed_at = 0, 0, -1
         self._opened = False
         self._flight: Flight | None = None
+        self._rates: tuple[float, ...] = ()  # of every live tensor in the last step, that of its own group
+        self._marks = 0
+
+    def _measured(self, drift: bool | None) -> bool:
+        """Whether rounds tell drift or loss. What lost something on its way tells no drift."""
+        needs, lossy = self.when.needs, self.reduce.lossy
+        if lossy and (drift or "drift" in needs):
+            wish = "drift=True" if drift else repr(self.when)
+            raise ValueError(f"{wish} with reduce={self.reduce!r}, which loses what tells drift: use Mean().")
+        if needs and drift is False:
+            raise ValueError(
+                f"drift=False with {self.when!r}: it decides by what rounds tell; leave drift out."
+            )
+        return bool(needs) or not (self.live.early or lossy) if drift is None else drift
 
     def __repr__(self) -> str:
         return (
@@ -102,6 +119,15 @@ class Exchange(Part):
     def plan(self, clock: Clock) -> None:
         if self._plan is None:
             self._ask(clock)
+        if clock.step + 1 == self._plan or (self._flight and clock.step + 1 == self._flight.due):
+            self._look()
+
+    def _look(self) -> None:
+        """See the learning rates of the coming step: a scheduler may step before the round begins."""
+        optimizers = self.cargo.moments.optimizers
+        self._marks = mark(optimizers)
+        # Gradients have no use for the rates.
+        self._rates = () if self.live.early else rates(self.live.parameters, optimizers)
 
     def before(self, clock: Clock) -> bool:
         if self.live.early:
@@ -161,13 +187,12 @@ class Exchange(Part):
     def begin(self, clock: Clock) -> None:
         """Send this worker's share of the round."""
         comm = Metered(self.peers.at(self._round))
-        clock = replace(clock, round=self._round, workers=comm.size, rates=self._rates())
+        clock = replace(clock, round=self._round, workers=comm.size, rates=self._rates)
         cargo, state = self.cargo, self._states["update"]
         memory = self._states.get("reduce", state)  # an update that owns its code has one state for both
         with record_function("offbeat.begin"), naming(clock):
             began = comm.now()
-            marks = mark(cargo.moments.optimizers)
-            head = header(ROUND, self._index, clock, marks, self.peers.everyone.rank)
+            head = header(ROUND, self._index, clock, self._marks, self.peers.everyone.rank)
             heads = comm.tell([*head, cargo.moments.mark()]).then(compare_headers)
             moments = cargo.moments.averaged(heads.wait)
             waited = comm.now() - began
@@ -194,28 +219,25 @@ class Exchange(Part):
         flight, self._flight = self._flight, None
         with record_function("offbeat.land"), naming(flight.clock):
             flight.wait()
-            clock = replace(clock, round=flight.clock.round, workers=flight.comm.size, rates=self._rates())
+            clock = replace(clock, round=flight.clock.round, workers=flight.comm.size, rates=self._rates)
             distances = self._apply(flight, clock)
         stepped, self._landed_at = clock.step > self._landed_at, clock.step
         self._account(flight, distances, stepped)
 
-    def _rates(self) -> tuple[float, ...]:
-        """The learning rate of every live tensor, that of its own group; gradients have no use for them."""
-        return () if self.live.early else rates(self.live.parameters, self.cargo.moments.optimizers)
-
-    def _apply(self, flight: Flight, clock: Clock) -> tuple[float, float | None] | None:
+    def _apply(self, flight: Flight, clock: Clock) -> _Distances | None:
         state = self._states["update"]
-        distances = None
+        distances: _Distances | None = None
 
         def incoming(live: Sequence[Tensor], mean: Packed) -> None:
             nonlocal distances
-            distances = self.update.distances(live, mean, state) if self.drift else None
+            if self.drift:
+                distances = (None, None) if self.reduce.lossy else self.update.distances(live, mean, state)
             self.update.incoming(live, mean, clock, state)
 
         self.cargo.land(flight, incoming)
         return distances
 
-    def _account(self, flight: Flight, distances: tuple[float, float | None] | None, stepped: bool) -> None:
+    def _account(self, flight: Flight, distances: _Distances | None, stepped: bool) -> None:
         """Without a step since the round before, which only `finish()` can bring about, there is no loss."""
         loss = self._ledger.mean_loss()
         lacking = loss is None and "loss" in self.when.needs
@@ -261,6 +283,7 @@ class Exchange(Part):
     def flush(self, clock: Clock) -> bool:
         landed = self._flight is not None
         if landed:
+            self._look()
             self.land(clock)
         self._ledger.settle(wait=True)
         closed = not self.live.early and self._close(clock)

@@ -81,6 +81,7 @@ class Flight:
             "lr": self.clock.lr,
             "due": self.due,
             "period": self.period,
+            "bytes": [self.comm.sent, self.comm.received],
             "mean": [flat.clone() for flat in self.mean.wait().flats],
             "followed": [value.clone() for value in self.followed.wait()],
             "moments": self.moments.wait().tensors(),
@@ -92,6 +93,7 @@ class Flight:
         """A flight whose messages have all arrived, the mean in `room`."""
         for flat, saved in zip(room.flats, state["mean"], strict=True):
             flat.copy_(saved)
+        comm.sent, comm.received = state["bytes"]
         moments = Packed.like(state["moments"])
         moments.read(list(state["moments"].values()))
         return cls(

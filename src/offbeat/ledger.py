@@ -20,7 +20,7 @@ class Ledger:
 
     def __init__(self) -> None:
         self.hand_in: Callable[[Report], None] = lambda report: None
-        self._open: deque[tuple[Report, float, Pending[list[Tensor]]]] = deque()
+        self._open: deque[tuple[Report, float, bool, Pending[list[Tensor]]]] = deque()
         self._last: tuple[float, float, float] | None = None  # drift, loss and lr of the last round known
         self._loss: float | Tensor = 0.0  # sum of the losses observed since the last round landed
         self._losses = 0
@@ -37,24 +37,25 @@ class Ledger:
         self._loss, self._losses = 0.0, 0
         return loss
 
-    def add(self, flight: Flight, comm: Communicator, drift: float, loss: float, norm: float | None) -> None:
+    def add(
+        self, flight: Flight, comm: Communicator, drift: float | None, loss: float, norm: float | None
+    ) -> None:
         """Send this worker's drift and loss; the report follows when those of all of `comm` have come."""
         metered = Metered(comm)
-        scalars = metered.mean([torch.tensor([drift, loss], dtype=torch.float64)])
+        scalars = metered.mean([torch.tensor([drift or 0.0, loss], dtype=torch.float64)])
         report = flight.report(norm)
         sent, received = report.bytes_sent + metered.sent, report.bytes_received + metered.received
-        self._open.append(
-            (replace(report, bytes_sent=sent, bytes_received=received), flight.clock.lr, scalars)
-        )
+        report = replace(report, bytes_sent=sent, bytes_received=received)
+        self._open.append((report, flight.clock.lr, drift is not None, scalars))
 
     def settle(self, *, wait: bool) -> None:
         """Hand in what is complete; with `wait`, everything."""
-        while self._open and (wait or self._open[0][2].done()):
-            report, lr, scalars = self._open.popleft()
+        while self._open and (wait or self._open[0][3].done()):
+            report, lr, measured, scalars = self._open.popleft()
             with naming(report):
                 drift, loss = scalars.wait()[0].tolist()
             self._last = (drift, loss, lr)
-            self.hand_in(replace(report, drift=drift))
+            self.hand_in(replace(report, drift=drift if measured else None))
 
     def told(self, clock: Clock) -> Clock:
         """The clock with what the last round told."""

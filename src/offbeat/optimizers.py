@@ -84,4 +84,5 @@ def _pretend(optimizer: Optimizer, told: Callable[[Optimizer], None]) -> Callabl
         told(optimizer)
         return loss
 
+    vars(step)["_wrapped_by_lr_sched"] = True  # or else one that steps inside `local` warns, too
     return step

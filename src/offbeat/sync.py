@@ -203,7 +203,10 @@ class Synchronizer:
             self._leave(error)
 
     def state_dict(self) -> State:
-        """All the method needs to go on, without the weights; saved per rank, beside model and optimizer."""
+        """All the method needs to go on, without the weights; saved per rank, beside model and optimizer.
+
+        Every rank calls it after the same step: it waits for what is in the air.
+        """
         if self._inside_averaged or self._inside_step:
             raise RuntimeError(
                 "state_dict(): not inside averaged() or a step: the weights are not those to save."

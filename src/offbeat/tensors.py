@@ -91,9 +91,12 @@ class Gradients(Live):
         return {"present": torch.tensor([float(p.grad is not None) for p in self.parameters])}
 
     def landed(self, notes: Sequence[Tensor]) -> None:
-        """Forget the gradients no worker has, so that the optimizer skips them as it would alone."""
+        """Forget the gradients no worker has, so that the optimizer skips them as it would alone.
+
+        With error feedback one may arrive all the same, from steps before.
+        """
         for p, anywhere in zip(self.parameters, notes[0].tolist(), strict=True):
-            if not anywhere:
+            if not anywhere and p.grad is not None and not local(p.grad).any():
                 p.grad = None
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, TypeVar
 from torch import Tensor
 
 from offbeat.comm import Communicator, Farewell, Pending, nbytes, traffic
+from offbeat.companion import Companion
 
 if TYPE_CHECKING:
     from offbeat.companion import Companion
@@ -80,6 +81,9 @@ class Throttled(Communicator):
 
     def exchange(self, chunks: Sequence[Tensor]) -> Pending[list[Tensor]]:
         return self._late(self.comm.exchange(chunks), "exchange", nbytes(chunks))
+
+    def shift(self, tensor: Tensor) -> Pending[Tensor]:
+        return self._late(self.comm.shift(tensor), "shift", nbytes([tensor]))
 
     def broadcast(self, tensors: Sequence[Tensor], src: int = 0) -> Pending[list[Tensor]]:
         return self._late(self.comm.broadcast(tensors, src), "broadcast", nbytes(tensors))
@@ -190,4 +194,4 @@ def _held(message: Pending[T], landing: Callable[[], float], known: Callable[[],
     def done() -> bool:
         return message.done() and known() and landing() <= time.perf_counter()
 
-    return Pending(wait, done, landing)
+    return Pending(wait, done, landing, message.advance)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import TypeVar
 
 from torch import Tensor
@@ -27,19 +27,29 @@ class Watched(Communicator):
         self.waited, self._inside = 0.0, False
 
     def _watched(self, message: Pending[T]) -> Pending[T]:
-        root = self._root
-
         def wait() -> T:
-            if root._inside or threading.get_ident() != root._owner:
-                return message.wait()  # a courier's job, for which somebody else waits or nobody
-            start, root._inside = self.comm.now(), True
-            try:
+            with self.waiting():
                 return message.wait()
-            finally:
-                root._inside = False
-                root.waited += self.comm.now() - start
 
-        return Pending(wait, message.done, message.arrived)
+        def advance() -> None:
+            with self.waiting():
+                message.advance()
+
+        return Pending(wait, message.done, message.arrived, advance)
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """The time inside counts, unless a courier or companion spends it, or it counts already."""
+        root = self._root
+        if root._inside or threading.get_ident() != root._owner:
+            yield
+            return
+        start, root._inside = self.comm.now(), True
+        try:
+            yield
+        finally:
+            root._inside = False
+            root.waited += self.comm.now() - start
 
     def total(self, tensors: Iterable[Tensor]) -> Pending[list[Tensor]]:
         return self._watched(self.comm.total(tensors))
@@ -94,11 +104,10 @@ class _WatchedCourier(Courier):
 
 
 class _WatchedCompanion(Companion):
-    """And so is waiting for what a companion does."""
+    """Waiting for a companion is waiting, too."""
 
     def __init__(self, companion: Companion, watched: Watched) -> None:
-        self.comm = companion.comm
-        self._companion, self._watched = companion, watched
+        self._companion, self._watched, self.comm = companion, watched, companion.comm
 
     @property
     def heard(self) -> int:
@@ -111,12 +120,8 @@ class _WatchedCompanion(Companion):
         return self._companion.locked()
 
     def until(self, ready: Callable[[], bool], what: str, seconds: float | None = None) -> bool:
-        start = self._watched.now()
-        try:
+        with self._watched.waiting():
             return self._companion.until(ready, what, seconds)
-        finally:
-            if threading.get_ident() == self._watched._owner:
-                self._watched.waited += self._watched.now() - start
 
     def announce(self, number: int) -> None:
         self._companion.announce(number)
@@ -140,6 +145,9 @@ class Stopwatch:
 
     def stop(self) -> None:
         self._elapsed, self._running = self.read(), False
+
+    def put(self, seconds: float) -> None:
+        self._elapsed = seconds
 
     def go_on(self) -> None:
         self._since, self._running = self._now(), True

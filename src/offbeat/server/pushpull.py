@@ -11,21 +11,20 @@ from torch.optim import Optimizer
 from torch.profiler import record_function
 
 from offbeat.agreement import AVERAGED, ROUND, compare_headers, header
-from offbeat.comm import Communicator, Metered, arrived
+from offbeat.comm import Communicator, Farewell, Metered
 from offbeat.cost import Report
-from offbeat.flight import naming
 from offbeat.optimizers import mark
 from offbeat.part import Part
 from offbeat.peers import Peers, World
 from offbeat.riders import floating_buffers, send_mean
 from offbeat.schedule import Clock, State
 from offbeat.server.layout import groups_of, runs_of
-from offbeat.server.pull import Pull, Slices, gathered
 from offbeat.server.replica import Replica
 from offbeat.server.ring import Ring, Slot
 from offbeat.server.rules import LocalRule, LocalStep
 from offbeat.server.shard import Factory, Options, Shard, check_server, options_of
-from offbeat.server.stable import Watch, warn
+from offbeat.server.stable import Watch, sampled, stable_product, warn
+from offbeat.server.wire import Line, Pull, Slices
 from offbeat.tensors import Live, Packed
 
 
@@ -39,8 +38,8 @@ class PushPull(Part):
 
     `server` makes the server's optimizer, at its default `torch.optim.SGD`; its rate, momentum, weight decay
     and whatever else the two have in common are always those of the user's optimizer, which itself never
-    steps. `in_flight` is how many pushes may be on their way; more keeps a slow link busy, and takes two
-    copies of the model each.
+    steps. `in_flight` is how many pushes may be on their way, each with a copy of the model; when they are,
+    the next step waits.
 
         PushPull(params(model), every=5, warmup=500, local=GLU(alpha=2.0, beta=0.5))
     """
@@ -70,13 +69,14 @@ class PushPull(Part):
         self._index = 0
         self._optimizers: Sequence[Optimizer] = ()
         self._smooth = bool(floating_buffers(self.model))
-        self._round = self._pulled_at = self._sent = self._received = 0
+        self._round = self._pulled_at = 0
+        self._told = self._reported = 0  # bytes: of headers since the last pull; of the courier, in reports
         self._waited = self._began = 0.0
         self._equal_at = -1
         self._pull: Pull | None = None
         self._slot: Slot | None = None
         self._clock = Clock(step=0, round=0, lr=0.0)
-        self._open = False
+        self._open = self._left = False
 
     def __repr__(self) -> str:
         names = ("every", "warmup", "local", "in_flight")
@@ -88,13 +88,14 @@ class PushPull(Part):
         self._factory = check_server(self.server, optimizers)
 
     def communicators(self) -> list[Communicator]:
-        """The pulls have a twin of their own: they are sent while the workers push."""
-        if not hasattr(self, "_twin"):
-            self._twin = self.peers.everyone.twin()
-            self._courier = self.peers.everyone.courier()
+        """The courier has a road of its own: it sends whenever it can."""
+        if not hasattr(self, "_line"):
+            self._line = Line(self.peers.everyone)
         return [self.peers.everyone]
 
     def plan(self, clock: Clock) -> None:
+        if self._left:
+            raise RuntimeError("step(): this run was ended by an error; make a new synchronizer to go on.")
         if not self._open:
             self._prepare()
 
@@ -115,20 +116,28 @@ class PushPull(Part):
         start = self.peers.everyone.now()
         self._slot = self.ring.free(clock.step)
         self._waited += self.peers.everyone.now() - start
+        self._look()
         return False
 
     def stepped(self, optimizer: Optimizer) -> None:
         assert self._slot is not None
         self._slot.take(optimizer)
+        self._look()
+
+    def _look(self) -> None:
+        """What the optimizers would step with: when `after` comes, a scheduler may already have moved on."""
+        self._options, self._marks = options_of(groups_of(self._optimizers)), mark(self._optimizers)
 
     @torch.no_grad()
     def after(self, clock: Clock) -> None:
         """The step: land the pull that is in the air, move, push; ask for a pull if one is due."""
         assert self._slot is not None
         slot, self._slot = self._slot, None
-        gradient, options = slot.close(), options_of(groups_of(self._optimizers))
+        gradient, options = slot.close(), self._options
         clock = self._clock = replace(clock, round=self._round)
         synchronous = clock.step <= self.warmup
+        if self.server is None and (synchronous or self._pull):
+            self._look_out(gradient, options[0]["momentum"], clock)
         if not synchronous:
             origin = self._land() if self._pull else None
             self.replica.move(self.local, gradient, options, origin)
@@ -141,49 +150,30 @@ class PushPull(Part):
         self.replica.base.write(self.live.tensors())
 
     def _push(self, slot: Slot, options: Options, clock: Clock) -> None:
-        """Send the gradient; the server applies it when it is there, after those before it."""
+        """Hand the gradient to the courier, who brings it to the server after those before it."""
         comm = Metered(self.peers.everyone)
-        with record_function("offbeat.push"), naming(clock):
-            if self._clock.step == self._pulled_at + 1:
-                self._began = comm.now()
-            head = header(ROUND, self._index, clock, mark(self._optimizers), comm.rank)
-            heads = comm.tell(head).then(compare_headers)
-            flats = slot.room.flats
-            means = [comm.scatter_mean(flat) if flat.numel() else arrived(flat) for flat in flats]
-        shard = self.shard
-
-        def apply() -> None:
-            with record_function("offbeat.apply"), naming(clock), torch.no_grad():
-                heads.wait()
-                shard.apply([mean.wait() for mean in means], options)
-
-        slot.applied = self._courier.give(apply)
+        if clock.step == self._pulled_at + 1:
+            self._began = comm.now()
+        head = header(ROUND, self._index, clock, self._marks, comm.rank)
+        heads = comm.tell(head).then(compare_headers)
+        slot.applied = self._line.push(slot.room.flats, self.shard, options, heads, clock)
         self._pace = [pace + now["lr"] for pace, now in zip(self._pace, options, strict=True)]
-        self._sent += comm.sent
-        self._received += comm.received
+        self._told += comm.sent
 
     def _ask(self, clock: Clock) -> None:
         """Ask for the server's weights, as they are after the pushes so far."""
-        twin, shard = self._twin, self.shard
-
-        def pull() -> tuple[Slices, int]:
-            with record_function("offbeat.pull"), naming(clock):
-                return gathered(shard.weights, twin)
-
         self._pull = Pull(
             clock=clock,
             period=clock.step - self._pulled_at,
             pace=self._pace,
-            sent=self._sent,
-            received=self._received,
+            told=self._told,
             waited=self._waited,
             began=self._began,
-            weights=self._courier.give(pull),
+            weights=self._line.fetch(self.shard, clock),
         )
         self._round += 1
         self._pulled_at, self._pace = clock.step, [0.0] * len(self._pace)
-        self._sent = self._received = 0
-        self._waited = 0.0
+        self._told, self._waited = 0, 0.0
 
     def _land(self) -> list[Tensor] | None:
         """Rebase on the weights that were pulled; the weights so far, where the rule asks for them."""
@@ -191,20 +181,26 @@ class PushPull(Part):
         assert pull is not None
         start = comm.now()
         with record_function("offbeat.land"):
-            slices, _ = pull.weights.wait()
+            slices, carried = pull.weights.wait()
             waited = comm.now() - start
             origin = None
             if self.local.compares:
                 here = self.replica.base.over([torch.zeros_like(flat) for flat in self.replica.base.flats])
                 here.read(self.live.tensors())
                 origin = here.flats
-            norm, stride = self.replica.rebase(slices, pull.pace)
+            norm = self.replica.rebase(slices, pull.pace)
         self._pull = None
-        self._hand_in(pull.report(comm.size, norm, waited))
-        if self.watch.see(stride, synchronous=pull.clock.step <= self.warmup):
-            momentum = groups_of(self._optimizers)[0].get("momentum", 0.0)
-            warn(pull.clock.step, self.every, pull.clock.lr, momentum, self.local.gains)
+        self._hand_in(pull.report(comm.size, norm, waited, carried - self._reported))
+        self._reported = carried
         return origin
+
+    def _look_out(self, gradient: list[Tensor], momentum: float, clock: Clock) -> None:
+        """Before a pull lands: is the run still stable?"""
+        replica, watch = self.replica, self.watch
+        watch.see(sampled(replica.way), sampled(gradient), sampled(replica.base.flats))
+        limit = stable_product(self.every, round(momentum, 2), *self.local.gains)
+        if watch.beyond(clock.lr, limit):
+            warn(clock.step, self.every, clock.lr, watch.curvature()[0], limit)
 
     @torch.no_grad()
     def shown(self) -> tuple[dict[str, Tensor], bool]:
@@ -222,10 +218,8 @@ class PushPull(Part):
         comm = Metered(self.peers.everyone)
         head = header(AVERAGED, self._index, self._clock, mark(self._optimizers), comm.rank)
         comm.tell(head).then(compare_headers).wait()
-        slices, sent = self._courier.give(lambda: gathered(self.shard.weights, self._twin)).wait()
-        self._sent += comm.sent + sent
-        self._received += comm.received + sent
-        return slices
+        self._told += comm.sent
+        return self._line.fetch(self.shard, self._clock).wait()[0]
 
     @torch.no_grad()
     def flush(self, clock: Clock) -> bool:
@@ -239,7 +233,7 @@ class PushPull(Part):
         if self._open:
             self.ring.drain()
             self._average_buffers()
-        self._courier.close()
+        self._line.courier.close()
         return self._open
 
     def _average_buffers(self) -> None:
@@ -249,6 +243,12 @@ class PushPull(Part):
             send_mean(buffers, comm).wait().write(list(buffers.values()))
             self._smooth = False
             self._hand_in(Report.blocking(replace(self._clock, round=self._round), comm, began, 0))
+
+    def leave(self, farewell: Farewell) -> None:
+        self._left = True
+        super().leave(farewell)
+        if hasattr(self, "_line"):
+            self._line.courier.abandon()
 
     def made_equal(self, step: int) -> bool:
         return self._equal_at == step and not self._smooth
@@ -267,8 +267,9 @@ class PushPull(Part):
             "shard": self.shard.state_dict(),
             "watch": self.watch.state_dict(),
             "pace": list(self._pace),
-            "pull": None if self._pull is None else self._pull.state_dict(),
-            "counts": [self._round, self._pulled_at, self._sent, self._received, self._equal_at],
+            "pull": None if self._pull is None else self._pull.state_dict(self._reported),
+            "counts": [self._round, self._pulled_at, self._equal_at, self._told],
+            "carried": self._line.road.sent - self._reported,
             "step": self._clock.step,
         }
 
@@ -285,5 +286,6 @@ class PushPull(Part):
         now = self.peers.everyone.now()
         self._began = now
         self._pull = None if state["pull"] is None else Pull.resumed(state["pull"], now)
-        self._round, self._pulled_at, self._sent, self._received, self._equal_at = state["counts"]
+        self._round, self._pulled_at, self._equal_at, self._told = state["counts"]
+        self._line.road.sent, self._reported = state["carried"], 0
         self._clock = replace(self._clock, step=state["step"])

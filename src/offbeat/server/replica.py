@@ -10,9 +10,9 @@ from torch import Tensor
 
 from offbeat.schedule import State
 from offbeat.server.layout import Run, Stretch
-from offbeat.server.pull import Slices
 from offbeat.server.rules import LocalRule
 from offbeat.server.shard import Options
+from offbeat.server.wire import Slices
 from offbeat.tensors import Packed
 
 
@@ -25,9 +25,9 @@ class Replica:
         self.way = [torch.zeros_like(flat) for flat in base.flats]
         self.pace = [0.0] * groups  # the server's rates on that way, summed, of each parameter group
 
-    def rebase(self, slices: Slices, pace: Sequence[float]) -> tuple[float, float]:
-        """The base becomes what was pulled. How far that moved it, how long the server's mean step was."""
-        moved = strode = 0.0
+    def rebase(self, slices: Slices, pace: Sequence[float]) -> float:
+        """The base becomes what was pulled; how far that moved it."""
+        moved = 0.0
         for flat, parts in enumerate(slices):
             old, new = self.pulled[flat], self.way[flat]
             n = parts[0].numel()
@@ -38,11 +38,9 @@ class Replica:
             self.pulled[flat], self.way[flat] = new, old
             base = self.base.flats[flat]
             moved += _square(base.sub_(new))
-            strode += _square(old)
             base.copy_(new)
         self.pace = list(pace)
-        fastest = max(self.pace, default=0.0)
-        return math.sqrt(moved), math.sqrt(strode) / fastest if fastest else 0.0
+        return math.sqrt(moved)
 
     def move(
         self, rule: LocalRule, gradient: Sequence[Tensor], options: Options, origin: Sequence[Tensor] | None
@@ -78,4 +76,5 @@ class Replica:
 
 
 def _square(flat: Tensor) -> float:
-    return float(torch.linalg.vector_norm(flat, dtype=torch.float64)) ** 2
+    length = float(torch.linalg.vector_norm(flat, dtype=torch.float64))
+    return length * length  # where ** would raise at overflow

@@ -16,7 +16,8 @@ from offbeat.server.layout import Groups, Run
 Factory = Callable[[Any], Optimizer]
 Options = list[dict[str, Any]]
 
-_OWN = {"params", "foreach", "fused", "capturable", "differentiable"}  # how a step is computed, not which
+# How a step is computed, not which; the last is all that tells AdamW from Adam.
+_OWN = {"params", "foreach", "fused", "capturable", "differentiable", "decoupled_weight_decay"}
 
 
 class Shard:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import warnings
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from offbeat.schedule import State
 
-_FIRST = 10  # pulls that a run is measured by at least: momentum has built up by then
-_GROWTH = 4.0  # times the longest step of those
+_WINDOW, _LEAST = 64, 16  # pulls that the curvature is fitted to, at most and at least
+_SAMPLE = 1 << 16  # weights that are looked at
 
 
+@functools.cache
 def stable_product(every: int, momentum: float, alpha: float, beta: float) -> float:
     """The least product of learning rate and curvature at which a quadratic loss is no longer descended.
 
@@ -52,41 +55,67 @@ def _period(product: float, every: int, momentum: float, alpha: float, beta: flo
 
 
 class Watch:
-    """Warns, once, when the server's mean step grows as it does outside of the stable region only.
+    """Warns, once, when learning rate times curvature is beyond what is stable.
 
-    Outside of it every period multiplies the step by more than 1, so that it soon exceeds all bounds; inside
-    it stays near what it was. It is measured by the longest of the synchronous beginning, or of the first
-    ten pulls, whichever are more.
+    The curvature is that along ĝ, the server's mean step, in which the workers move: with g and x the
+    gradient and the weights it was taken at when two successive pulls land, it is ⟨g' − g, ĝ⟩ / ⟨x' − x, ĝ⟩,
+    fitted to the last pulls by least squares. ĝ is of steps before g, so that the noise of the gradients is
+    not in it and averages out. In the synchronous beginning every step is a pull, so that the curvature is
+    known before the workers set out on their own.
     """
 
     def __init__(self) -> None:
-        self.pulls, self.longest, self.warned = 0, 0.0, False
+        self.warned = False
+        self._last: tuple[Tensor, Tensor] | None = None  # gradient and weights, when the last pull landed
+        self._rows: list[tuple[float, float]] = []  # how they changed along the way, pull by pull
 
-    def see(self, step: float, *, synchronous: bool) -> bool:
-        """The length of the server's mean step in a period; whether it has just left the stable region."""
-        self.pulls += 1
-        if (synchronous or self.pulls <= _FIRST) and math.isfinite(step):
-            self.longest = max(self.longest, step)
-            return False
-        grown = not step <= _GROWTH * self.longest  # which is so for what is not a number, too
-        news = grown and not self.warned
-        self.warned = self.warned or grown
+    def see(self, way: Tensor, gradient: Tensor, weights: Tensor) -> None:
+        """A pull lands: samples of the server's way so far, of the gradient, and of where it was taken."""
+        length = float(torch.linalg.vector_norm(way))
+        if self._last is not None and length:
+            before, place = self._last
+            row = (float((gradient - before) @ way) / length, float((weights - place) @ way) / length)
+            self._rows = [*self._rows[1 - _WINDOW :], row]
+        self._last = (gradient, weights)
+
+    def curvature(self) -> tuple[float, float]:
+        """The best guess, and the least it can be for all that is known: three standard errors less."""
+        moved = sum((x * x for _, x in self._rows), 0.0)
+        if len(self._rows) < _LEAST or not moved:
+            return 0.0, 0.0
+        guess = sum((g * x for g, x in self._rows), 0.0) / moved
+        rest = sum(((g - guess * x) * (g - guess * x) for g, x in self._rows), 0.0)
+        return guess, guess - 3 * math.sqrt(rest / (len(self._rows) - 1) / moved)
+
+    def beyond(self, lr: float, limit: float) -> bool:
+        """Whether this is the moment to say that the product is certainly above the limit."""
+        news = not lr * self.curvature()[1] <= limit and not self.warned  # so, too, for what is no number
+        self.warned = self.warned or news
         return news
 
     def state_dict(self) -> State:
-        return {"pulls": self.pulls, "longest": self.longest, "warned": self.warned}
+        last = None if self._last is None else [tensor.clone() for tensor in self._last]
+        rows = [list(row) for row in self._rows]
+        return {"warned": self.warned, "last": last, "rows": rows}
 
     def load_state_dict(self, state: State) -> None:
-        self.pulls, self.longest, self.warned = state["pulls"], state["longest"], state["warned"]
+        self.warned = state["warned"]
+        last = state["last"]
+        self._last = None if last is None else (last[0].clone(), last[1].clone())
+        self._rows = [(gradient, place) for gradient, place in state["rows"]]
 
 
-def warn(step: int, every: int, lr: float, momentum: float, gains: tuple[float, float]) -> None:
-    limit = stable_product(every, momentum, *gains)
+def sampled(flats: Sequence[Tensor]) -> Tensor:
+    """Weights spread evenly over all, few enough to cost nothing."""
+    apart = max(1, sum(flat.numel() for flat in flats) // _SAMPLE)
+    return torch.cat([flat[::apart].double() for flat in flats])
+
+
+def warn(step: int, every: int, lr: float, curvature: float, limit: float) -> None:
     warnings.warn(
-        f"PushPull(every={every}) at step {step}: the server's steps are more than {_GROWTH:g} times as long "
-        f"as they were: lr={lr:g} times every={every} has left the stable region. With momentum "
-        f"{momentum:g}, alpha={gains[0]:g} and beta={gains[1]:g} it ends where "
-        f"lr × curvature is {limit:.2g}: lower the learning rate, every or alpha.",
+        f"PushPull(every={every}) at step {step}: lr={lr:g} times the curvature of the loss, about "
+        f"{curvature:.2g}, is {lr * curvature:.2g}, and with every={every} stable only below {limit:.2g}: "
+        "lower the learning rate or every.",
         UserWarning,
         stacklevel=2,
     )

@@ -46,7 +46,7 @@ def uplink_bytes(
             "tree": given * max(inside, outside),
             "direct": given * inside * outside,
         }[algorithm]
-    return given  # a broadcast enters or leaves once
+    return given  # a broadcast enters or leaves once, a shift in the order of ranks too
 
 
 def hops(algorithm: Algorithm, kind: str, counts: list[int]) -> list[float]:
@@ -57,11 +57,11 @@ def hops(algorithm: Algorithm, kind: str, counts: list[int]) -> list[float]:
     """
     ways = 2 if kind == "mean" else 1
     size = counts[0]
-    if algorithm == "ring":
+    if algorithm == "ring" and kind != "shift":
         crossing = [count if count > 1 else 0 for count in [*counts, 1]]
         edges = [below - above for below, above in itertools.pairwise(crossing)]
         return [ways * (size - 1) / size * count for count in edges]
-    if algorithm == "tree":
+    if algorithm == "tree" and kind != "shift":
         fans = [below / above for below, above in zip(counts, [*counts[1:], 1], strict=True)]
         return [float(ways * math.ceil(math.log2(fan))) for fan in fans]
     top = max((level for level, count in enumerate(counts) if count > 1), default=0)

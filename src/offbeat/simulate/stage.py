@@ -9,6 +9,7 @@ from collections.abc import Callable
 import torch
 
 from offbeat.comm import Communicator, Farewell
+from offbeat.courier import Lazy
 from offbeat.errors import Deadlock, Disagreement
 from offbeat.simulate.call import Call, describe
 from offbeat.simulate.failures import Failures, Uptime
@@ -38,6 +39,7 @@ class Stage:
         self.heard: dict[tuple[Path, int], int] = {}  # numbers announced, by companion
         self.views: dict[tuple[Path, int], Communicator] = {}
         self.waiting: dict[int, Call | Until | None] = dict.fromkeys(range(workers))  # None: may run
+        self.couriers: dict[int, list[Lazy]] = {}  # of every actor
         self.current = 0  # who has the baton
         self.understudies: list[threading.Thread] = []
         self.on_exit: dict[int, list[Callable[[], None]]] = {rank: [] for rank in range(workers)}
@@ -86,6 +88,8 @@ class Stage:
 
     def wait(self, actor: int, call: Call) -> None:
         """Give the baton away until the call is complete, and move this actor's clock to its landing."""
+        for courier in self.couriers.get(actor, []) if not call.complete else []:
+            courier.catch_up()
         if not call.complete:
             self.waiting[actor] = call
             self.catch_up(actor)

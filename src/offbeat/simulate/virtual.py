@@ -58,6 +58,12 @@ class Virtual(Communicator):
 
         return self._post("broadcast", list(tensors), settle)
 
+    def shift(self, tensor: Tensor) -> Pending[Tensor]:
+        def settle(posts: list[list[Tensor]]) -> list[list[Tensor]]:
+            return [[posts[rank - 1][0].clone()] for rank in range(len(posts))]
+
+        return self._post("shift", [tensor], settle).then(lambda got: got[0])
+
     def tell(self, numbers: Sequence[int]) -> Pending[list[list[int]]]:
         def settle(posts: list[list[Tensor]]) -> list[list[Tensor]]:
             return [[torch.stack([post[0] for post in posts])]] * len(posts)
@@ -74,7 +80,9 @@ class Virtual(Communicator):
         return member(self._stage, self._beside(), self._me, self._actor)
 
     def courier(self) -> Courier:
-        return Lazy(self.now, functools.partial(self._stage.clocks.__setitem__, self._actor))
+        made = Lazy(self.now, functools.partial(self._stage.clocks.__setitem__, self._actor))
+        self._stage.couriers.setdefault(self._actor, []).append(made)
+        return made
 
     def companion(self) -> Companion:
         path = self._beside()

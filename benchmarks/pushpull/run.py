@@ -1,0 +1,65 @@
+"""Is a step as long as its message, on slow links, and are the bytes those of the formula?
+
+    sudo python benchmarks/pushpull/run.py 100mbit 50mbit
+
+1.8 M parameters, 4 workers. Contenders take turns in blocks of 10 steps, each from an idle link until all has
+landed; the first two steps of each are left out. The ceiling of a contender is the longer of a step's
+computation and its payload at the link's nominal rate.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+from collections import defaultdict
+from pathlib import Path
+
+from offbeat.lab import Lab, Run, parse_rate, unavailable
+
+WORKER = str(Path(__file__).parent / "worker.py")
+WORKERS, PARAMETERS, ROUNDS = 4, 1_853_952, 2
+SHARES = {  # copies of the model's (K − 1)/K that a step sends
+    "alone": 0.0,
+    "DistributedDataParallel": 2.0,
+    "ddp()": 2.0,
+    "ssd_sgd(every=5, warmup=0)": 1 + 1 / 5,
+    "ssd_sgd(every=10, warmup=0)": 1 + 1 / 10,
+}
+
+
+def rows(rate: str, runs: tuple[Run, ...]) -> list[str]:
+    found: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for run in runs:
+        for line in run.stdout.splitlines():
+            block = json.loads(line)
+            for name in ("seconds", "counted", "reported"):
+                found[block["contender"]][name].append(block[name])
+    median = {name: {k: statistics.median(v) for k, v in values.items()} for name, values in found.items()}
+    compute, baseline = median["alone"]["seconds"], median["ddp()"]["seconds"]
+    lines = []
+    for name, values in median.items():
+        payload = SHARES[name] * 4 * PARAMETERS * (WORKERS - 1) / WORKERS
+        ceiling = max(compute, payload * 8 / parse_rate(rate))
+        sizes = " | ".join(f"{size / 1e6:.3f}" for size in (payload, values["reported"], values["counted"]))
+        speed = f"{values['seconds']:.3f} | {ceiling:.3f} | {ceiling / values['seconds']:.1%}"
+        lines.append(f"| {rate} | `{name}` | {speed} | {baseline / values['seconds']:.2f} | {sizes} |")
+    return lines
+
+
+def main() -> None:
+    if reason := unavailable():
+        raise SystemExit(reason)
+    print("| link | contender | s per step | ceiling | reached | speed, ddp = 1 | MB | reported | counted |")
+    print("|---|---|---|---|---|---|---|---|---|")
+    for rate in sys.argv[1:] or ["100mbit", "50mbit"]:
+        with Lab(WORKERS, rate=rate) as lab:
+            runs = lab.run([sys.executable, WORKER, str(ROUNDS), *SHARES], timeout=600)
+        for run in runs:
+            if run.returncode:
+                raise SystemExit(run.stderr)
+        print("\n".join(rows(rate, runs)), flush=True)
+
+
+if __name__ == "__main__":
+    main()
