@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import os
 import re
 import subprocess
@@ -167,3 +168,20 @@ def test_a_bad_expression_is_one_sentence_printed_once() -> None:
     together = launched(*TORCHRUN, "examples/digits.py", "local_sgd(evry=8)")
     assert together.stderr.count(sentence) == 1
     assert "exitcode  : 2" in together.stderr
+
+
+@pytest.mark.parametrize("page", ["docs/benchmarks.md", "benchmarks/plan/log.md"])
+def test_the_planner_is_judged_by_the_runs_that_are_logged(page: str) -> None:
+    logged = map(json.loads, (ROOT / "benchmarks/plan/results.jsonl").read_text().splitlines())
+    rows = {
+        (row["rate"], row["method"], f"{row['measured']:.2f}", f"{row['error']:+.1%}")
+        for row in logged
+        if "method" in row
+    }
+    table = re.findall(
+        r"^\| (\w+) \| `(.+?)` \| \w* \| \d+ \| [\d.]+ ± [\d.]+ \| ([\d.]+) \| (.+?) \|$",
+        (ROOT / page).read_text(),
+        re.MULTILINE,
+    )
+    assert len(table) == 21
+    assert set(table) == rows

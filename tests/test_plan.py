@@ -321,9 +321,26 @@ def test_where_there_is_nothing_to_win() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("compute", "network", "share"),
+    [
+        (Constant(0.1), Network(bandwidth=6e5), "99%"),
+        (Stragglers(Constant(0.1), 0.05, 1.0), Network(bandwidth=1e12), "6"),
+    ],
+    ids=["messages", "stragglers"],
+)
+def test_a_wait_that_nothing_here_shortens_is_not_called_short(
+    compute: Compute, network: Network, share: str
+) -> None:
+    told = plan(["ddp()"], HAND, Cluster(8, compute, network))
+    start = "ddp() is as good as any of these, but ddp() waits for messages or slower workers in "
+    assert told.why.startswith(start + share)
+    assert told.why.endswith("% of the run: a method that communicates more seldom may win some of it.")
+
+
 def test_what_is_slower_than_ddp_is_said_to_be() -> None:
     told = plan(["od_sgd(warmup=64)"], HAND, Cluster(4, Constant(0.01), Network(latency=0.1, bandwidth=6e7)))
-    assert told.why.startswith("None of these: ddp() would be 1.")
+    assert told.why.startswith("None of these: ddp() would be 2.")
 
 
 def test_stragglers_are_a_reason() -> None:

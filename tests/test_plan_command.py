@@ -12,7 +12,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from offbeat import Network, Recorded
+from offbeat import Network, Recorded, simulate
 from offbeat.cli.app import run
 from offbeat.plan.measure import measure_link
 from offbeat.plan.units import as_bytes, as_rate, as_time, parse_count, parse_level, parse_link, parse_seconds
@@ -86,15 +86,60 @@ def test_the_rate_reaches_schedules(capsys: pytest.CaptureFixture[str]) -> None:
     assert decayed < flat == 2340
 
 
+CLUSTER = "cluster = Cluster(8, Constant(0.5), Network(bandwidth=1e9))\n"
+JOB = "job = Job(100, 1000)\n"
+
+
+def written(path: Path, *lines: str) -> Path:
+    names = "from offbeat import Constant, Network\nfrom offbeat.plan import Cluster, Job\n\n"
+    path.write_text(names + "".join(lines))
+    return path
+
+
 def test_a_cluster_from_a_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    path = tmp_path / "ours.py"
-    path.write_text(
-        "from offbeat import Constant, Network\nfrom offbeat.plan import Cluster, Job\n\n"
-        "cluster = Cluster(8, Constant(0.5), Network(bandwidth=1e9))\njob = Job(100, 1000)\n"
-    )
+    path = written(tmp_path / "ours.py", CLUSTER, JOB)
     answer = told(capsys, "ddp()", "--cluster", str(path))
     assert answer["predictions"][0]["rounds"] == 100
     assert "workers=8" in answer["cluster"]
+
+
+def test_what_a_file_leaves_open_is_asked_for(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = written(tmp_path / "ours.py", CLUSTER)
+    answer = told(capsys, "ddp()", "--cluster", str(path), "--steps", "50", "--parameters", "1k")
+    assert answer["predictions"][0]["rounds"] == 50
+    path = written(tmp_path / "ours.py", JOB)
+    answer = told(
+        capsys, "ddp()", "--cluster", str(path), "--workers", "2", "--step", "1s", "--link", "1gbit"
+    )
+    assert "workers=2" in answer["cluster"]
+
+
+@pytest.mark.parametrize(
+    ("lines", "options", "sentence"),
+    [
+        (
+            (CLUSTER, JOB),
+            ("--workers", "1000", "--link", "100bananas", "--steps", "100"),
+            "defines a Cluster and a Job: leave out --workers, --link, --steps, or change the file.",
+        ),
+        ((CLUSTER,), ("--jitter", "0", "--steps", "9"), "defines a Cluster: leave out --jitter, or change"),
+        ((CLUSTER,), ("--measure", "--task", "digits"), "leave out --measure, --task, or change the file."),
+        ((JOB,), ("--no-cosine", "--workers", "4"), "defines a Job: leave out --cosine, or change the file."),
+    ],
+)
+def test_what_a_file_defines_is_not_given_twice(
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    lines: tuple[str, ...],
+    options: tuple[str, ...],
+    sentence: str,
+) -> None:
+    path = written(tmp_path / "ours.py", *lines)
+    code, out, err = outcome(capsys, "ddp()", "--cluster", str(path), *options)
+    assert (code, out) == (2, "")
+    assert err.startswith(f"offbeat: {path} defines a")
+    assert sentence in err
+    assert err.count("\n") == 1
 
 
 def test_the_picture(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -219,6 +264,20 @@ def test_a_link_is_found_again(pool: Any) -> None:
     assert min(network.links) > 1e7
     sent, seconds = points[-1]
     assert 2 * network.latency + sent / min(network.links) == pytest.approx(seconds, rel=0.2)
+
+
+@pytest.mark.parametrize(
+    ("latency", "bandwidth"),
+    [(0.0, 1e5), (0.05, 1e5), (0.4, 1e6), (1.0, 1e7)],
+    ids=["slow", "slow and distant", "distant", "very distant"],
+)
+def test_slow_and_distant_links_are_found_again(latency: float, bandwidth: float) -> None:
+    """Where even the shortest message takes long, longer ones tell latency and bandwidth apart."""
+    link = Network(latency, bandwidth, "ring")
+    (network, points), _ = simulate(measure_link, 2, network=link)
+    assert points[0][1] > 0.5
+    assert network.latency == pytest.approx(latency, abs=1e-4)
+    assert min(network.links) == pytest.approx(bandwidth, rel=1e-3)
 
 
 # Units.

@@ -1,18 +1,19 @@
 """`offbeat plan`"""
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from offbeat.cli import show
-from offbeat.cli.measured import Found, measured
+from offbeat.cli.described import cluster_of, compute_of, job_of, network_of
+from offbeat.cli.measured import measured
 from offbeat.cli.planned import as_dict, show_plan
 from offbeat.cli.refusal import reading
-from offbeat.plan import Cluster, Cosine, Flat, Job, plan, read
+from offbeat.plan import Cluster, Job, plan, read
 from offbeat.plan.draw import picture
-from offbeat.plan.units import parse_count, parse_level, parse_link, parse_seconds
-from offbeat.simulate import Compute, Constant, Failures, HeavyTailed, Jittered, Network, Recorded, Stragglers
+from offbeat.plan.units import parse_seconds
+from offbeat.simulate import Failures
 
 METHODS = (
     "ddp()",
@@ -26,6 +27,7 @@ _CLUSTER, _JOB, _MEASURE, _SHOWN = "The cluster", "The run", "Measuring", "What 
 
 
 def plan_command(
+    context: typer.Context,
     methods: Annotated[list[str] | None, typer.Argument(help="Methods, as expressions.")] = None,
     workers: Annotated[int | None, typer.Option(help="How many.", rich_help_panel=_CLUSTER)] = None,
     step: Annotated[
@@ -109,17 +111,18 @@ def plan_command(
 
         torchrun --nproc-per-node 4 -m offbeat plan --measure --task digits --steps 1000
     """
+    with reading():
+        job, where = _read(cluster, context)
     found = measured(measure, task, model, data, batch, script)
     with reading():
-        job, where = _files(cluster)
-        where = where or _cluster(
+        where = where or cluster_of(
             found,
             workers=workers,
-            compute=_compute(found, step, jitter, tail, straggler, recorded),
-            network=_network(found, link, level or [], reduce),
+            compute=compute_of(found, step, jitter, tail, straggler, recorded),
+            network=network_of(found, link, level or [], reduce),
             failures=Failures(failures, parse_seconds(restart), parse_seconds(checkpoint)),
         )
-        job = job or _job(found, steps, parameters, dtype, layers, optimizer, lr, warmup, cosine)
+        job = job or job_of(found, steps, parameters, dtype, layers, optimizer, lr, warmup, cosine)
     if not found.leads:
         found.leave()
         return
@@ -136,87 +139,25 @@ def plan_command(
     found.leave()
 
 
-def _files(path: Path | None) -> tuple[Job | None, Cluster | None]:
+def _read(path: Path | None, context: typer.Context) -> tuple[Job | None, Cluster | None]:
+    """What a file defines; options that say the same are refused."""
     if path is None:
         return None, None
     job, cluster = read(path, Job), read(path, Cluster)
     if job is None and cluster is None:
         raise ValueError(f"{path} defines neither a Cluster nor a Job.")
+    panels = [*([_CLUSTER, _MEASURE] if cluster else []), *([_JOB] if job else [])]
+    if given := [name for name in _given(context, panels) if name != "--cluster"]:
+        kinds = " and a ".join(type(value).__name__ for value in (cluster, job) if value)
+        raise ValueError(f"{path} defines a {kinds}: leave out {', '.join(given)}, or change the file.")
     return job, cluster
 
 
-def _compute(
-    found: Found,
-    step: str | None,
-    jitter: float,
-    tail: float | None,
-    straggler: str | None,
-    recorded: Path | None,
-) -> Compute | None:
-    compute: Compute | None = found.compute
-    if recorded is not None:
-        compute = Recorded.read(recorded)
-    elif step is not None:
-        seconds = parse_seconds(step)
-        if tail is not None:
-            compute = HeavyTailed(seconds, tail)
-        else:
-            compute = Jittered(seconds, jitter) if jitter else Constant(seconds)
-    if straggler is None or compute is None:
-        return compute
-    chance, _, delay = straggler.partition(",")
-    try:
-        return Stragglers(compute, float(chance), parse_seconds(delay))
-    except ValueError as error:
-        raise ValueError(
-            f"--straggler {straggler}: write CHANCE,DELAY such as 0.03,320ms ({error})"
-        ) from None
-
-
-def _network(found: Found, link: str | None, levels: list[str], reduce: Any) -> Network | None:
-    if link is None:
-        return found.network if not levels else None
-    bandwidth, latency = parse_link(link)
-    return Network(latency, bandwidth, reduce, tuple(map(parse_level, levels)))
-
-
-def _cluster(
-    found: Found,
-    *,
-    workers: int | None,
-    compute: Compute | None,
-    network: Network | None,
-    failures: Failures,
-) -> Cluster:
-    if workers is None:
-        workers = found.comm.size if found.comm is not None and found.comm.size > 1 else None
-    missing = [
-        name
-        for name, value in (("--workers", workers), ("--step", compute), ("--link", network))
-        if value is None
+def _given(context: typer.Context, panels: list[str]) -> list[str]:
+    """The options of these panels that stand on the command line."""
+    return [
+        option.opts[0]
+        for option in context.command.params
+        if getattr(option, "rich_help_panel", None) in panels
+        and getattr(context.get_parameter_source(option.name or ""), "name", "") == "COMMANDLINE"
     ]
-    if missing or workers is None or compute is None or network is None:
-        also = " (or start it with torchrun, to measure the link)" if found.comm is not None else ""
-        raise ValueError(f"A cluster needs {', '.join(missing)}{also}, or a file by --cluster.")
-    return Cluster(workers, compute, network, failures)
-
-
-def _job(
-    found: Found,
-    steps: int | None,
-    parameters: str | None,
-    dtype: Any,
-    layers: int,
-    optimizer: Any,
-    lr: float,
-    warmup: int,
-    cosine: bool,
-) -> Job:
-    if steps is None:
-        raise ValueError("How long is the run? Give --steps.")
-    if found.step is not None and parameters is None:
-        parameters, dtype = str(found.step.parameters), found.step.dtype
-    if parameters is None:
-        raise ValueError("How large is the model? Give --parameters, such as 124M.")
-    rate = Cosine(lr, steps, warmup) if cosine and steps > warmup else Flat(lr)
-    return Job(steps, parse_count(parameters), dtype, rate, optimizer, layers)

@@ -102,6 +102,9 @@ class Imagined(Communicator):
     def broadcast(self, tensors: Sequence[Tensor], src: int = 0) -> Pending[list[Tensor]]:
         return self._message("broadcast", nbytes(tensors), lambda: list(tensors))
 
+    def shift(self, tensor: Tensor) -> Pending[Tensor]:
+        return self._message("shift", nbytes([tensor]), tensor.clone)
+
     def tell(self, numbers: Sequence[int]) -> Pending[list[list[int]]]:
         word = words(numbers).tolist()
         return self._message("gather", 8 * WORDS, lambda: [word] * self.size, control=True)

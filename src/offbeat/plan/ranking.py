@@ -11,6 +11,7 @@ from offbeat.plan.prediction import Prediction, predict
 
 _DDP = "ddp()"
 _SLACK = 1.05  # as fast, for what break-even is concerned
+_LITTLE = 0.1  # of the run, to win
 
 
 @dataclass(frozen=True)
@@ -67,12 +68,22 @@ def _why(ranked: Sequence[Prediction], ddp: Prediction) -> str:
     if ratio < 0.98:
         return f"None of these: ddp() would be {1 / ratio:.2f} times as fast as {best.method}."
     if best.method == ddp.method or ratio < 1.02:
-        share = ddp.exposed / ddp.seconds
-        return (
-            f"{best.method} is as good as any: ddp() waits for messages in only {share:.0%} of the run, so "
-            "there is little to win by communicating seldom."
-        )
+        return _why_equal(best, ddp)
     return f"{best.method} is {ratio:.2f} times as fast as ddp(): {_reason(best, ddp)}."
+
+
+def _why_equal(best: Prediction, ddp: Prediction) -> str:
+    """Whether there is nothing to win, or nothing here that wins it."""
+    idle = (ddp.exposed + ddp.waiting) / ddp.seconds
+    if idle < _LITTLE:
+        return (
+            f"{best.method} is as good as any: ddp() waits for messages in only "
+            f"{ddp.exposed / ddp.seconds:.0%} of the run, so there is little to win by communicating seldom."
+        )
+    return (
+        f"{best.method} is as good as any of these, but ddp() waits for messages or slower workers in "
+        f"{idle:.0%} of the run: a method that communicates more seldom may win some of it."
+    )
 
 
 def _reason(best: Prediction, ddp: Prediction) -> str:

@@ -1,0 +1,86 @@
+"""The cluster and the job that the options of `offbeat plan` describe."""
+
+from pathlib import Path
+from typing import Any
+
+from offbeat.cli.measured import Found
+from offbeat.plan import Cluster, Cosine, Flat, Job
+from offbeat.plan.units import parse_count, parse_level, parse_link, parse_seconds
+from offbeat.simulate import Compute, Constant, Failures, HeavyTailed, Jittered, Network, Recorded, Stragglers
+
+
+def compute_of(
+    found: Found,
+    step: str | None,
+    jitter: float,
+    tail: float | None,
+    straggler: str | None,
+    recorded: Path | None,
+) -> Compute | None:
+    compute: Compute | None = found.compute
+    if recorded is not None:
+        compute = Recorded.read(recorded)
+    elif step is not None:
+        seconds = parse_seconds(step)
+        if tail is not None:
+            compute = HeavyTailed(seconds, tail)
+        else:
+            compute = Jittered(seconds, jitter) if jitter else Constant(seconds)
+    if straggler is None or compute is None:
+        return compute
+    chance, _, delay = straggler.partition(",")
+    try:
+        return Stragglers(compute, float(chance), parse_seconds(delay))
+    except ValueError as error:
+        raise ValueError(
+            f"--straggler {straggler}: write CHANCE,DELAY such as 0.03,320ms ({error})"
+        ) from None
+
+
+def network_of(found: Found, link: str | None, levels: list[str], reduce: Any) -> Network | None:
+    if link is None:
+        return found.network if not levels else None
+    bandwidth, latency = parse_link(link)
+    return Network(latency, bandwidth, reduce, tuple(map(parse_level, levels)))
+
+
+def cluster_of(
+    found: Found,
+    *,
+    workers: int | None,
+    compute: Compute | None,
+    network: Network | None,
+    failures: Failures,
+) -> Cluster:
+    if workers is None:
+        workers = found.comm.size if found.comm is not None and found.comm.size > 1 else None
+    missing = [
+        name
+        for name, value in (("--workers", workers), ("--step", compute), ("--link", network))
+        if value is None
+    ]
+    if missing or workers is None or compute is None or network is None:
+        also = " (or start it with torchrun, to measure the link)" if found.comm is not None else ""
+        raise ValueError(f"A cluster needs {', '.join(missing)}{also}, or a file by --cluster.")
+    return Cluster(workers, compute, network, failures)
+
+
+def job_of(
+    found: Found,
+    steps: int | None,
+    parameters: str | None,
+    dtype: Any,
+    layers: int,
+    optimizer: Any,
+    lr: float,
+    warmup: int,
+    cosine: bool,
+) -> Job:
+    if steps is None:
+        raise ValueError("How long is the run? Give --steps.")
+    if found.step is not None and parameters is None:
+        parameters, dtype = str(found.step.parameters), found.step.dtype
+    if parameters is None:
+        raise ValueError("How large is the model? Give --parameters, such as 124M.")
+    rate = Cosine(lr, steps, warmup) if cosine and steps > warmup else Flat(lr)
+    return Job(steps, parse_count(parameters), dtype, rate, optimizer, layers)
