@@ -248,7 +248,7 @@ class PushPull(Part):
         self._left = True
         super().leave(farewell)
         if hasattr(self, "_line"):
-            self._line.courier.abandon()
+            self._line.abandon()
 
     def made_equal(self, step: int) -> bool:
         return self._equal_at == step and not self._smooth

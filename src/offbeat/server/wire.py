@@ -122,6 +122,10 @@ class Line:
         for road in (self.server, *self.roads):
             road.courier.close()
 
+    def abandon(self) -> None:
+        for road in (self.server, *self.roads):
+            road.courier.abandon()
+
 
 def scattered(flat: Tensor, comm: Communicator) -> Tensor:
     """The mean of this rank's slice, round the ring: each adds its own to what comes, and passes it on.
