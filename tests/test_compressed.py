@@ -103,6 +103,57 @@ def test_a2sgd_by_hand() -> None:
     assert live[1] == pytest.approx(second, abs=1e-6)
 
 
+class Partly(nn.Module):
+    """Which of three layers a worker uses is its own affair; the gradients of those are all its slope."""
+
+    def __init__(self, slope: float, used: tuple[str, ...]) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (nn.Parameter(torch.zeros(n)) for n in (1000, 3000, 500))
+        self.slope, self.used = slope, used
+
+    def forward(self) -> Tensor:
+        return sum((self.slope * getattr(self, name).sum() for name in self.used), torch.zeros(()))
+
+
+@pytest.mark.parametrize(
+    ("used", "expected"),
+    [
+        ((("a",), ("a",)), ([-2, 0, 0], [-2, 0, 0])),
+        # Rank 0 has no gradient of c, which is there as zeros: μ₊ 2/3 there and 3 here, 11/6 on average.
+        ((("a",), ("a", "c")), ([-1 - 7 / 6, 0, -7 / 6], [-11 / 6, 0, -11 / 6])),
+    ],
+)
+def test_a2sgd_counts_only_gradients_that_exist(
+    used: tuple[tuple[str, ...], ...], expected: tuple[list[float], ...]
+) -> None:
+    def worker(comm: offbeat.Communicator) -> tuple[list[float], bool]:
+        net = Partly((1.0, 3.0)[comm.rank], used[comm.rank])
+        opt = torch.optim.SGD(net.parameters(), lr=1.0)
+        sync = offbeat.a2sgd(net, opt, every=8, group=comm)
+        net().backward()
+        sync.step()
+        ends = [float(p.detach().unique()) for p in (net.a, net.b, net.c)]
+        return ends, net.b.grad is None
+
+    for (ends, skipped), wanted in zip(offbeat.simulate(worker, 2), expected, strict=True):
+        assert ends == pytest.approx(wanted, abs=1e-6)
+        assert skipped
+
+
+def test_sparse_loco_leaves_weights_without_a_gradient_alone() -> None:
+    def worker(comm: offbeat.Communicator) -> tuple[bool, bool]:
+        net = Partly(1.0 + comm.rank, ("b", "c"))
+        opt = torch.optim.SGD(net.parameters(), lr=1.0)
+        sync = offbeat.sparse_loco(net, opt, every=1, group=comm)
+        for _ in range(3):
+            opt.zero_grad()
+            net().backward()
+            sync.step()
+        return bool(net.a.any()), bool(net.b.any())
+
+    assert offbeat.simulate(worker, 2) == [(False, True)] * 2
+
+
 def test_sparse_loco_by_hand() -> None:
     """One tensor of 4 096: the 64 largest are sent at the mean of their kind, the rest is remembered."""
     values = torch.zeros(4096)
