@@ -196,10 +196,10 @@ def test_bytes_by_hand() -> None:
     assert sent(Quantized(4)) == extra + 2 * 3 * (5 * 128 + 5 * 4)
     assert sent(Mean("bfloat16")) == extra + 2 * 3 * 1028 * 2  # slices of 1 028
     assert sent(TopK(64)) == extra + 3 * (4 + 2 * 64 + 4 * 64)  # a count, 64 places, 64 values
-    # Two chunks of 64 each, in 12 bits; 128 values in one group: four levels and 256 bytes of codes.
-    assert sent(TopK(64, chunk=4096, bits=2)) == extra + 3 * (192 + 16 + 256)
+    # 64 of a chunk and all 10 of another in 12 bits, and a byte; one group: four levels, 256 bytes of codes.
+    assert sent(TopK(64, chunk=4096, bits=2)) == extra + 3 * (112 + 16 + 256)
     assert sent(RandomBlock(64)) == extra + 2 * 3 * 64
-    assert sent(TwoLevel()) == 3 * 64 + 3 * 8
+    assert sent(TwoLevel()) == 3 * 64 + 3 * (24 + 2)
     assert sent(Mean()) == round(4106 * 4 * 1.5)
 
 
@@ -269,12 +269,55 @@ def test_packing() -> None:
 
 
 def test_levels_by_hand() -> None:
-    """σ² = 16 + 1 + 1 + 0 + 0 + 6·0 over 8: the bins meet at −1.5σ ≈ −2.2, 0 and 2.2."""
-    values = torch.tensor([4.0, 1, -1, 0, 0, 0, 0, 0])
-    heard = unpack_levels(pack_levels(values), 8)
-    assert heard.tolist() == pytest.approx([4.0, 1 / 6, -1.0, *[1 / 6] * 5])
+    """σ² = (16 + 9 + 7) / 9: the bins meet at −1.5σ ≈ −2.8, 0 and 2.8."""
+    values = torch.tensor([4.0, 1, 2, -3, -1, -1, 0.5, 0.5, 0.5])
+    heard = unpack_levels(pack_levels(values), 9)
+    assert heard.tolist() == pytest.approx([4.0, 0.9, 0.9, -3, -1, -1, 0.9, 0.9, 0.9])
+    # Zeros have a level of their own, and all below zero one; σ² = (16 + 9 + 7 + 0.25) / 7 of the others.
+    values = torch.tensor([4.0, 1, 2, -3, -1, -1, 0.5, 0.0, -0.0, 0.0])
+    heard = unpack_levels(pack_levels(values), 10)
+    assert heard.tolist() == pytest.approx([4.0, 3.5 / 3, 3.5 / 3, *[-5 / 3] * 3, 3.5 / 3, 0, 0, 0])
     assert not unpack_levels(pack_levels(torch.zeros(5)), 5).any()
     assert unpack_levels(pack_levels(torch.full((3,), 3e38)), 3).tolist() == pytest.approx([3e38] * 3)
+
+
+@pytest.mark.parametrize(
+    "code", [TopK(64, chunk=4096, bits=2), TopK(64, chunk=8192, bits=2), TopK(4, bits=2)]
+)
+def test_two_bits_leave_zeros_alone(code: offbeat.Code) -> None:
+    """Levels are shared by many, but what does not move on any worker stays where it is."""
+    g = torch.Generator().manual_seed(0)
+    still = {"still": torch.zeros(30_000), "moving": torch.randn(30_000, generator=g)}
+    still["moving"][::3] = 0
+    few = {"still": torch.zeros(5000), "moving": torch.cat([torch.randn(20, generator=g), torch.zeros(3000)])}
+    for given in (still, few):
+        heard = offbeat.simulate(lambda comm, given=given: reduce(comm, code, [given])[0], 2)
+        for name, values in given.items():
+            assert torch.equal(heard[0][name], heard[1][name])
+            assert not heard[0][name][values == 0].any()
+        assert heard[0]["moving"].any()
+
+
+@pytest.mark.parametrize("bits", [2, 32])
+@pytest.mark.parametrize("size", [1, 7, 4097, 4159, 4161, 8191])
+def test_a_short_last_chunk_sends_what_it_has(size: int, bits: int) -> None:
+    """Its last value, 30, is one of those kept, not 64 of them: the others keep their size."""
+    values = torch.randn(size, generator=torch.Generator().manual_seed(0))
+    values[-1] = 30.0
+    code = ErrorFeedback(TopK(64, chunk=4096, bits=bits, least=1))
+
+    def worker(comm: offbeat.Communicator) -> tuple[Tensor, Tensor]:
+        state = code.init()
+        return reduce(comm, code, [{"x": values}], state)[0]["x"], state["residual"][0]
+
+    (heard, left), (other, _) = offbeat.simulate(worker, 2)
+    assert torch.equal(heard, other)
+    torch.testing.assert_close(heard + left, values, rtol=0, atol=1e-5)
+    assert heard[-1] == pytest.approx(30.0)
+    kept = heard != 0
+    full, rest = divmod(size, 4096)
+    assert kept.sum() == 64 * full + min(64, rest)
+    assert heard[kept].abs().mean() == pytest.approx(float(values[kept].abs().mean()), rel=1e-4)
 
 
 def test_random_blocks_wrap_around_and_come_to_every_place() -> None:
@@ -300,6 +343,15 @@ def test_two_levels_by_hand() -> None:
     given = [{"x": torch.tensor([1.0, 3.0, -4.0])}, {"x": torch.tensor([6.0, 6.0, 6.0])}]
     heard = offbeat.simulate(lambda comm: reduce(comm, TwoLevel(), [given[comm.rank]])[0]["x"].tolist(), 2)
     assert heard == [[3.0, 5.0, -2.0], [4.0, 4.0, 4.0]]
+
+
+def test_two_levels_keep_the_precision_they_are_given() -> None:
+    """1 + 2⁻⁴⁰ needs more than float32; the mean of the two ranks is 2 + 2⁻⁴⁰."""
+    given = [torch.full((5,), factor + 2.0**-40, dtype=torch.float64) for factor in (1.0, 3.0)]
+    heard = offbeat.simulate(lambda comm: reduce(comm, TwoLevel(), [{"x": given[comm.rank]}])[0]["x"], 2)
+    for values in heard:
+        assert values.dtype == torch.float64
+        assert values.tolist() == [2 + 2.0**-40] * 5
 
 
 @pytest.mark.parametrize("code", [*CODES, TwoLevel()], ids=str)
@@ -388,6 +440,11 @@ def test_the_exact_mean_carries_infinities() -> None:
             lambda: Quantized(3),
             ValueError,
             "Quantized(bits=3, block=256, stochastic=False, seed=0): bits must be 8 or 4.",
+        ),
+        (
+            lambda: Quantized(8.0),  # type: ignore[arg-type]
+            ValueError,
+            "Quantized(bits=8.0, block=256, stochastic=False, seed=0): bits must be 8 or 4.",
         ),
         (
             lambda: Quantized(8, block=12),

@@ -103,6 +103,57 @@ def test_a2sgd_by_hand() -> None:
     assert live[1] == pytest.approx(second, abs=1e-6)
 
 
+class Partly(nn.Module):
+    """Which of three layers a worker uses is its own affair; the gradients of those are all its slope."""
+
+    def __init__(self, slope: float, used: tuple[str, ...]) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (nn.Parameter(torch.zeros(n)) for n in (1000, 3000, 500))
+        self.slope, self.used = slope, used
+
+    def forward(self) -> Tensor:
+        return sum((self.slope * getattr(self, name).sum() for name in self.used), torch.zeros(()))
+
+
+@pytest.mark.parametrize(
+    ("used", "expected"),
+    [
+        ((("a",), ("a",)), ([-2, 0, 0], [-2, 0, 0])),
+        # Rank 0 has no gradient of c, which is there as zeros: μ₊ 2/3 there and 3 here, 11/6 on average.
+        ((("a",), ("a", "c")), ([-1 - 7 / 6, 0, -7 / 6], [-11 / 6, 0, -11 / 6])),
+    ],
+)
+def test_a2sgd_counts_only_gradients_that_exist(
+    used: tuple[tuple[str, ...], ...], expected: tuple[list[float], ...]
+) -> None:
+    def worker(comm: offbeat.Communicator) -> tuple[list[float], bool]:
+        net = Partly((1.0, 3.0)[comm.rank], used[comm.rank])
+        opt = torch.optim.SGD(net.parameters(), lr=1.0)
+        sync = offbeat.a2sgd(net, opt, every=8, group=comm)
+        net().backward()
+        sync.step()
+        ends = [float(p.detach().unique()) for p in (net.a, net.b, net.c)]
+        return ends, net.b.grad is None
+
+    for (ends, skipped), wanted in zip(offbeat.simulate(worker, 2), expected, strict=True):
+        assert ends == pytest.approx(wanted, abs=1e-6)
+        assert skipped
+
+
+def test_sparse_loco_leaves_weights_without_a_gradient_alone() -> None:
+    def worker(comm: offbeat.Communicator) -> tuple[bool, bool]:
+        net = Partly(1.0 + comm.rank, ("b", "c"))
+        opt = torch.optim.SGD(net.parameters(), lr=1.0)
+        sync = offbeat.sparse_loco(net, opt, every=1, group=comm)
+        for _ in range(3):
+            opt.zero_grad()
+            net().backward()
+            sync.step()
+        return bool(net.a.any()), bool(net.b.any())
+
+    assert offbeat.simulate(worker, 2) == [(False, True)] * 2
+
+
 def test_sparse_loco_by_hand() -> None:
     """One tensor of 4 096: the 64 largest are sent at the mean of their kind, the rest is remembered."""
     values = torch.zeros(4096)
@@ -223,23 +274,64 @@ def test_a_hook_saves_what_it_keeps(pool: Pool) -> None:
     saved = pool.run(hooked, reducer, 3)[0][2]
     with pytest.raises(offbeat.CheckpointMismatch, match="this is ddp_hook"):
         pool.run(hooked, ErrorFeedback(RandomBlock(8)), 1, saved, workers=4)
-    answers = pool.attempt(resumed, reducer)
-    assert answers == [(6, True)] * 4
+    with pytest.raises(offbeat.CheckpointMismatch, match="is of a model with other parameters"):
+        pool.run(of_another_model, reducer)
+    assert pool.attempt(resumed, reducer) == [(6, True, True)] * 4
 
 
-def resumed(comm: offbeat.Communicator, reducer: offbeat.Reducer) -> tuple[int, bool]:
-    """The residuals of before are still there in the first pass, and used up from then on."""
-    _, _, saved = hooked(comm, reducer, 3)
-    before = torch.load(io.BytesIO(saved), weights_only=True)
-    _, _, once = hooked(comm, reducer, 1, saved)
-    kept = torch.load(io.BytesIO(once), weights_only=True)
-    same = all(
-        torch.equal(a, b)
-        for key in before["states"]
-        for a, b in zip(before["states"][key]["residual"], kept["states"][key]["residual"], strict=True)
-    )
-    _, _, thrice = hooked(comm, reducer, 3, saved)
-    return torch.load(io.BytesIO(thrice), weights_only=True)["step"], same
+class Hooked:
+    """A model, its hook, and batches by number: what a checkpoint holds, and the way on from there."""
+
+    def __init__(self, comm: offbeat.Communicator, reducer: offbeat.Reducer, layers: int = 3) -> None:
+        torch.manual_seed(0)
+        self.rank, self.done = comm.rank, 0
+        self.net = nn.Sequential(*[layer for _ in range(layers) for layer in (nn.Linear(40, 40), nn.Tanh())])
+        self.model = DistributedDataParallel(self.net, bucket_cap_mb=0.01)
+        self.hook = offbeat.ddp_hook(reducer, model=self.net)
+        self.model.register_comm_hook(None, self.hook)
+
+    def train(self, steps: int) -> Tensor:
+        opt = torch.optim.SGD(self.net.parameters(), lr=0.1)
+        for _ in range(steps):
+            g = torch.Generator().manual_seed(100 * self.done + self.rank)
+            opt.zero_grad()
+            self.model(torch.randn(8, 40, generator=g)).square().mean().backward()
+            opt.step()
+            self.done += 1
+        return nn.utils.parameters_to_vector(self.net.parameters()).detach().clone()
+
+    def save(self) -> tuple[Any, Any, int]:
+        return copy.deepcopy(self.net.state_dict()), self.hook.state_dict(), self.done
+
+    def load(self, saved: tuple[Any, Any, int]) -> None:
+        weights, state, self.done = saved
+        self.net.load_state_dict(weights)
+        self.hook.load_state_dict(state)
+
+
+def resumed(comm: offbeat.Communicator, reducer: offbeat.Reducer) -> tuple[int, bool, bool]:
+    """Three steps, then three more: in one go, by the same hook again, and by a new one."""
+    run = Hooked(comm, reducer)
+    run.train(3)
+    saved = run.save()
+    end = run.train(3)
+    run.load(saved)
+    same = torch.equal(run.train(3), end)
+    fresh = Hooked(comm, reducer)
+    fresh.load(saved)
+    assert fresh.save()[1]["step"] == 3
+    assert torch.equal(fresh.train(3), end)
+    return run.save()[1]["step"], same, fresh.save()[1]["states"].keys() == saved[1]["states"].keys()
+
+
+def of_another_model(comm: offbeat.Communicator, reducer: offbeat.Reducer) -> None:
+    small, large = Hooked(comm, reducer, 2), Hooked(comm, reducer, 3)
+    small.train(2)
+    large.hook.load_state_dict(small.hook.state_dict())
+    try:
+        large.train(1)
+    except RuntimeError as error:
+        raise offbeat.CheckpointMismatch(str(error)) from None
 
 
 def hooked_with_nan(comm: offbeat.Communicator) -> tuple[str, bool]:

@@ -4,6 +4,7 @@
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -31,8 +32,8 @@ def ddp_hook(
         model.register_comm_hook(None, offbeat.ddp_hook(ErrorFeedback(Quantized(4))))
 
     A thread of its own sends bucket after bucket, on connections of Offbeat's own, over gloo too. The first
-    backward pass is averaged exactly, since DDP arranges its buckets anew after it. `group` is that of the
-    DDP model; with `model` errors name its parameters, not their numbers. All ranks call this.
+    backward pass of a run is averaged exactly, since DDP arranges its buckets anew after it. `group` is that
+    of the DDP model; with `model` errors name its parameters, not their numbers. All ranks call this.
     """
     return Hook(reducer, model, group)
 
@@ -56,6 +57,7 @@ class Hook:
         known = {} if model is None else named(model.named_parameters())
         self._parameters = {id(p): (name, p) for name, p in known.items()}
         self._buckets: dict[str, tuple[Packed, State]] = {}
+        self._held: list[_Message] = []  # of a first pass, whose buckets are not those of before
         self._step = 0
         compare_lines([f"the hook {self!r}"], self._comm)
 
@@ -82,7 +84,8 @@ class Hook:
             devices=[buffer.device] if buffer.is_cuda else None
         )
         gradients = self._named(bucket.parameters(), bucket.gradients())
-        self._thread.submit(self._reduce, gradients, buffer, self._step, future)
+        message = _Message(gradients, buffer, future)
+        self._thread.submit(self._receive, message, self._step, bucket.is_last())
         if bucket.is_last():
             self._step += 1
         return future
@@ -94,13 +97,17 @@ class Hook:
         return {"hook": repr(self), "rank": self._comm.rank, "step": step, "states": states}
 
     def load_state_dict(self, state: State) -> None:
-        """Go on from there; the first backward pass of a process is averaged exactly all the same."""
+        """Go on from there, to the bit if at least two steps had been made: between two steps, or before all.
+
+        The first backward pass of a process is then sent when it is complete, in the buckets of before.
+        """
         if (state["hook"], state["rank"]) != (repr(self), self._comm.rank):
             raise CheckpointMismatch(
                 f"The checkpoint is of {state['hook']} on rank {state['rank']}, "
                 f"this is {self!r} on rank {self._comm.rank}."
             )
-        self._saved, self._before = copied(state["states"]), state["step"]
+        self._saved, self._buckets = copied(state["states"]), {}
+        self._before = state["step"] - self._step
 
     def _named(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> dict[str, Tensor]:
         """The gradients, named by when their parameters were first seen, which is the same in every run."""
@@ -110,29 +117,59 @@ class Hook:
         return dict(zip(names, gradients, strict=True))
 
     @torch.no_grad()
-    def _reduce(
-        self, gradients: dict[str, Tensor], buffer: Tensor, step: int, future: torch.futures.Future[Tensor]
-    ) -> None:
-        """In the thread: average a bucket and hand it back."""
+    def _receive(self, message: "_Message", step: int, last: bool) -> None:
+        """In the thread: average a bucket and hand it back, or all that were held, once they are complete."""
+        self._held.append(message)
+        again = step == 0 and bool(self._saved)
+        if again and not last:
+            return
+        held, self._held = self._held, []
         try:
             if self.error is not None:
                 raise self.error
-            room, state = self._bucket(gradients) if step else (Packed.like(gradients), {})
-            room.read(list(gradients.values()))
-            clock = Clock(step=self._before + step, round=self._before + step, lr=0.0)
-            reducer = self.reducer if step else Mean()
-            reducer.start(room, self._comm, clock, state).wait().write(list(gradients.values()))
-            future.set_result(buffer)
+            for gradients in self._layout(held) if again else [message.gradients]:
+                self._reduce(gradients, step, coded=again or step > 0)
         except Exception as error:
             if self.error is None:
                 self._comm.leave(Farewell.of(error))
             self.error = error
-            future.set_exception(error)  # type: ignore[arg-type]
+            for one in held:
+                one.future.set_exception(error)  # type: ignore[arg-type]
+        else:
+            for one in held:
+                one.future.set_result(one.buffer)
+
+    def _layout(self, held: "Sequence[_Message]") -> list[dict[str, Tensor]]:
+        """The gradients of a whole pass in the buckets of the checkpoint."""
+        found = {name: gradient for one in held for name, gradient in one.gradients.items()}
+        layout = [key.split(" ") for key in self._saved]
+        if sorted(name for names in layout for name in names) != sorted(found):
+            raise CheckpointMismatch(f"The checkpoint of {self!r} is of a model with other parameters.")
+        return [{name: found[name] for name in names} for names in layout]
+
+    def _reduce(self, gradients: dict[str, Tensor], step: int, *, coded: bool) -> None:
+        room, state = self._bucket(gradients) if coded else (Packed.like(gradients), {})
+        room.read(list(gradients.values()))
+        clock = Clock(step=self._before + step, round=self._before + step, lr=0.0)
+        reducer = self.reducer if coded else Mean()
+        reducer.start(room, self._comm, clock, state).wait().write(list(gradients.values()))
 
     def _bucket(self, gradients: dict[str, Tensor]) -> tuple[Packed, State]:
-        """Memory and state of a bucket, which are those of its gradients."""
+        """Memory and state of a bucket, which are those of its gradients; others that had one go."""
         key = " ".join(gradients)
         if key not in self._buckets:
             state = self._saved.pop(key) if key in self._saved else self.reducer.init()
+            for kept in (self._buckets, self._saved):
+                for other in [other for other in kept if gradients.keys() & set(other.split(" "))]:
+                    del kept[other]
             self._buckets[key] = Packed.like(gradients), state
         return self._buckets[key]
+
+
+@dataclass(frozen=True)
+class _Message:
+    """A bucket: its gradients, which lie in its buffer, and who waits for it."""
+
+    gradients: dict[str, Tensor]
+    buffer: Tensor
+    future: torch.futures.Future[Tensor]

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 _WRAPPERS = ("_orig_mod", "module")
+PRESENT = "present"  # the note that tells which gradients exist
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -88,7 +89,7 @@ class Gradients(Live):
 
     def notes(self) -> dict[str, Tensor]:
         """1 for each gradient that exists here; the mean tells which exist anywhere."""
-        return {"present": torch.tensor([float(p.grad is not None) for p in self.parameters])}
+        return {PRESENT: torch.tensor([float(p.grad is not None) for p in self.parameters])}
 
     def landed(self, notes: Sequence[Tensor]) -> None:
         """Forget the gradients no worker has, so that the optimizer skips them as it would alone.

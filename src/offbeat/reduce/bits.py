@@ -30,14 +30,21 @@ def unpack16(wire: Tensor) -> Tensor:
 
 
 def pack_levels(values: Tensor) -> Tensor:
-    """Two bits each: four equal bins over ±3σ of every group of values, and the mean of each bin."""
+    """Two bits each: four equal bins over ±3σ of every group of values, and the mean of each bin.
+
+    A group with zeros has a level for them, so that they stay zero, and one for all that is below; its σ is
+    that of the other values.
+    """
     groups = -(-values.numel() // GROUP)
     rows = torch.nn.functional.pad(values, (0, groups * GROUP - values.numel())).view(groups, GROUP)
     real = (torch.arange(groups * GROUP, device=values.device) < values.numel()).float().view(groups, GROUP)
     top = rows.abs().amax(1, keepdim=True).clamp(min=2.0**-126)  # so that squares neither vanish nor overflow
     rows = rows / top
-    edge = 1.5 * (rows.square().sum(1, keepdim=True) / real.sum(1, keepdim=True)).sqrt()
-    bins = (rows >= -edge).to(torch.uint8) + (rows >= 0) + (rows >= edge)
+    zeros = real * (rows == 0)
+    others = (real - zeros).sum(1, keepdim=True).clamp(min=1)
+    edge = 1.5 * (rows.square().sum(1, keepdim=True) / others).sqrt()
+    inner = torch.where(zeros.any(1, keepdim=True), rows > 0, rows >= -edge)
+    bins = inner.to(torch.uint8) + (rows >= 0) + (rows >= edge)
     empty, places = torch.zeros(groups, 4, device=values.device), bins.long()
     sums, counts = empty.scatter_add(1, places, rows), empty.scatter_add(1, places, real)
     levels = top * (sums / counts.clamp(min=1))

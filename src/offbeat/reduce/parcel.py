@@ -36,7 +36,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Vector:
-    """One long vector of a payload, in float32. Where no `spans` lie it is zero, and may become anything."""
+    """One long vector of a payload. Where no `spans` lie it is zero, and may become anything."""
 
     values: Tensor
     residual: Tensor | None  # to be filled with what this rank failed to send
@@ -52,6 +52,7 @@ class Parcel:
     """Small tensors and what rides along are averaged as they are; the rest becomes vectors for a code.
 
     All ranks tell whether their payload is finite, and all raise if one is not, before anything is written.
+    Vectors are of type `dtype`, or, without one, of the payload's own.
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class Parcel:
         takes: Callable[[Tensor], bool],
         most: float,
         residual: Sequence[Tensor] | None,
+        dtype: torch.dtype | None = torch.float32,
     ) -> None:
         self._payload, self._clock, self._most = payload, clock, most
         self._residual = residual
@@ -79,7 +81,7 @@ class Parcel:
             for i in range(len(payload.flats))
         ]
         self.vectors = [
-            flat.vector(None if residual is None else residual[i])
+            flat.vector(None if residual is None else residual[i], dtype or flat.flat.dtype)
             for i, flat in enumerate(self._flats)
             if flat.members
         ]
@@ -131,7 +133,7 @@ class Parcel:
 
 
 class _Flat:
-    """One of the payload's vectors; a float64 one travels in float32."""
+    """One of the payload's vectors, which may travel in a narrower type."""
 
     def __init__(self, payload: Packed, index: int, members: Sequence[int]) -> None:
         self.flat, self.members = payload.flats[index], members
@@ -141,10 +143,10 @@ class _Flat:
         )
         self._given: Vector | None = None
 
-    def vector(self, residual: Tensor | None) -> Vector:
+    def vector(self, residual: Tensor | None, dtype: torch.dtype) -> Vector:
         values, left = self.flat, residual
-        if values.dtype != torch.float32:
-            values = self._scratch.room("narrow", (self.flat.numel(),), self.flat, torch.float32)
+        if values.dtype != dtype:
+            values = self._scratch.room("narrow", (self.flat.numel(),), self.flat, dtype)
             values.copy_(self.flat)
             if residual is not None:
                 left = torch.zeros_like(values)

@@ -32,7 +32,7 @@ class Quantized(Code):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.bits not in (4, 8):
+        if not isinstance(self.bits, int) or self.bits not in (4, 8):
             raise ValueError(f"{self!r}: bits must be 8 or 4.")
         if (
             isinstance(self.block, bool)

@@ -22,8 +22,8 @@ class TopK(Code):
     """Of every `ratio` values one, the largest in magnitude: of each tensor, or of each `chunk` of values.
 
     All gather everyone's values and their places; what a worker did not send counts as zero in the mean. With
-    bits=2 values are rounded to four levels for every 1 024 of them. Larger `ratio` sends less; a smaller
-    `chunk` spreads what is sent more evenly. Meant to be used with `ErrorFeedback`.
+    bits=2 values are rounded to four levels for every 1 024 of them; zeros stay zero. Larger `ratio` sends
+    less; a smaller `chunk` spreads what is sent more evenly. Meant to be used with `ErrorFeedback`.
 
         offbeat.local_sgd(model, optimizer, reduce=ErrorFeedback(TopK(64)))
     """
@@ -47,12 +47,12 @@ class TopK(Code):
     def carry(self, vector: Vector, comm: Communicator, clock: Clock, state: State) -> Pending[None]:
         places = self._whole(vector) if self.chunk is None else self._chunked(vector, self.chunk)
         number = places.numel()
-        kept = vector.values[places.clamp(max=vector.values.numel() - 1)]
+        kept = vector.values[places]
         wire = torch.cat([self._pack_places(places, vector), self._pack_values(kept)])
         mine = self._values(wire, number)
         if vector.residual is not None:
             vector.residual.copy_(vector.values)
-            self._add(vector.residual, places, mine, -1.0)
+            vector.residual.scatter_add_(0, places, -mine)
         vector.values.zero_()
 
         def arrive(parts: list[Tensor]) -> None:
@@ -60,7 +60,7 @@ class TopK(Code):
                 own = rank == comm.rank
                 where = places if own else self._places(part, number, vector)
                 what = mine if own else self._values(part, number)
-                self._add(vector.values, where, what, 1 / comm.size)
+                vector.values.scatter_add_(0, where, what * (1 / comm.size))  # no place is named twice
 
         return comm.gather(wire).then(arrive)
 
@@ -74,16 +74,18 @@ class TopK(Code):
         return torch.cat(found, 1).flatten().sort().values
 
     def _chunked(self, vector: Vector, chunk: int) -> Tensor:
-        """Where the largest of each chunk are; a last, shorter one may name places behind its end."""
+        """Where the largest of each chunk are; of a last, shorter one at most all that it has."""
         values, k = vector.values, _number(chunk, self.ratio)
         rows = values.numel() // chunk
         found = [largest(values[: rows * chunk].view(rows, chunk), k)] if rows else []
         if rest := values.numel() % chunk:
-            last = torch.zeros(1, chunk, device=values.device)
-            last[0, :rest] = values[rows * chunk :]
-            found.append(largest(last, k))
-        columns = torch.cat(found)
-        return (columns + chunk * torch.arange(columns.shape[0], device=values.device).unsqueeze(1)).flatten()
+            found.append(largest(values[rows * chunk :].view(1, rest), min(k, rest)))
+        return self._outward(torch.cat([columns.flatten() for columns in found]), chunk)
+
+    def _outward(self, inner: Tensor, chunk: int) -> Tensor:
+        """Places in the vector, of places in its chunks."""
+        order = torch.arange(inner.numel(), device=inner.device)
+        return inner + chunk * (order // _number(chunk, self.ratio))
 
     def _pack_places(self, places: Tensor, vector: Vector) -> Tensor:
         """The place in a chunk; or how many lie in each window of 65 536, and the place in it."""
@@ -102,9 +104,7 @@ class TopK(Code):
             return outer + unpack16(wire[4 * windows : 4 * windows + 2 * number])
         size = 3 * (-(-number // 2)) if self.chunk <= 4096 else 2 * number
         inner = unpack12(wire[:size], number) if self.chunk <= 4096 else unpack16(wire[:size])
-        rows = inner.view(-1, _number(self.chunk, self.ratio))
-        first = self.chunk * torch.arange(rows.shape[0], device=wire.device)
-        return (rows + first.unsqueeze(1)).flatten()
+        return self._outward(inner, self.chunk)
 
     def _pack_values(self, values: Tensor) -> Tensor:
         return pack_levels(values) if self.bits == 2 else values.view(torch.uint8)
@@ -114,15 +114,6 @@ class TopK(Code):
         size = 272 * (-(-number // 1024)) if self.bits == 2 else 4 * number
         part = wire[wire.numel() - size :]
         return unpack_levels(part, number) if self.bits == 2 else part.view(torch.float32)
-
-    def _add(self, flat: Tensor, places: Tensor, values: Tensor, factor: float) -> None:
-        """No place is named twice, so order does not matter. Those behind the end are in the last chunk."""
-        if self.chunk is not None and flat.numel() % self.chunk:
-            sure = places.numel() - _number(self.chunk, self.ratio)
-            real = sure + torch.nonzero(places[sure:] < flat.numel()).flatten()
-            flat.index_add_(0, places[real], values[real], alpha=factor)
-            places, values = places[:sure], values[:sure]
-        flat.scatter_add_(0, places, values * factor)
 
 
 def check_ratio(code: Code, ratio: object) -> None:

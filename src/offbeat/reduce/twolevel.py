@@ -7,11 +7,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from offbeat.comm import Communicator, Pending, arrived, sum_in_order
+from offbeat.comm import Communicator, Pending, arrived
 from offbeat.reduce.parcel import Parcel
 from offbeat.reduce.reducer import Reducer
 from offbeat.schedule import Clock, State
-from offbeat.tensors import Packed
+from offbeat.tensors import PRESENT, Packed
 
 
 @dataclass(frozen=True)
@@ -21,8 +21,9 @@ class TwoLevel(Reducer):
         μ₊ = mean of the values ≥ 0, μ₋ = mean magnitude of the others
         x ← x + (mean(μ₊) − μ₊) where x ≥ 0        x ← x − (mean(μ₋) − μ₋) elsewhere
 
-    Eight bytes travel, whatever the size. Workers do not get the same: average their parameters now and
-    then, as `a2sgd` does.
+    Three numbers travel, whatever the size, and of gradients a byte for each tensor: one that no worker has
+    does not count, one that only others have counts as zeros. Workers do not get the same: average their
+    parameters now and then, as `a2sgd` does.
 
     Yoon et al., "A2SGD", 2020, arXiv 2006.07405.
     """
@@ -38,28 +39,39 @@ class TwoLevel(Reducer):
     def start(self, payload: Packed, comm: Communicator, clock: Clock, state: State) -> Pending[Packed]:
         if comm.size == 1:
             return arrived(payload)
-        parcel = Parcel(payload, comm, clock, lambda tensor: True, torch.finfo(torch.float32).max, None)
+        sizes, here = _tensors(payload)
+        most = torch.finfo(torch.float32).max
+        parcel = Parcel(payload, comm, clock, lambda tensor: True, most, None, dtype=None)
         vectors = [vector.values for vector in parcel.vectors]
-        number = sum(span.size for vector in parcel.vectors for span in vector.spans)
-        mine = _levels(vectors, number)
+        mine = torch.cat([_told(vectors, int(sizes[here].sum())).view(torch.uint8), here.to(torch.uint8)])
 
         def arrive(heard: list[Tensor]) -> None:
-            mean = sum_in_order(heard) / comm.size
-            above, below = (mean - mine).tolist()
+            levels = _levels(torch.stack(heard), sizes)
+            above, below = (levels.mean(0) - levels[comm.rank]).tolist()
             for values in vectors:
-                values.add_(torch.where(values >= 0, above, -below))
+                values.add_(torch.where(values >= 0, values.new_tensor(above), values.new_tensor(-below)))
 
         return parcel.landing([comm.gather(mine).then(arrive)])
 
 
-def _levels(vectors: list[Tensor], number: int) -> Tensor:
-    """The mean of the values from zero on, and the mean magnitude of those below; 0 where there are none."""
+def _tensors(payload: Packed) -> tuple[Tensor, Tensor]:
+    """How large each tensor is, and whether it exists here, if the payload has notes on that."""
+    entries = dict(zip(payload.names, payload.views, strict=True))
+    sizes = torch.tensor([view.numel() for name, view in entries.items() if not name.startswith("+")])
+    note = entries.get(f"+{PRESENT}")
+    return sizes, torch.ones_like(sizes).bool() if note is None else note.cpu() > 0
+
+
+def _told(vectors: list[Tensor], number: int) -> Tensor:
+    """Of `number` values: the sum of those from zero on, their number, the mean magnitude of the rest."""
     below = sum(int((values < 0).sum()) for values in vectors)
-    sums = [
-        sum(float(side.sum(dtype=torch.float64)) for side in sides)
-        for sides in (
-            [values.clamp(min=0) for values in vectors],
-            [values.clamp(max=0).neg_() for values in vectors],
-        )
-    ]
-    return torch.tensor([sums[0] / max(1, number - below), sums[1] / max(1, below)])
+    above = sum(float(values.clamp(min=0).sum(dtype=torch.float64)) for values in vectors)
+    under = sum(float(values.clamp(max=0).sum(dtype=torch.float64)) for values in vectors)
+    return torch.tensor([above, number - below, -under / max(1, below)], dtype=torch.float64)
+
+
+def _levels(heard: Tensor, sizes: Tensor) -> Tensor:
+    """The two means of each rank; 0 where there are no values."""
+    told, here = heard[:, :24].contiguous().view(torch.float64), heard[:, 24:].bool()
+    lacking = (sizes * (here.any(0) & ~here)).sum(1)  # zeros, of tensors that others have
+    return torch.stack([told[:, 0] / (told[:, 1] + lacking).clamp(min=1), told[:, 2]], 1)
