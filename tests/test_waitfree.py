@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import statistics
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -319,7 +320,7 @@ def test_each_gradient_reaches_each_worker_once(seed: int, activation: str) -> N
     expression = f"eager_sgd(every={every}, activation={activation!r}, grace={draw.choice([0.0, 0.5])})"
 
     def worker(comm: offbeat.Communicator) -> list[tuple[float, float]]:
-        return conserved(comm, expression, 4 * every)
+        return conserved(comm, expression, 4 * every)[0]
 
     runs = offbeat.simulate(worker, workers, compute=random_compute(seed), network=Network(latency=0.1))
     for step in range(every - 1, 4 * every, every):
@@ -327,8 +328,14 @@ def test_each_gradient_reaches_each_worker_once(seed: int, activation: str) -> N
         assert [run[step][1] for run in runs] == [produced] * workers
 
 
-def conserved(comm: offbeat.Communicator, expression: str, steps: int) -> list[tuple[float, float]]:
-    """All that was produced and all that was applied here, after every step; whole numbers, so exact."""
+def conserved(
+    comm: offbeat.Communicator,
+    expression: str,
+    steps: int,
+    pause: Callable[[int], float] = lambda step: 0.0,
+) -> tuple[list[tuple[float, float]], list[str]]:
+    """All that was produced and all that was applied here, after every step; whole numbers, so exact. And
+    how this worker came to its rounds."""
     model = Line()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     draw = random.Random(comm.rank)
@@ -341,13 +348,14 @@ def conserved(comm: offbeat.Communicator, expression: str, steps: int) -> list[t
         optimizer.step()
 
     with offbeat.method(expression)(model, optimizer, group=comm) as sync:
-        for _ in range(steps):
+        for step in range(steps):
             gradient = comm.size * draw.randint(-9, 9)
             model.x.grad = torch.full_like(model.x, gradient)
             produced += gradient
+            time.sleep(pause(step))
             sync.step(local)
             trace.append((produced, applied))
-    return trace
+    return trace, [report.kind for report in sync.reports if isinstance(report, GroupReport)]
 
 
 def test_gradients_nobody_ever_had_stay_none() -> None:
@@ -401,6 +409,30 @@ def test_bytes_are_those_of_the_groups() -> None:
 
     # An all-reduce of n bytes in a pair: each sends n.
     assert offbeat.simulate(worker, 4) == [[4 * 1010] * 3] * 4
+
+
+@pytest.mark.parametrize("expression", ["wagma(group_size=2, every=2)", "eager_sgd(every=2)"])
+def test_the_totals_have_what_is_said_beside_the_rounds(expression: str) -> None:
+    """Eight numbers for each of the others: the roll, twice, and one word before the threads end."""
+
+    def worker(comm: offbeat.Communicator) -> None:
+        model = Line()
+        sync = offbeat.method(expression)(model, torch.optim.SGD(model.parameters(), lr=1.0), group=comm)
+        with sync.averaged():
+            started = sync.totals.bytes_sent
+        rolls = []
+        for _ in range(5):
+            sync.step()
+            reported = sum(report.bytes_sent for report in sync.reports)
+            rolls.append(sync.totals.bytes_sent - started - reported)
+        assert rolls == [0, 192, 192, 384, 384]
+        before = sync.totals.bytes_sent
+        sync.finish()
+        meeting, mean = 192, 12
+        assert sync.totals.bytes_sent - before == meeting + 192 + mean
+        assert sync.totals.bytes_received == sync.totals.bytes_sent
+
+    offbeat.simulate(worker, 4)
 
 
 def test_averaged_is_the_mean_of_all_in_the_middle_of_a_period() -> None:
@@ -489,6 +521,32 @@ def test_elsewhere_a_checkpoint_is_refused_and_the_run_goes_on() -> None:
                     sync.state_dict()
 
     offbeat.simulate(worker, 2)
+
+
+@pytest.mark.parametrize(
+    ("expression", "workers"),
+    [("wagma(every=4)", 1), ("eager_sgd(every=4)", 1), ("wagma(group_size=1, every=4)", 3)],
+)
+def test_where_nothing_runs_beside_the_workers_any_step_can_be_saved(expression: str, workers: int) -> None:
+    def worker(comm: offbeat.Communicator, cut: int | None) -> list[float]:
+        model = Line()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        sync = offbeat.method(expression)(model, optimizer, group=comm)
+        trace = []
+        for step in range(6):
+            model.x.grad = torch.full_like(model.x, -(2.0 * comm.rank + 1))
+            sync.step()
+            trace.append(model.x.item())
+            if step == cut:
+                state = sync.state_dict()
+                sync = offbeat.method(expression)(model, optimizer, group=comm)
+                sync.load_state_dict(state)
+        sync.finish()
+        return [*trace, model.x.item()]
+
+    whole = offbeat.simulate(lambda comm: worker(comm, None), workers)
+    for cut in range(6):
+        assert offbeat.simulate(lambda comm, cut=cut: worker(comm, cut), workers) == whole
 
 
 def test_loading_into_a_running_synchronizer() -> None:

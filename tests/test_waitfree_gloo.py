@@ -83,27 +83,19 @@ def test_what_always_holds_under_random_delays(workers: int, seeds: int) -> None
 
 
 def gradients(comm: offbeat.Communicator, expression: str, steps: int) -> Any:
-    """With pauses at random, which `conserved` makes in its own draws of gradients."""
-    original = offbeat.Synchronizer.before_step
-
-    def late(self: offbeat.Synchronizer) -> bool:
-        time.sleep(pauses(7, comm.rank, self.steps))
-        return original(self)
-
-    offbeat.Synchronizer.before_step = late
-    try:
-        return conserved(comm, expression, steps)
-    finally:
-        offbeat.Synchronizer.before_step = original
+    """With pauses at random."""
+    return conserved(comm, expression, steps, lambda step: pauses(7, comm.rank, step))
 
 
+@pytest.mark.parametrize("grace", [0, 0.002])  # with the longer one, near-ties are not late, but pauses are
 @pytest.mark.parametrize("activation", ["solo", "majority"])
-def test_each_gradient_reaches_each_worker_once(pool: Pool, activation: str) -> None:
-    expression = f"eager_sgd(every=5, activation={activation!r}, grace=0)"
+def test_each_gradient_reaches_each_worker_once(pool: Pool, activation: str, grace: float) -> None:
+    expression = f"eager_sgd(every=5, activation={activation!r}, grace={grace})"
     runs = pool.run(gradients, expression, 60)
     for step in range(4, 60, 5):
-        produced = sum(run[step][0] for run in runs) / 4
-        assert [run[step][1] for run in runs] == [produced] * 4
+        produced = sum(trace[step][0] for trace, _ in runs) / 4
+        assert [trace[step][1] for trace, _ in runs] == [produced] * 4
+    assert any("late" in kinds for _, kinds in runs)
 
 
 # Loss

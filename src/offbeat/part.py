@@ -67,6 +67,10 @@ class Part:
     def settle(self, *, wait: bool) -> None:
         """Hand in the reports that are complete; with `wait`, all of them."""
 
+    def unreported(self) -> tuple[int, int]:
+        """Bytes sent and received since the last call that no report will tell of."""
+        return 0, 0
+
     def shared_gradient(self, step: int) -> bool:
         """Whether all workers made the step that completed `step` iterations with the same gradient."""
         return False

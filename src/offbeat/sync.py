@@ -189,7 +189,7 @@ class Synchronizer:
             for part in self.parts:
                 part.follow()
         self._equal = self.finished = True
-        logger.info("%r finished after %d steps: %s", self, self.steps, self._totals)
+        logger.info("%r finished after %d steps: %s", self, self.steps, self.totals)
 
     def __enter__(self) -> Synchronizer:
         return self
@@ -313,6 +313,9 @@ class Synchronizer:
     def _settle(self) -> None:
         for part in self.parts:
             part.settle(wait=True)
+            sent, received = part.unreported()
+            self._totals.bytes_sent += sent
+            self._totals.bytes_received += received
 
     def _must_train_the_same(self) -> None:
         for name, parameter, before in self._trained:

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from torch.optim import Optimizer
 
-from offbeat.comm import Communicator, Farewell, Pending
+from offbeat.comm import Communicator, Farewell, Metered, Pending
 from offbeat.companion import Companion
 from offbeat.cost import Report
 from offbeat.part import Part
@@ -69,6 +69,7 @@ class Waitfree(Part):
         self._tally = Tally()
         self._heard: Pending[list[list[int]]] | None = None
         self._attendance: list[Attendance] = []
+        self._sent = self._received = 0  # beside the rounds
 
     @property
     def attendance(self) -> list[Attendance]:
@@ -163,7 +164,15 @@ class Waitfree(Part):
     def call_the_roll(self) -> None:
         """At a global round: everybody's tally, on its way."""
         logger.debug("%s", self.attendance)
-        self._heard = self.peers.everyone.tell(self._tally.words())
+        self._heard = self._say(self._tally.words())
+
+    def _say(self, numbers: Sequence[int]) -> Pending[list[list[int]]]:
+        """Numbers for everybody; their bytes are in the totals, but in no report."""
+        comm = Metered(self.peers.everyone)
+        said = comm.tell(numbers)
+        self._sent += comm.sent
+        self._received += comm.received
+        return said
 
     def submit(self, round: int, publish: Callable[[], None], *, call: bool, timed: bool) -> None:
         """What was made for a round becomes the newest; `timed`: nothing else was waited for in the step."""
@@ -189,11 +198,16 @@ class Waitfree(Part):
         if wait:
             _ = self.attendance
 
+    def unreported(self) -> tuple[int, int]:
+        counts = self._sent, self._received
+        self._sent = self._received = 0
+        return counts
+
     def flush(self, clock: Clock) -> bool:
         if self._rounds is not None:
             self._stop()
             # Nobody goes before all have stopped listening: the store may go with its host.
-            self.peers.everyone.tell([]).wait()
+            self._say([]).wait()
         return False
 
     def leave(self, farewell: Farewell) -> None:
@@ -208,7 +222,7 @@ class Waitfree(Part):
 
     def savable(self, step: int) -> int:
         """Only at global rounds: elsewhere workers may be at different rounds, and companions under way."""
-        return -(-step // self.every) * self.every
+        return -(-step // self.every) * self.every if self.active else step
 
     def state_dict(self) -> State:
         return {"durations": list(self._durations)}
