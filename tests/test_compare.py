@@ -142,6 +142,23 @@ def broken_image(place: Path) -> str:
     return str(place / "one.zip")
 
 
+def locked_image(place: Path) -> str:
+    path = Path(broken_image(place))
+    content = bytearray(path.read_bytes())
+    for mark, offset in ((b"PK\x03\x04", 6), (b"PK\x01\x02", 8)):  # the flag that says: a password is needed
+        start = 0
+        while (start := content.find(mark, start)) >= 0:
+            content[start + offset] |= 1
+            start += 4
+    path.write_bytes(content)
+    return str(path)
+
+
+def broken_task(place: Path, text: str) -> str:
+    (place / "own.py").write_text(text)
+    return "own.py"
+
+
 @pytest.mark.parametrize("command", ["train", "compare"])
 @pytest.mark.parametrize(
     ("words", "sentence"),
@@ -157,11 +174,18 @@ def broken_image(place: Path) -> str:
         ),
         (["--task", "images", "--data", "BROKEN"], "is no readable zip (File is not a zip file)."),
         (["--task", "images", "--data", "IMAGE"], "cannot be decoded (cannot identify image file"),
+        (
+            ["--task", "images", "--data", "LOCKED"],
+            "password required for extraction); replace or delete it.",
+        ),
+        (["--task", "SYNTAX"], "'own.py' cannot be used: SyntaxError: invalid syntax (own.py, line 1)."),
+        (["--task", "IMPORT"], "'own.py' cannot be used: ModuleNotFoundError: No module named 'nowhere'."),
+        (["--task", "RAISES"], "'own.py' cannot be used: KeyError: 'size'."),
         (["--task", "mine.py"], "There is no file 'mine.py' to take a task from."),
         (["--model", "huge"], "digits_task(size='huge'): size must be one of"),
         (["--workers", "0"], "--workers 0: at least 1 is needed."),
         (["--workers", "9999"], "batches(workers=9999): there are 1438 pictures to train on"),
-        (["--workers", "two"], "Invalid value for '--workers': 'two' is not a valid int"),
+        (["--workers", "two"], "Invalid value for '--workers': "),
         (["--link", "100bananas"], "--link '100bananas': a link is a rate and perhaps a latency"),
         (["--straggler", "sometimes"], "--straggler 'sometimes': write rank=1,delay=0.3,every=4"),
         (["--steps", "0"], "--steps 0: at least 1 is needed."),
@@ -177,7 +201,15 @@ def test_bad_input_is_one_sentence(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     words = [
-        {"BROKEN": broken_zip, "IMAGE": broken_image}.get(w, lambda place, w=w: w)(tmp_path) for w in words
+        {
+            "BROKEN": broken_zip,
+            "IMAGE": broken_image,
+            "LOCKED": locked_image,
+            "SYNTAX": lambda place: broken_task(place, "def task(:\n"),
+            "IMPORT": lambda place: broken_task(place, "import nowhere\n"),
+            "RAISES": lambda place: broken_task(place, "def task():\n    return {}['size']\n"),
+        }.get(w, lambda place, w=w: w)(tmp_path)
+        for w in words
     ]
     code, out, error = call(capsys, command, "local_sgd(every=8)", *words)
     assert (code, out) == (2, "")
@@ -191,7 +223,7 @@ def test_bad_input_is_one_sentence(
     ("words", "sentence"),
     [
         (["compare", "local_sgd(evry=8)"], "method('local_sgd(evry=8)'): local_sgd has no argument 'evry'"),
-        (["compare", "nope()"], "method('nope()'): name one of adacomm,"),
+        (["compare", "nope()"], "method('nope()'): name one of a2sgd,"),
         (["compare", "ddp", "--netns", "--simulate"], "--netns and --simulate exclude each other."),
         (["compare", "ddp", "--seeds", "0"], "--seeds 0: at least 1 is needed."),
         (["compare", "torch_ddp", "--simulate"], "torch_ddp needs processes of its own: leave it out"),
@@ -220,6 +252,26 @@ def test_other_bad_input(
     assert (code, out) == (2, "")
     assert error.startswith(f"offbeat: {sentence}")
     assert error.count("\n") == 1
+
+
+def test_a_refused_comparison_leaves_nothing_behind(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    for words in (["compare", "ddp", "local_sgd(evry=8)"], ["study", "ddp", "local_sgd(evry=8)"]):
+        code, out, error = call(capsys, *words, "--model", "tiny", "--out", str(tmp_path / "runs"))
+        assert (code, out) == (2, "")
+        assert "no argument 'evry'" in error
+        assert not (tmp_path / "runs").exists()
+
+
+def test_what_report_cannot_read_or_write(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "setting.json").write_text('{"theme": "dark"}')
+    code, out, error = call(capsys, "report", str(tmp_path), "--out", str(tmp_path / "page.html"))
+    assert (code, out) == (2, "")
+    assert "setting.json' is not of a run of Offbeat's (" in error
+    code, out, error = call(capsys, "report", str(tmp_path), "--out", str(tmp_path))
+    assert (code, out) == (2, "")
+    assert error.endswith("this is a folder; name the page to write.\n")
 
 
 def test_without_root_there_are_no_namespaces(

@@ -55,6 +55,15 @@ def test_json_and_figures_by_hand(capsys: pytest.CaptureFixture[str]) -> None:
     assert answer["why"].startswith("local_sgd(every=8)")
 
 
+def test_a_cluster_file_that_raises_is_told_in_a_sentence(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "mine.py").write_text("cluster = Cluster(4)\n")
+    code, out, err = outcome(capsys, "ddp()", "--cluster", str(tmp_path / "mine.py"))
+    assert (code, out) == (2, "")
+    assert err.endswith("mine.py: cannot be read (NameError: name 'Cluster' is not defined).\n")
+
+
 def test_without_methods_there_are_some(capsys: pytest.CaptureFixture[str]) -> None:
     assert len(told(capsys, *GIVEN)["predictions"]) == 5
 

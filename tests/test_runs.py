@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from offbeat.runs.link import Link, parse_link
 from offbeat.runs.record import Record, cut, entries, log_path
 from offbeat.runs.setting import Setting, check
 from offbeat.runs.shelf import Shelf
-from offbeat.runs.stop import Stop
+from offbeat.runs.stop import LOOK, Stop
 from offbeat.runs.straggler import Straggler, parse_straggler
 from offbeat.runs.tally import Tally
 from offbeat.runs.watch import Stopwatch, Watched
@@ -103,6 +104,7 @@ def test_a_long_run_writes_one_line_for_several_steps(tmp_path: Path) -> None:
     for step in range(1, 8):
         tally.add(step, start=step, end=step + 0.5, waited=0.1, loss=float(step), units=4)
     tally.write(7, 7.5)
+    record.close()
     lines = list(entries(tmp_path / "log"))
     assert [line["step"] for line in lines] == [3, 6, 7]
     assert [line["loss"] for line in lines] == [2.0, 5.0, 7.0]
@@ -126,27 +128,50 @@ def test_a_checkpoint_counts_once_all_ranks_have_saved(tmp_path: Path) -> None:
 
 def test_all_ranks_stop_after_the_step_of_the_furthest(tmp_path: Path) -> None:
     stops = [Stop(tmp_path, rank=rank, workers=3) for rank in range(3)]
-    for stop, begun in zip(stops, (4, 6, 5), strict=True):
-        stop.begun = begun
+    (tmp_path / ".stop-0.new").write_text("of a process that was killed")
+    (tmp_path / ".stop-1").write_text("3")
+    for stop in stops:
+        stop.clear()
+    for stop, begun in zip(stops, (4, 40, 5), strict=True):
+        stop.listen(begun - 1)
+    time.sleep(3 * LOOK)
     assert not stops[0].after(3), "nobody has called yet"
     stops[1]._hear(2, None)
-    stops[2]._hear(2, None)
     last: dict[int, int] = {}
 
-    def loop(rank: int, step: int) -> None:
+    def loop(rank: int, step: int, seconds: float) -> None:
         while not stops[rank].after(step):
             step += 1
+            time.sleep(seconds)
         last[rank] = step
 
-    threads = [threading.Thread(target=loop, args=(rank, begun)) for rank, begun in enumerate((4, 6, 5))]
+    # Neither the one that is far ahead nor those that the signal did not reach stop alone.
+    steps = ((4, 0.02), (40, 0.0), (5, 0.01))
+    threads = [threading.Thread(target=loop, args=(rank, *step)) for rank, step in enumerate(steps)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(timeout=30)
-    assert last == {0: 6, 1: 6, 2: 6}
+    assert last == {0: 40, 1: 40, 2: 40}
     for stop in stops:
         stop.forget()
-    assert not list(tmp_path.iterdir())
+    assert [path.name for path in tmp_path.iterdir()] == [".stop-0.new"]
+
+
+def test_a_rank_in_a_long_step_answers_and_a_dead_one_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stops = [Stop(tmp_path, rank=rank, workers=2) for rank in range(2)]
+    for stop in stops:
+        stop.listen(6)
+    stops[0]._hear(2, None)
+    assert stops[0].after(7), "rank 1 has said 7 from within its step"
+    assert stops[1].after(7)
+    stops[1].forget()
+    monkeypatch.setattr("offbeat.runs.stop.PATIENCE", 0.1)
+    with pytest.raises(offbeat.PeerLost, match=r"^Ctrl-C: ranks \[1\] have not answered within 0.1 s.$"):
+        stops[0].after(8)
+    stops[0].forget()
 
 
 def test_a_stopwatch_can_be_stopped() -> None:

@@ -126,7 +126,7 @@ def test_a_run_killed_at_any_moment_is_resumed_exactly(whole: Path, tmp_path: Pa
         until(lambda: last_step(tmp_path / "run") >= moment or process.poll() is not None)
     finally:
         end_all(tmp_path / "run")
-        process.wait(timeout=30)
+        process.communicate(timeout=30)
     for rank in range(2):
         for line in entries(log_path(tmp_path / "run", rank)):
             assert line["kind"] in ("steps", "round", "eval", "end")
@@ -162,6 +162,24 @@ def test_ctrl_c_saves_a_checkpoint_and_resuming_is_exact(whole: Path, tmp_path: 
     done = offbeat(*words, "--resume")
     assert done.returncode == 0, done.stderr
     assert outcome(folder)[-2:] == outcome(whole)[-2:]
+
+
+def test_ctrl_c_waits_for_a_rank_that_is_many_steps_behind(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    process = started(
+        "train", "local_sgd(every=256)", *SMALL, "--straggler", "rank=1,delay=0.1", "--steps", "1000",
+        "--evaluations", "1", "--checkpoint-every", "0", "--checkpoint-dir", str(folder),
+    )  # fmt: skip
+    until(lambda: last_step(folder) >= 10 or process.poll() is not None)
+    process.send_signal(signal.SIGINT)
+    _, error = process.communicate(timeout=120)
+    assert process.returncode == 130, error
+    (saved,) = Shelf(folder / "checkpoints", rank=0, workers=2).whole()
+    assert saved >= 10
+    assert error.startswith(f"offbeat: stopped; the last checkpoint is of step {saved}: ")
+    assert error.count("\n") == 1
+    assert [path.name for path in (folder / "checkpoints").iterdir()] == [f"step-{saved:09d}"]
+    assert not list(folder.glob(".stop*"))
 
 
 def test_torchruns_workers_are_joined(whole: Path, tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from offbeat.runs.launch import launch
 from offbeat.runs.link import parse_seconds
 from offbeat.runs.setting import Setting, Where, check
 from offbeat.runs.summary import read, summarize
+from offbeat.tasks import Task
 
 
 def compare(
@@ -91,7 +92,7 @@ def compare(
 
 def prepared(place: Path, first: Setting, methods: list[str], seeds: range) -> list[Path]:
     """A folder for every run, with everything checked before the first begins."""
-    found = []
+    found: dict[Path, tuple[Setting, Task]] = {}
     for seed in seeds:
         for method in methods:
             setting = replace(first, method=method, seed=seed)
@@ -102,12 +103,18 @@ def prepared(place: Path, first: Setting, methods: list[str], seeds: range) -> l
             folder = place / f"{methods.index(method):02d}-{folders.slug(full.method)}-seed{seed}"
             if (folder / folders.SETTING).exists() and folders.setting_of(folder) != full:
                 raise Refused(f"--out {str(place)!r}: another comparison is there; name another folder.")
-            if not (folder / folders.SETTING).exists():
-                parameters = sum(p.numel() for p in task.model().parameters())
-                command = ["offbeat", *sys.argv[1:]]
-                folders.prepare(folder, full, command=command, unit=task.unit, parameters=parameters)
-            found.append(folder)
-    return found
+            found[folder] = full, task
+    for folder, (full, task) in found.items():
+        begin(folder, full, task)
+    return list(found)
+
+
+def begin(folder: Path, setting: Setting, task: Task) -> None:
+    """Write down what the run is, unless that has been done."""
+    if not (folder / folders.SETTING).exists():
+        parameters = sum(p.numel() for p in task.model().parameters())
+        command = ["offbeat", *sys.argv[1:]]
+        folders.prepare(folder, setting, command=command, unit=task.unit, parameters=parameters)
 
 
 def told(found: list[Path], page: Path, *, json: bool) -> int:

@@ -7,8 +7,8 @@ import typer
 
 from offbeat.cli import options
 from offbeat.cli.compare import told
-from offbeat.cli.refusal import reading
-from offbeat.runs.folder import find
+from offbeat.cli.refusal import Refused, reading
+from offbeat.runs.folder import find, setting_of
 
 
 def report(
@@ -28,5 +28,9 @@ def report(
         offbeat report runs/one runs/other --out both.html --json
     """
     with reading():
+        if out.is_dir():
+            raise Refused(f"--out {str(out)!r}: this is a folder; name the page to write.")
         found = find(runs)
+        for folder in found:
+            setting_of(folder)
     return told(found, out, json=json)

@@ -1,6 +1,5 @@
 """`offbeat study`"""
 
-import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -9,6 +8,7 @@ from rich.console import Console
 from rich.progress import track
 
 from offbeat.cli import options, show
+from offbeat.cli.compare import begin
 from offbeat.cli.refusal import Refused, reading
 from offbeat.report.page import Curve, write_page
 from offbeat.runs import folder as folders
@@ -55,18 +55,16 @@ def study(
             first, found, expressions=methods, workers=numbers("--workers", workers),
             periods=numbers("--every", every), samples=samples,
         )  # fmt: skip
-        prepared = []
+        prepared: dict[Path, Setting] = {}
         for cell in wanted:
             check(cell.setting, found)
             full = cell.setting.filled(found)
             folder = place / f"{folders.slug(full.method)}-workers{full.workers}"
-            if not (folder / folders.SETTING).exists():
-                parameters = sum(p.numel() for p in found.model().parameters())
-                command = ["offbeat", *sys.argv[1:]]
-                folders.prepare(folder, full, command=command, unit=found.unit, parameters=parameters)
-            elif folders.setting_of(folder) != full:
+            if (folder / folders.SETTING).exists() and folders.setting_of(folder) != full:
                 raise Refused(f"--out {str(place)!r}: another study is there; name another folder.")
-            prepared.append(folder)
+            prepared[folder] = full
+        for folder, full in prepared.items():
+            begin(folder, full, found)
     missing = [folder for folder in prepared if not folders.finished(folder)]
     console = Console(stderr=True)
     for folder in track(missing, "runs", console=console, disable=not console.is_terminal):

@@ -108,6 +108,6 @@ def read(path: str | PathLike[str], kind: type[T]) -> T | None:
     """The first value of this kind that a small Python file defines, such as `cluster = Cluster(...)`."""
     try:
         found = runpy.run_path(str(path))
-    except (OSError, SyntaxError) as error:
-        raise ValueError(f"{path}: cannot be read ({error}).") from None
+    except Exception as error:  # the file is the user's, and may raise anything
+        raise ValueError(f"{path}: cannot be read ({type(error).__name__}: {error}).") from error
     return next((value for value in found.values() if isinstance(value, kind)), None)

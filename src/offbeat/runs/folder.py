@@ -39,7 +39,10 @@ def prepare(folder: Path, setting: Setting, *, command: Sequence[str], unit: str
 
 
 def setting_of(folder: Path) -> Setting:
-    return Setting.load(folder / SETTING)
+    try:
+        return Setting.load(folder / SETTING)
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{str(folder / SETTING)!r} is not of a run of Offbeat's ({error!r}).") from error
 
 
 def origin_of(folder: Path) -> dict[str, Any]:

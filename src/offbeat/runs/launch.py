@@ -65,7 +65,10 @@ def _words(folders: Sequence[Path], resume: bool) -> list[str]:
 
 def _started(folders: Sequence[Path], workers: int, *, resume: bool) -> bool:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    logging.getLogger("torch.distributed").setLevel(logging.CRITICAL)  # our sentence is enough
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "120")  # the slowest rank has steps to catch up
+    for name in logging.root.manager.loggerDict:  # of which most have a level of their own
+        if name.startswith("torch.distributed"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)  # our sentence is enough
     with tempfile.TemporaryDirectory() as logs:
         config = LaunchConfig(
             min_nodes=1,

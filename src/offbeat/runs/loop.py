@@ -57,7 +57,9 @@ class Loop:
         self.tally = Tally(self.record, steps=self.setting.steps)
         try:
             if self.real:
-                self.stop.listen()
+                self.stop.clear()
+                self._meet()
+                self.stop.listen(saved[-1] if saved else 0)
             if saved:
                 self._load(self.shelf.load(saved[-1]))
             else:
@@ -79,16 +81,23 @@ class Loop:
             stopped = self.real and self.stop.after(self.step)
             due = bool(setting.checkpoint_every) and self.step % (setting.checkpoint_every or 1) == 0
             if self.step < setting.steps and (due or stopped) and self._save() and stopped:
+                self._meet()
                 self.stop.forget()
                 return False
         self.trainer.finish()
         self._rounds(self.clock.read())
         self._evaluate(last=True)
-        self.stop.forget()
+        if self.real:
+            self.stop.forget()
         return True
 
+    def _meet(self) -> None:
+        """Wait until all ranks are here, off the clock."""
+        self.clock.stop()
+        self.comm.tell([self.step]).wait()
+        self.clock.go_on()
+
     def _one_step(self) -> None:
-        self.stop.begun = self.step + 1
         start, waited = self.clock.read(), self.comm.waited
         if self.real and (late := self.setting.late(self.rank, self.step)):
             time.sleep(late)

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from offbeat.tasks.bytes import bytes_task
 from offbeat.tasks.digits import digits_task
@@ -15,6 +15,8 @@ from offbeat.tasks.images import images_task
 from offbeat.tasks.task import Task
 
 TASKS: dict[str, Callable[..., Task]] = {"bytes": bytes_task, "digits": digits_task, "images": images_task}
+
+T = TypeVar("T")
 
 
 def find_task(name: str, **given: Any) -> Task:
@@ -41,7 +43,8 @@ def find_task(name: str, **given: Any) -> Task:
     for key, parameter in accepted.items():
         if parameter.default is parameter.empty and key not in wanted:
             raise ValueError(f"The task {name!r} needs {key!r}, and it was not given.")
-    task = build(**{key: value for key, value in wanted.items() if key in accepted})
+    arguments = {key: value for key, value in wanted.items() if key in accepted}
+    task = build(**arguments) if name in TASKS else _told(name, lambda: build(**arguments))
     if not isinstance(task, Task):
         raise ValueError(
             f"The task {name!r} must be a Task, and its function returned {type(task).__name__}."
@@ -59,10 +62,18 @@ def _in_file(name: str) -> Callable[..., Task]:
         )
     if not os.path.isfile(file):
         raise ValueError(f"There is no file {file!r} to take a task from.")
-    build = getattr(_imported(Path(file)), function or "task", None)
+    build = getattr(_told(file, lambda: _imported(Path(file))), function or "task", None)
     if not callable(build):
         raise ValueError(f"{file!r} has no function {function or 'task'!r}: it returns the Task to train.")
     return build  # type: ignore[no-any-return]
+
+
+def _told(file: str, call: Callable[[], T]) -> T:
+    """What the user's code returns; of what it raises, whatever it is, a sentence."""
+    try:
+        return call()
+    except Exception as error:
+        raise ValueError(f"{file!r} cannot be used: {type(error).__name__}: {error}.") from error
 
 
 def _imported(path: Path) -> Any:
