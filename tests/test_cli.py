@@ -26,6 +26,14 @@ def entries() -> dict[str, catalogue.Entry]:
     return {entry.name: entry for entry in catalogue.catalogue()}
 
 
+@pytest.fixture(scope="module")
+def measured() -> dict[str, dict[str, float]]:
+    """In a process of their own, where nobody else holds memory."""
+    command = [sys.executable, "-m", "offbeat", "methods", "--json"]
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return {entry["name"]: entry for entry in json.loads(said)}
+
+
 def test_every_method_is_in_the_catalogue_with_its_paper(entries: dict[str, catalogue.Entry]) -> None:
     assert list(entries) == offbeat.methods.__all__
     for name, entry in entries.items():
@@ -50,10 +58,10 @@ def test_every_method_is_in_the_catalogue_with_its_paper(entries: dict[str, cata
     ],
 )
 def test_measured_figures_are_those_of_the_theory(
-    entries: dict[str, catalogue.Entry], name: str, rate: float, copies: int
+    measured: dict[str, dict[str, float]], name: str, rate: float, copies: int
 ) -> None:
-    assert entries[name].bytes_per_step == pytest.approx(rate, rel=0.06)
-    assert entries[name].copies == pytest.approx(copies, abs=0.02)
+    assert measured[name]["bytes_per_step"] == pytest.approx(rate, rel=0.06)
+    assert measured[name]["copies"] == pytest.approx(copies, abs=0.02)
 
 
 def test_parts_tell_what_they_are(entries: dict[str, catalogue.Entry]) -> None:

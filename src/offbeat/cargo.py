@@ -20,6 +20,7 @@ class Cargo:
         self.live, self._in_place = live, in_place
         self.buffers, self.moments = Buffers(live.model, buffers), Moments(live, moments)
         self._room: Packed | None = None
+        self.late = False  # whether what was kept from rounds before may be in the mean
 
     @property
     def room(self) -> Packed:
@@ -55,7 +56,7 @@ class Cargo:
         live, moments = self.live.tensors(), flight.moments.wait()
         own, notes, buffers = flight.mean.wait().cut(len(live), len(self.live.notes()))
         incoming(live, own)
-        self.live.landed(notes.views)
+        self.live.landed(notes.views, late=self.late)
         found = self.moments.found() if moments.names else {}
         news = [*buffers.views, *flight.followed.wait(), *moments.views]
         land(self.riders({name: found[name] for name in moments.names}), news, flight.sent)

@@ -22,7 +22,7 @@ from offbeat.ledger import Ledger
 from offbeat.optimizers import mark, rates
 from offbeat.part import Part
 from offbeat.peers import Peers, World
-from offbeat.reduce import Mean, Reducer
+from offbeat.reduce import ErrorFeedback, Mean, Reducer
 from offbeat.riders import BufferRule, MomentRule, send_mean
 from offbeat.schedule import Clock, Schedule, State
 from offbeat.tensors import Live, Packed
@@ -70,6 +70,7 @@ class Exchange(Part):
         plain = self.reduce == Mean() and self.update == Replace()
         in_place = plain and delay == 0 and not self.drift and not live.early
         self.cargo = Cargo(live, buffers, moments, in_place=in_place)
+        self.cargo.late = isinstance(self.reduce, ErrorFeedback)
         _check_delay(delay, when)
         if delay and isinstance(self.update, Reducer):
             raise ValueError(
@@ -146,7 +147,7 @@ class Exchange(Part):
         begins = self._plan == clock.step
         if self._flight and (self._flight.due == clock.step or (begins and self._flight.due is None)):
             self.land(clock)
-        if self._flight and clock.step == self._halfway(self._flight):
+        if self._flight and self.reduce.lossy and clock.step == self._halfway(self._flight):
             with torch.no_grad(), naming(self._flight.clock):
                 self._flight.advance()
         if begins:

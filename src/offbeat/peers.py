@@ -184,6 +184,8 @@ class Butterfly:
         workers, size = self.everyone.size, self.size
         if size == workers:
             return [list(range(workers))]
+        if size == 1:
+            return [[rank] for rank in range(workers)]
         if self._regular:
             together: dict[int, list[int]] = {}
             for rank in range(workers):

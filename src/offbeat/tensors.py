@@ -69,8 +69,9 @@ class Live:
         """What else every worker must know; small, and sent along. To be asked before `tensors`."""
         return {}
 
-    def landed(self, notes: Sequence[Tensor]) -> None:
-        """The mean of everyone's notes is here, and the tensors have been written."""
+    def landed(self, notes: Sequence[Tensor], *, late: bool = False) -> None:
+        """The mean of everyone's notes is here, and the tensors have been written; `late`: what was kept from
+        rounds before may be among them."""
 
 
 class Gradients(Live):
@@ -91,13 +92,10 @@ class Gradients(Live):
         """1 for each gradient that exists here; the mean tells which exist anywhere."""
         return {PRESENT: torch.tensor([float(p.grad is not None) for p in self.parameters])}
 
-    def landed(self, notes: Sequence[Tensor]) -> None:
-        """Forget the gradients no worker has, so that the optimizer skips them as it would alone.
-
-        With error feedback one may arrive all the same, from steps before.
-        """
+    def landed(self, notes: Sequence[Tensor], *, late: bool = False) -> None:
+        """Forget the gradients no worker has, so that the optimizer skips them as it would alone."""
         for p, anywhere in zip(self.parameters, notes[0].tolist(), strict=True):
-            if not anywhere and p.grad is not None and not local(p.grad).any():
+            if not anywhere and p.grad is not None and not (late and local(p.grad).any()):
                 p.grad = None
 
 
