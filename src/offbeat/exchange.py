@@ -147,7 +147,7 @@ class Exchange(Part):
         begins = self._plan == clock.step
         if self._flight and (self._flight.due == clock.step or (begins and self._flight.due is None)):
             self.land(clock)
-        if self._flight and self.reduce.lossy and clock.step == self._halfway(self._flight):
+        if self._flight and clock.step == self._halfway(self._flight):
             with torch.no_grad(), naming(self._flight.clock):
                 self._flight.advance()
         if begins:

@@ -49,7 +49,9 @@ class Flight:
         self.waited += self.comm.now() - start
 
     def advance(self) -> None:
-        """About half of the time is over: what takes two messages sends the second."""
+        """About half of the time is over: what takes two messages sends the second; others need not meet."""
+        if not self.mean.answers:
+            return
         start = self.comm.now()
         self.heads.wait()
         self.mean.advance()
