@@ -22,7 +22,6 @@ import offbeat
 from offbeat.tasks import bytes_task
 
 METHODS = [
-    "bare",
     "ddp()",
     "local_sgd(every=2)",
     "local_sgd(every=2, delay=1)",
@@ -91,11 +90,12 @@ def run(expression: str) -> dict[str, float]:
 
 
 def main() -> None:
-    results = {expression: run(expression) for expression in METHODS}
-    bare = results.pop("bare")
+    bare = run("bare")
     print("| method | kept | peak |\n|---|---|---|")
-    for expression, found in results.items():
-        print(f"| `{expression}` | {found['kept'] - bare['kept']:.1f} | {found['peak'] - bare['peak']:.1f} |")
+    for expression in METHODS:
+        found = run(expression)
+        kept, peak = (found[what] - bare[what] for what in ("kept", "peak"))
+        print(f"| `{expression}` | {kept:.1f} | {peak:.1f} |", flush=True)
 
 
 if __name__ == "__main__":
