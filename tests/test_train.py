@@ -197,6 +197,25 @@ def test_torchruns_workers_are_joined(whole: Path, tmp_path: Path) -> None:
     assert bad.stderr.count("offbeat: method('local_sgd(evry=1)')") == 1
 
 
+def test_torchruns_workers_share_a_folder_though_their_clocks_differ(tmp_path: Path) -> None:
+    script = tmp_path / "late.py"
+    script.write_text(
+        "import os, sys, time\n"
+        "from offbeat.cli.app import run\n"
+        "real = time.strftime\n"
+        "time.strftime = lambda form, *t: real(form, *t or [time.localtime(7 * int(os.environ['RANK']))])\n"
+        "sys.exit(run(['train', 'ddp', '--model', 'tiny', '--steps', '2', '--evaluations', '1']))\n"
+    )
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [*launch, str(script)],
+        env=environment(), capture_output=True, text=True, timeout=120, cwd=tmp_path,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    (folder,) = (tmp_path / "runs").glob("ddp-*")
+    assert finished(folder)
+
+
 def test_torch_ddp_and_ours_end_alike_also_behind_a_link(tmp_path: Path) -> None:
     done = offbeat(
         "compare", "torch_ddp", "ddp", "local_sgd(every=10)", *SMALL, "--steps", "30", "--link", "20mbit,1ms",

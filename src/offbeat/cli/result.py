@@ -26,12 +26,16 @@ def rows(runs: Sequence[Logged]) -> list[list[str]]:
 
 def caption(runs: Sequence[Logged]) -> str:
     """What the figures are of."""
-    setting, methods = runs[0].setting, [run.setting.method for run in runs if run.complete]
+    done = [run for run in runs if run.complete]
+    setting = (done or runs)[0].setting
+    workers = ", ".join(str(count) for count in sorted({run.setting.workers for run in done or runs}))
+    steps = ", ".join(str(count) for count in sorted({run.setting.steps for run in done or runs}))
     place = {"netns": "shaped links", "simulation": "simulated", "processes": "emulated link"}[setting.where]
     link = f", {setting.link} ({place})" if setting.link else ""
-    seeds = len({run.setting.seed for run in runs})
-    words = f"{setting.task}, {setting.workers} workers, {setting.steps} steps{link}, {seeds} seed(s)"
-    return f"{words}; the reference is {reference_of(methods)}"
+    seeds = len({run.setting.seed for run in done})
+    words = f"{setting.task}, {workers} workers, {steps} steps{link}, {seeds} seed(s)"
+    left = f"; unfinished and left out: {len(runs) - len(done)}" if len(done) < len(runs) else ""
+    return f"{words}; the reference is {reference_of(runs)}{left}"
 
 
 def _cells(row: Row) -> dict[str, str]:
