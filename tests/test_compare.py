@@ -235,8 +235,11 @@ def test_bad_input_is_one_sentence(
         (["study", "local_sgd", "--workers", "2,x"], "--workers '2,x': whole numbers with commas"),
         (["study", "local_sgd", "--every", "0"], "--every '0': at least 1 is needed."),
         (["study", "local_sgd", "--samples", "5"], "--samples 5: 2 workers with batches of 16 need 32"),
-        (["lab", "--workers", "0", "--", "true"], "Lab(hosts=0): hosts must be at least 1."),
-        (["lab", "--rate", "fast", "--", "true"], "rate='fast': a rate is a number and a unit of tc"),
+        (["lab", "--workers", "0", "--", "true"], "--workers 0: hosts must be at least 1."),
+        (["lab", "--rate", "fast", "--", "true"], "--rate fast: a rate is a number and a unit of tc"),
+        (["lab", "--rate", "100bananas", "--", "true"], "--rate 100bananas: a rate is a number and a unit"),
+        (["lab", "--rate", "1bit", "--", "true"], "--rate 1bit: rate must be from 8kbit to 100gbit"),
+        (["lab", "--timeout", "0", "--", "true"], "--timeout 0: a positive number of seconds is needed."),
     ],
 )
 def test_other_bad_input(

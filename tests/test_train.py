@@ -182,6 +182,21 @@ def test_ctrl_c_waits_for_a_rank_that_is_many_steps_behind(tmp_path: Path) -> No
     assert not list(folder.glob(".stop*"))
 
 
+def test_ctrl_c_in_the_last_step_of_a_run_does_not_let_the_next_begin(tmp_path: Path) -> None:
+    process = started(
+        "compare", "ddp", "local_sgd(every=2)", *SMALL, "--evaluations", "1", "--steps", "3",
+        "--straggler", "rank=0,delay=4,every=3", "--out", str(tmp_path),
+    )  # fmt: skip
+    (first, second) = (tmp_path / "00-ddp-seed0", tmp_path / "01-local_sgd-every-2-seed0")
+    until(lambda: last_step(first) >= 2 or process.poll() is not None)
+    process.send_signal(signal.SIGINT)
+    _, error = process.communicate(timeout=60)
+    assert process.returncode == 130, error
+    assert error == f"offbeat: stopped; the same command with --out {tmp_path} runs what is missing\n"
+    assert finished(first)
+    assert not log_path(second, 0).exists()
+
+
 def test_torchruns_workers_are_joined(whole: Path, tmp_path: Path) -> None:
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     words = ["-m", "offbeat", "train", METHOD, "--model", "tiny", "--evaluations", "3", "--steps", "60"]

@@ -91,9 +91,8 @@ def train(
         show.as_json(show.plain(summarize([run])[0]))
         return 0
     console = show.console()
-    console.print(
-        show.table(f"{run.setting.task}, {workers} workers, {steps} steps", columns([run]), rows([run]))
-    )
+    title = f"{run.setting.task}, {show.some(workers, 'worker')}, {show.some(steps, 'step')}"
+    show.print_table(console, title, columns([run]), rows([run]))
     console.print(f"logs and checkpoints: {place}", soft_wrap=True)
     return 0
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import threading
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -31,7 +32,15 @@ class Loop:
     method's. Neither is the start, which gives rank 0's weights to all.
     """
 
-    def __init__(self, comm: Communicator, setting: Setting, task: Task, folder: Path) -> None:
+    def __init__(
+        self,
+        comm: Communicator,
+        setting: Setting,
+        task: Task,
+        folder: Path,
+        *,
+        called: threading.Event | None = None,
+    ) -> None:
         assert setting.batch is not None
         self.comm, self.setting, self.task, self.folder = Watched(comm), setting, task, folder
         self.rank, self.real = comm.rank, setting.where != "simulation"
@@ -43,7 +52,7 @@ class Loop:
         kind: Any = TorchDDP if setting.method == TORCH_DDP else Trainer
         self.trainer = kind(setting, task, self.model, self.optimizer, self.comm)
         self.shelf = Shelf(folder / "checkpoints", rank=self.rank, workers=comm.size)
-        self.stop = Stop(folder, rank=self.rank, workers=comm.size)
+        self.stop = Stop(folder, rank=self.rank, workers=comm.size, called=called)
         self.step = 0
         self.clock = Stopwatch(comm.now)
         self.earlier = Costs()  # of the processes before this one
