@@ -139,6 +139,7 @@ def test_bad_input_is_one_sentence(
 def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = outcome(capsys, "--help")
     assert code == 0
+    assert "offbeat compare torch_ddp" in out
     assert "methods" in out
     assert outcome(capsys, "--version") == (0, f"offbeat {offbeat.__version__}\n", "")
     code, out, err = outcome(capsys)

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from test_pictures import pictures
 
 import offbeat
 from offbeat.cli.result import caption
@@ -414,3 +415,17 @@ def test_settings_that_cannot_be(changes: dict[str, Any], sentence: str) -> None
     setting = Setting(**{"method": "local_sgd(every=8)", "model": "tiny", **changes})
     with pytest.raises(ValueError, match=f"^{re.escape(sentence)}"):
         check(setting, setting.find_task())
+
+
+def test_a_model_with_batch_normalization_is_trained_saved_and_resumed(tmp_path: Path) -> None:
+    """Its count of batches is a number without a dimension."""
+    data = str(pictures(tmp_path / "album", each=10))
+    changes = {"task": "images", "data": data, "batch": 4, "checkpoint_every": 5}
+    place = trained(tmp_path / "run", "local_sgd(every=4)", **changes)
+    whole = summary.read(place)
+    assert whole.complete
+    assert whole.ends[0]["weights"] == whole.ends[1]["weights"]
+    assert launch([place], resume=True), "from the checkpoint of step 10"
+    again = summary.read(place)
+    for name in ("weights", "rounds", "sent", "units"):
+        assert [end[name] for end in again.ends] == [end[name] for end in whole.ends]

@@ -197,38 +197,25 @@ def test_ctrl_c_in_the_last_step_of_a_run_does_not_let_the_next_begin(tmp_path: 
     assert not log_path(second, 0).exists()
 
 
-def test_torchruns_workers_are_joined(whole: Path, tmp_path: Path) -> None:
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    words = ["-m", "offbeat", "train", METHOD, "--model", "tiny", "--evaluations", "3", "--steps", "60"]
-    words += ["--checkpoint-every", "7", "--checkpoint-dir", str(tmp_path / "run")]
-    done = subprocess.run([*launch, *words], env=environment(), capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr
-    assert outcome(tmp_path / "run") == outcome(whole)
-    assert done.stdout.count("logs and checkpoints") == 1
-    bad = subprocess.run(
-        [*launch, "-m", "offbeat", "train", "local_sgd(evry=1)"],
-        env=environment(), capture_output=True, text=True, timeout=240,
-    )  # fmt: skip
-    assert bad.stderr.count("offbeat: method('local_sgd(evry=1)')") == 1
-
-
-def test_torchruns_workers_share_a_folder_though_their_clocks_differ(tmp_path: Path) -> None:
+def test_torchruns_workers_are_joined_though_their_clocks_differ(whole: Path, tmp_path: Path) -> None:
+    words = ["train", METHOD, "--model", "tiny", "--evaluations", "3", "--steps", "60"]
     script = tmp_path / "late.py"
     script.write_text(
         "import os, sys, time\n"
         "from offbeat.cli.app import run\n"
         "real = time.strftime\n"
         "time.strftime = lambda form, *t: real(form, *t or [time.localtime(7 * int(os.environ['RANK']))])\n"
-        "sys.exit(run(['train', 'ddp', '--model', 'tiny', '--steps', '2', '--evaluations', '1']))\n"
+        f"sys.exit(run({[*words, '--checkpoint-every', '7']}))\n"
     )
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run(
-        [*launch, str(script)],
-        env=environment(), capture_output=True, text=True, timeout=120, cwd=tmp_path,
-    )  # fmt: skip
+    options: Any = {"env": environment(), "capture_output": True, "text": True, "timeout": 240}
+    done = subprocess.run([*launch, str(script)], cwd=tmp_path, **options)
     assert done.returncode == 0, done.stderr
-    (folder,) = (tmp_path / "runs").glob("ddp-*")
-    assert finished(folder)
+    (folder,) = (tmp_path / "runs").glob("local_sgd-*")
+    assert outcome(folder) == outcome(whole)
+    assert done.stdout.count("logs and checkpoints") == 1
+    bad = subprocess.run([*launch, "-m", "offbeat", "train", "local_sgd(evry=1)"], **options)
+    assert bad.stderr.count("offbeat: method('local_sgd(evry=1)')") == 1
 
 
 def test_torch_ddp_and_ours_end_alike_also_behind_a_link(tmp_path: Path) -> None:

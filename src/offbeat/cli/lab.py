@@ -1,5 +1,6 @@
 """`offbeat lab`"""
 
+import shutil
 import sys
 import time
 from typing import Annotated
@@ -37,6 +38,8 @@ def lab(
     with reading():
         if reason := unavailable():
             raise Refused(reason)
+        if shutil.which(command[0]) is None:
+            raise Refused(f"There is no command {command[0]!r} to run.")
         with option("--workers", workers):
             Lab(workers)
         with option("--rate", rate):

@@ -16,7 +16,6 @@ from rich.table import Column
 from offbeat.runs.folder import origin_of, setting_of
 from offbeat.runs.record import log_path
 
-
 WIDE = 140  # columns that a run's line takes, with a name of the usual length
 
 

@@ -164,7 +164,7 @@ class Loop:
         """Of the weights: equal runs end with equal ones."""
         digest = hashlib.blake2b(digest_size=8)
         for tensor in self.model.state_dict().values():
-            digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+            digest.update(tensor.detach().cpu().reshape(-1).contiguous().view(torch.uint8).numpy().tobytes())
         return digest.hexdigest()
 
     def _save(self) -> bool:
@@ -203,5 +203,6 @@ class Loop:
         self.trainer.load_state_dict(state["sync"])
         torch.set_rng_state(state["rng"])
         self.step, self.earlier = state["step"], Costs(**state["costs"])
+        self.uncounted = self.trainer.costs()  # the words with which ranks agree on what they have loaded
         self.tally.units = state["units"]
         self.clock = Stopwatch(self.comm.now, state["elapsed"])
