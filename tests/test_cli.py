@@ -11,11 +11,13 @@ import sys
 import pytest
 import torch
 from rich.console import Console
+from rich.progress import Progress
 
 import offbeat
 from offbeat import catalogue
 from offbeat.cli import narrow, show
 from offbeat.cli.app import run
+from offbeat.cli.monitor import bar
 from offbeat.plan.steady import warmed
 
 
@@ -222,3 +224,16 @@ def test_lines_break_at_blanks_and_behind_parentheses() -> None:
 def test_one_is_not_many() -> None:
     told = [show.some(count, "worker") for count in (1, 2, 1000)]
     assert told == ["1 worker", "2 workers", "1,000 workers"]
+
+
+@pytest.mark.parametrize("width", [160, 80, 50])
+def test_a_runs_line_is_whole_at_any_width(width: int) -> None:
+    console = Console(width=width, file=io.StringIO(), force_terminal=True, color_system=None)
+    progress = Progress(*bar(width), console=console)
+    told = "loss 0.123  1,234 images/s  waiting 77%  12.3 MB  period 8  drift 0.01"
+    progress.add_task("hierarchical(nodes=[[0], [1]]) seed 0", total=300, completed=20, told=told)
+    console.print(progress.get_renderable())
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert max(map(len, text.splitlines())) <= width
+    for word in ["hierarchical(nodes=[[0],", "[1]])", "20/300", *told.split()]:
+        assert word in text, word

@@ -103,11 +103,11 @@ def test_what_the_options_mean(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_rate_reaches_schedules(capsys: pytest.CaptureFixture[str]) -> None:
-    qsr = "qsr(alpha=0.0175, base=4, warmup=1000, total=9360)"
-    rate = ("--steps", "9360", "--lr", "0.008", "--warmup", "1000")
+    qsr = "qsr(alpha=0.0175, base=4, warmup=100, total=936)"
+    rate = ("--steps", "936", "--lr", "0.008", "--warmup", "100")
     decayed = told(capsys, qsr, *GIVEN, *rate)["predictions"][0]["rounds"]
     flat = told(capsys, qsr, *GIVEN, *rate, "--no-cosine")["predictions"][0]["rounds"]
-    assert decayed < flat == 2340
+    assert decayed < flat == 234
 
 
 CLUSTER = "cluster = Cluster(8, Constant(0.5), Network(bandwidth=1e9))\n"
