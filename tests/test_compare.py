@@ -166,14 +166,17 @@ def broken_task(place: Path, text: str) -> str:
         (["--task", "nope"], "There is no task 'nope': name one of bytes, digits, images, or a Python file"),
         (
             ["--task", "bytes", "--data", "gone.txt"],
-            "bytes_task(data='gone.txt'): data must be the path of an",
+            "offbeat: --data gone.txt: data must be the path of an existing file.",
         ),
         (
             ["--task", "images", "--data", "gone.zip"],
-            "images_task(data='gone.zip'): data must be an existing",
+            "offbeat: --data gone.zip: data must be an existing",
         ),
         (["--task", "images", "--data", "BROKEN"], "is no readable zip (File is not a zip file)."),
-        (["--task", "images", "--data", "IMAGE"], "cannot be decoded (cannot identify image file"),
+        (
+            ["--task", "images", "--data", "IMAGE"],
+            "'train/a/0.jpg' cannot be decoded (it is no picture); replace or delete it.",
+        ),
         (
             ["--task", "images", "--data", "LOCKED"],
             "password required for extraction); replace or delete it.",
@@ -182,9 +185,9 @@ def broken_task(place: Path, text: str) -> str:
         (["--task", "IMPORT"], "'own.py' cannot be used: ModuleNotFoundError: No module named 'nowhere'."),
         (["--task", "RAISES"], "'own.py' cannot be used: KeyError: 'size'."),
         (["--task", "mine.py"], "There is no file 'mine.py' to take a task from."),
-        (["--model", "huge"], "digits_task(size='huge'): size must be one of"),
+        (["--model", "huge"], "offbeat: --model huge: size must be one of"),
         (["--workers", "0"], "--workers 0: at least 1 is needed."),
-        (["--workers", "9999"], "batches(workers=9999): there are 1438 pictures to train on"),
+        (["--workers", "9999"], "offbeat: --workers 9999: there are 1438 pictures to train on"),
         (["--workers", "two"], "Invalid value for '--workers': "),
         (["--link", "100bananas"], "--link '100bananas': a link is a rate and perhaps a latency"),
         (["--straggler", "sometimes"], "--straggler 'sometimes': write rank=1,delay=0.3,every=4"),
@@ -235,8 +238,12 @@ def test_bad_input_is_one_sentence(
         (["study", "local_sgd", "--workers", "2,x"], "--workers '2,x': whole numbers with commas"),
         (["study", "local_sgd", "--every", "0"], "--every '0': at least 1 is needed."),
         (["study", "local_sgd", "--samples", "5"], "--samples 5: 2 workers with batches of 16 need 32"),
-        (["lab", "--workers", "0", "--", "true"], "Lab(hosts=0): hosts must be at least 1."),
-        (["lab", "--rate", "fast", "--", "true"], "rate='fast': a rate is a number and a unit of tc"),
+        (["lab", "--workers", "0", "--", "true"], "--workers 0: hosts must be at least 1."),
+        (["lab", "--rate", "fast", "--", "true"], "--rate fast: a rate is a number and a unit of tc"),
+        (["lab", "--rate", "100bananas", "--", "true"], "--rate 100bananas: a rate is a number and a unit"),
+        (["lab", "--rate", "1bit", "--", "true"], "--rate 1bit: rate must be from 8kbit to 100gbit"),
+        (["lab", "--", "no-such-command"], "There is no command 'no-such-command' to run."),
+        (["lab", "--timeout", "0", "--", "true"], "--timeout 0: a positive number of seconds is needed."),
     ],
 )
 def test_other_bad_input(

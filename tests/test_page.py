@@ -73,3 +73,12 @@ def test_the_page_of_a_study_and_of_a_run_that_diverged(runs: list[Logged], tmp_
     found = drawn(render([broken]), tmp_path, 1000)
     assert re.findall(r"<title>(wide \d+)</title>", found)
     assert "diverged" in found
+
+
+def test_marks_of_losses_close_to_each_other_are_told_apart(tmp_path: Path) -> None:
+    close = written(tmp_path, "ddp()", seed=0, losses=[2.2931, 2.2929, 2.2924])
+    found = drawn(render([close]), tmp_path, 1000)
+    first = found.split("<svg")[1].split("</svg>")[0]
+    marks = re.findall(r'text-anchor="end"[^>]*>(2\.29\d*)<', first)
+    assert len(marks) >= 2
+    assert len(set(marks)) == len(marks)

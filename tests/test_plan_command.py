@@ -43,6 +43,21 @@ def test_the_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert "a  local_sgd(every=8)" in out
 
 
+@pytest.mark.parametrize("width", [120, 80, 40])
+def test_nothing_is_cut_in_a_narrow_terminal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, width: int
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    _, out, _ = outcome(capsys, "ddp()", "local_sgd(every=8)", *GIVEN)
+    assert max(map(len, out.splitlines())) <= width
+    assert "…" not in out
+    chart = [line for line in out.splitlines() if " ┤" in line]
+    assert len(chart) == 16
+    assert width - 1 <= max(map(len, chart)) <= width, "and all the room is used"
+    for word in ("wall-clock", "stragglers", "local_sgd(every=8)", "48 kbit/s", "48 Gbit/s"):
+        assert word in out
+
+
 def test_json_and_figures_by_hand(capsys: pytest.CaptureFixture[str]) -> None:
     """6 MB at 6 MB/s are a second, a ring of four has six latencies: 64 · (0.1 + 1.006), and the start."""
     answer = told(capsys, "ddp()", "local_sgd(every=8)", *GIVEN)
@@ -88,11 +103,11 @@ def test_what_the_options_mean(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_rate_reaches_schedules(capsys: pytest.CaptureFixture[str]) -> None:
-    qsr = "qsr(alpha=0.0175, base=4, warmup=1000, total=9360)"
-    rate = ("--steps", "9360", "--lr", "0.008", "--warmup", "1000")
+    qsr = "qsr(alpha=0.0175, base=4, warmup=100, total=936)"
+    rate = ("--steps", "936", "--lr", "0.008", "--warmup", "100")
     decayed = told(capsys, qsr, *GIVEN, *rate)["predictions"][0]["rounds"]
     flat = told(capsys, qsr, *GIVEN, *rate, "--no-cosine")["predictions"][0]["rounds"]
-    assert decayed < flat == 2340
+    assert decayed < flat == 234
 
 
 CLUSTER = "cluster = Cluster(8, Constant(0.5), Network(bandwidth=1e9))\n"
@@ -171,25 +186,34 @@ def test_steps_of_a_recording(capsys: pytest.CaptureFixture[str], tmp_path: Path
 
 
 NONSENSE = [
-    (("--workers", "0"), "Cluster(workers=0): a whole number, at least 1, is needed."),
-    (("--link=-5mbit",), "rate='-5mbit': a rate is a number and a unit of tc"),
-    (("--link", "100bananas"), "rate='100bananas': a rate is a number and a unit of tc"),
-    (("--step=-1ms",), "'-1ms' is no time: write 0.25, 20ms, 5us, 10min or 2h."),
-    (("--step", "0"), "Constant(step=0.0): step must be a positive number of seconds."),
-    (("--parameters", "many"), "'many' is no number: write 350000, 124M or 1.3B."),
-    (("--steps", "0"), "Job(steps=0): a whole number, at least 1, is needed."),
+    (("--workers", "0"), "--workers 0: a whole number, at least 1, is needed."),
+    (("--link=-5mbit",), "--link -5mbit: a rate is a number and a unit of tc"),
+    (("--link", "100bananas"), "--link 100bananas: a rate is a number and a unit of tc"),
+    (("--step=-1ms",), "--step -1ms: write 0.25, 20ms, 5us, 10min or 2h."),
+    (("--step", "0"), "--step 0: step must be a positive number of seconds."),
+    (("--parameters", "many"), "--parameters many: write 350000, 124M or 1.3B."),
+    (("--steps", "0"), "--steps 0: a whole number, at least 1, is needed."),
     (
         ("local_sgd(every=65)",),
         "local_sgd(every=65): there is no round in 64 steps: shorten the period or lengthen the run.",
     ),
-    (("--level", "8"), "'8' is no level: write the workers in a group and their uplink, 8:100gbit,5us."),
-    (("--reduce", "star"), "reduce must be one of 'ideal', 'ring', 'tree', 'direct'."),
+    (("--level", "8"), "--level 8: write the workers in a group and their uplink, 8:100gbit,5us."),
+    (("--reduce", "star"), "--reduce star: reduce must be one of 'ideal', 'ring', 'tree', 'direct'."),
+    (("--jitter=-1",), "--jitter -1.0: "),
+    (("--tail", "0"), "--tail 0.0: "),
+    (("--restart", "soon"), "--restart soon: write 0.25, 20ms, 5us, 10min or 2h."),
+    (("--checkpoint", "soon"), "--checkpoint soon: write 0.25"),
+    (("--dtype", "int8"), "--dtype int8: choose one of 'float32', "),
+    (("--layers", "0"), "--layers 0: a whole number, at least 1, is needed."),
+    (("--optimizer", "lion"), "--optimizer lion: choose one of "),
+    (("--lr=-1",), "--lr -1.0: the rate must be a finite number, 0 or more."),
+    (("--warmup=-1",), "--warmup -1: warmup must be shorter than steps."),
     (("--straggler", "often"), "--straggler often: write CHANCE,DELAY such as 0.03,320ms"),
     (("--cluster", "nowhere.py"), "nowhere.py: cannot be read"),
     (("--measure",), "--measure times one thing: give either --task or --script."),
     (("--task", "digits"), "--task and --script are there to be measured: add --measure."),
     (("--measure", "--script", "nowhere.py"), "There is no script 'nowhere.py' to measure."),
-    (("--failures=-1",), "per_hour must be a finite number, 0 or more."),
+    (("--failures=-1",), "--failures -1.0: per_hour must be a finite number, 0 or more."),
     (("no_such_method()",), "name one of"),
 ]
 

@@ -6,13 +6,16 @@ import json
 import re
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from test_pictures import pictures
 
 import offbeat
+from offbeat.cli.result import caption
 from offbeat.report.page import render, told
 from offbeat.runs import summary
 from offbeat.runs.folder import prepare
@@ -263,11 +266,39 @@ def test_a_run_that_did_not_finish_is_not_in_the_table(tmp_path: Path) -> None:
     assert "local_sgd()" in render([whole, torn])
 
 
-def test_torch_ddp_is_the_reference_where_it_takes_part() -> None:
-    assert summary.reference_of(["local_sgd()", "ddp()", "torch_ddp()"]) == "torch_ddp()"
-    assert summary.reference_of(["local_sgd()", "ddp()"]) == "ddp()"
-    assert summary.reference_of(["local_sgd()", "slowmo()"]) == "local_sgd()"
+def test_torch_ddp_is_the_reference_where_it_takes_part(tmp_path: Path) -> None:
+    names = ("local_sgd()", "ddp()", "torch_ddp()", "slowmo()")
+    local, ddp, torchs, slow = (written(tmp_path, name, seed=0, losses=[2.0, 1.0]) for name in names)
+    assert summary.reference_of([local, ddp, torchs]) == "torch_ddp()"
+    assert summary.reference_of([local, ddp]) == "ddp()"
+    assert summary.reference_of([local, slow]) == "local_sgd()"
+    assert summary.reference_of([local, replace(ddp, ends=[])]) == "local_sgd()", "it did not finish"
     assert summary.reference_of([]) is None
+
+
+def test_runs_of_different_settings_are_no_seeds_of_each_other(tmp_path: Path) -> None:
+    first = written(tmp_path, "local_sgd()", seed=0, losses=[2.0, 1.0])
+    second = written(tmp_path, "local_sgd()", seed=1, losses=[2.0, 1.0])
+    ddp = written(tmp_path, "ddp()", seed=0, losses=[2.0, 1.0])
+    other = replace(second, setting=replace(second.setting, lr=0.5, straggler=("rank=0,delay=1",)))
+    (row,) = summary.summarize([first, second])
+    assert (row.method, row.seeds) == ("local_sgd()", 2)
+    rows = summary.summarize([first, other, ddp])
+    assert [row.method for row in rows] == [
+        "local_sgd(), lr 0.1, straggler None",
+        "local_sgd(), lr 0.5, straggler rank=0,delay=1",
+        "ddp(), lr 0.1, straggler None",
+    ]
+    more = replace(ddp, setting=replace(ddp.setting, workers=4), ends=ddp.ends * 2)
+    assert summary.reference_of([first, more]) == "ddp() × 4"
+    assert "2, 4 workers, 10 steps" in caption([first, more])
+    assert caption([first, replace(more, ends=[])]).endswith("is local_sgd() × 2; unfinished and left out: 1")
+
+
+def test_a_run_that_diverged_never_reached_the_loss(tmp_path: Path) -> None:
+    ddp = written(tmp_path, "ddp()", seed=0, losses=[2.0, 1.0])
+    gone = written(tmp_path, "local_sgd()", seed=0, losses=[2.0, 0.5, float("nan")])
+    assert [row.reached is None for row in summary.summarize([ddp, gone])] == [False, True]
 
 
 def test_the_page_holds_everything_and_needs_no_network(tmp_path: Path) -> None:
@@ -384,3 +415,17 @@ def test_settings_that_cannot_be(changes: dict[str, Any], sentence: str) -> None
     setting = Setting(**{"method": "local_sgd(every=8)", "model": "tiny", **changes})
     with pytest.raises(ValueError, match=f"^{re.escape(sentence)}"):
         check(setting, setting.find_task())
+
+
+def test_a_model_with_batch_normalization_is_trained_saved_and_resumed(tmp_path: Path) -> None:
+    """Its count of batches is a number without a dimension."""
+    data = str(pictures(tmp_path / "album", each=10))
+    changes = {"task": "images", "data": data, "batch": 4, "checkpoint_every": 5}
+    place = trained(tmp_path / "run", "local_sgd(every=4)", **changes)
+    whole = summary.read(place)
+    assert whole.complete
+    assert whole.ends[0]["weights"] == whole.ends[1]["weights"]
+    assert launch([place], resume=True), "from the checkpoint of step 10"
+    again = summary.read(place)
+    for name in ("weights", "rounds", "sent", "units"):
+        assert [end[name] for end in again.ends] == [end[name] for end in whole.ends]

@@ -182,18 +182,39 @@ def test_ctrl_c_waits_for_a_rank_that_is_many_steps_behind(tmp_path: Path) -> No
     assert not list(folder.glob(".stop*"))
 
 
-def test_torchruns_workers_are_joined(whole: Path, tmp_path: Path) -> None:
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    words = ["-m", "offbeat", "train", METHOD, "--model", "tiny", "--evaluations", "3", "--steps", "60"]
-    words += ["--checkpoint-every", "7", "--checkpoint-dir", str(tmp_path / "run")]
-    done = subprocess.run([*launch, *words], env=environment(), capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr
-    assert outcome(tmp_path / "run") == outcome(whole)
-    assert done.stdout.count("logs and checkpoints") == 1
-    bad = subprocess.run(
-        [*launch, "-m", "offbeat", "train", "local_sgd(evry=1)"],
-        env=environment(), capture_output=True, text=True, timeout=240,
+def test_ctrl_c_in_the_last_step_of_a_run_does_not_let_the_next_begin(tmp_path: Path) -> None:
+    process = started(
+        "compare", "ddp", "local_sgd(every=2)", *SMALL, "--evaluations", "1", "--steps", "3",
+        "--straggler", "rank=0,delay=4,every=3", "--out", str(tmp_path),
     )  # fmt: skip
+    (first, second) = (tmp_path / "00-ddp-seed0", tmp_path / "01-local_sgd-every-2-seed0")
+    until(lambda: last_step(first) >= 2 or process.poll() is not None)
+    process.send_signal(signal.SIGINT)
+    _, error = process.communicate(timeout=60)
+    assert process.returncode == 130, error
+    assert error == f"offbeat: stopped; the same command with --out {tmp_path} runs what is missing\n"
+    assert finished(first)
+    assert not log_path(second, 0).exists()
+
+
+def test_torchruns_workers_are_joined_though_their_clocks_differ(whole: Path, tmp_path: Path) -> None:
+    words = ["train", METHOD, "--model", "tiny", "--evaluations", "3", "--steps", "60"]
+    script = tmp_path / "late.py"
+    script.write_text(
+        "import os, sys, time\n"
+        "from offbeat.cli.app import run\n"
+        "real = time.strftime\n"
+        "time.strftime = lambda form, *t: real(form, *t or [time.localtime(7 * int(os.environ['RANK']))])\n"
+        f"sys.exit(run({[*words, '--checkpoint-every', '7']}))\n"
+    )
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    options: Any = {"env": environment(), "capture_output": True, "text": True, "timeout": 240}
+    done = subprocess.run([*launch, str(script)], cwd=tmp_path, **options)
+    assert done.returncode == 0, done.stderr
+    (folder,) = (tmp_path / "runs").glob("local_sgd-*")
+    assert outcome(folder) == outcome(whole)
+    assert done.stdout.count("logs and checkpoints") == 1
+    bad = subprocess.run([*launch, "-m", "offbeat", "train", "local_sgd(evry=1)"], **options)
     assert bad.stderr.count("offbeat: method('local_sgd(evry=1)')") == 1
 
 

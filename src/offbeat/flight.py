@@ -28,7 +28,7 @@ def naming(when: Clock | Report) -> Iterator[None]:
 
 def profiled(name: str) -> AbstractContextManager[object]:
     """A range of this name in a profile, if one is being taken: naming it costs as much as ten small sums."""
-    return record_function(name) if torch.autograd._profiler_enabled() else nullcontext()
+    return record_function(name) if torch._C._autograd._profiler_enabled() else nullcontext()
 
 
 @dataclass

@@ -232,9 +232,10 @@ class Synchronizer:
     def load_state_dict(self, state: State) -> None:
         """Go on from a checkpoint; every rank loads its own. Model and optimizer are loaded by the caller."""
         self._must_be_open("load_state_dict()")
-        with self._failing():
-            self.agree()
-        checkpoint.check_origin(state, self.method, self._comm)
+        with self._accounted():
+            with self._failing():
+                self.agree()
+            checkpoint.check_origin(state, self.method, self._comm)
         self.steps, self._lr, self._started = state["steps"], state["lr"], state["started"]
         self._lockstep, self._equal = state["lockstep"], state["equal"]
         for part, saved in zip(self.parts, state["parts"], strict=True):

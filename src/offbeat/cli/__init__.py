@@ -1,5 +1,7 @@
 """The command line. It is an extra: the library itself needs torch alone."""
 
+import atexit
+import os
 import sys
 
 
@@ -13,4 +15,10 @@ def main() -> None:
         sys.exit(2)
     from offbeat.cli.app import run
 
-    sys.exit(run(sys.argv[1:]))
+    code = run(sys.argv[1:])
+    if code == 130:  # workers of a simulation may be anywhere, and would abort an orderly exit
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)

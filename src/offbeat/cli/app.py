@@ -42,7 +42,20 @@ def offbeat_command(
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
-    """Train one PyTorch model on many workers that communicate seldom."""
+    """Train one PyTorch model on many workers that communicate seldom.
+
+    Each command has examples in its own --help.
+
+    Examples:
+
+        offbeat compare torch_ddp 'local_sgd(every=8)' 'diloco(every=32)' --link 100mbit
+
+        offbeat train 'diloco(every=32)' --workers 4 --steps 500
+
+        offbeat plan --workers 8 --step 250ms --parameters 124M --link 1gbit,5ms --steps 10000
+
+        offbeat methods
+    """
 
 
 for command in (train, compare, study, report, lab, methods):

@@ -81,13 +81,21 @@ def compare(
     missing = [folder for folder in found if not folders.finished(folder)]
     if missing:
         with Monitor(missing, Console(stderr=True)):
-            if not launch(missing, resume=True):
+            if not _launched(missing):
                 print(
                     f"offbeat: stopped; the same command with --out {place} runs what is missing",
                     file=sys.stderr,
                 )
                 return 130
     return told(found, place / "report.html", json=json)
+
+
+def _launched(missing: list[Path]) -> bool:
+    """False if Ctrl-C came first, also where it ends the workers at once."""
+    try:
+        return launch(missing, resume=True)
+    except KeyboardInterrupt:
+        return False
 
 
 def prepared(place: Path, first: Setting, methods: list[str], seeds: range) -> list[Path]:
@@ -125,6 +133,6 @@ def told(found: list[Path], page: Path, *, json: bool) -> int:
         show.as_json([show.plain(row) for row in summarize(runs)])
         return 0
     console = show.console()
-    console.print(show.table(caption(runs), columns(runs), rows(runs)))
+    show.print_table(console, caption(runs), columns(runs), rows(runs))
     console.print(f"the page: {page}", soft_wrap=True)
     return 0

@@ -1,9 +1,11 @@
 """The cluster and the job that the options of `offbeat plan` describe."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from offbeat.cli.measured import Found
+from offbeat.cli.refusal import option
 from offbeat.plan import Cluster, Cosine, Flat, Job
 from offbeat.plan.units import parse_count, parse_level, parse_link, parse_seconds
 from offbeat.simulate import Compute, Constant, Failures, HeavyTailed, Jittered, Network, Recorded, Stragglers
@@ -21,11 +23,7 @@ def compute_of(
     if recorded is not None:
         compute = Recorded.read(recorded)
     elif step is not None:
-        seconds = parse_seconds(step)
-        if tail is not None:
-            compute = HeavyTailed(seconds, tail)
-        else:
-            compute = Jittered(seconds, jitter) if jitter else Constant(seconds)
+        compute = _steps(step, jitter, tail)
     if straggler is None or compute is None:
         return compute
     chance, _, delay = straggler.partition(",")
@@ -37,11 +35,39 @@ def compute_of(
         ) from None
 
 
+def _steps(step: str, jitter: float, tail: float | None) -> Compute:
+    with option("--step", step):
+        plain = Constant(parse_seconds(step))
+    if tail is not None:
+        with option("--tail", tail):
+            return HeavyTailed(plain.step, tail)
+    if jitter:
+        with option("--jitter", jitter):
+            return Jittered(plain.step, jitter)
+    return plain
+
+
 def network_of(found: Found, link: str | None, levels: list[str], reduce: Any) -> Network | None:
     if link is None:
         return found.network if not levels else None
-    bandwidth, latency = parse_link(link)
-    return Network(latency, bandwidth, reduce, tuple(map(parse_level, levels)))
+    with option("--link", link):
+        bandwidth, latency = parse_link(link)
+        network = Network(latency, bandwidth)
+    with option("--reduce", reduce):
+        network = replace(network, reduce=reduce)
+    for level in levels:
+        with option("--level", level):
+            network = replace(network, levels=(*network.levels, parse_level(level)))
+    return network
+
+
+def failures_of(per_hour: float, restart: str, checkpoint: str) -> Failures:
+    with option("--failures", per_hour):
+        failures = Failures(per_hour)
+    with option("--restart", restart):
+        failures = replace(failures, restart=parse_seconds(restart))
+    with option("--checkpoint", checkpoint):
+        return replace(failures, checkpoint=parse_seconds(checkpoint))
 
 
 def cluster_of(
@@ -62,7 +88,8 @@ def cluster_of(
     if missing or workers is None or compute is None or network is None:
         also = " (or start it with torchrun, to measure the link)" if found.comm is not None else ""
         raise ValueError(f"A cluster needs {', '.join(missing)}{also}, or a file by --cluster.")
-    return Cluster(workers, compute, network, failures)
+    with option("--workers", workers):
+        return Cluster(workers, compute, network, failures)
 
 
 def job_of(
@@ -82,5 +109,15 @@ def job_of(
         parameters, dtype = str(found.step.parameters), found.step.dtype
     if parameters is None:
         raise ValueError("How large is the model? Give --parameters, such as 124M.")
-    rate = Cosine(lr, steps, warmup) if cosine and steps > warmup else Flat(lr)
-    return Job(steps, parse_count(parameters), dtype, rate, optimizer, layers)
+    with option("--parameters", parameters):
+        count = parse_count(parameters)
+    given = {"steps": steps, "parameters": count, "dtype": dtype, "layers": layers, "optimizer": optimizer}
+    for name, value in given.items():
+        with option(f"--{name}", value):
+            Job(**{"steps": 1, "parameters": 1, name: value})
+    with option("--lr", lr):
+        rate: Cosine | Flat = Flat(lr)
+    if cosine and steps > warmup:
+        with option("--warmup", warmup):
+            rate = Cosine(lr, steps, warmup)
+    return Job(**given, rate=rate)

@@ -1,5 +1,6 @@
 """`offbeat lab`"""
 
+import shutil
 import sys
 import time
 from typing import Annotated
@@ -7,7 +8,7 @@ from typing import Annotated
 import typer
 
 from offbeat.cli import options, show
-from offbeat.cli.refusal import Refused, reading
+from offbeat.cli.refusal import Refused, option, reading
 from offbeat.lab import Job, Lab, unavailable
 
 
@@ -37,7 +38,14 @@ def lab(
     with reading():
         if reason := unavailable():
             raise Refused(reason)
-        cluster = Lab(workers, rate=rate)
+        if shutil.which(command[0]) is None:
+            raise Refused(f"There is no command {command[0]!r} to run.")
+        with option("--workers", workers):
+            Lab(workers)
+        with option("--rate", rate):
+            cluster = Lab(workers, rate=rate)
+        if timeout is not None and not timeout > 0:
+            raise Refused(f"--timeout {timeout:g}: a positive number of seconds is needed.")
     with cluster:
         job = cluster.start(command)
         ended = _follow(job, quiet=json, timeout=timeout)
@@ -59,7 +67,7 @@ def lab(
             for run in runs
         ]
         headings = dict.fromkeys(["rank", "exit code", "seconds", "bytes sent", "bytes received"], "right")
-        show.console().print(show.table(f"{cluster!r}, as the kernel counted", headings, figures))
+        show.print_table(show.console(), f"{cluster!r}, as the kernel counted", headings, figures)
     return 0 if ended and not any(run.returncode for run in runs) else 1
 
 

@@ -10,23 +10,34 @@ from types import TracebackType
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TextColumn
+from rich.table import Column
 
 from offbeat.runs.folder import origin_of, setting_of
 from offbeat.runs.record import log_path
+
+WIDE = 140  # columns that a run's line takes, with a name of the usual length
+
+
+def bar(width: int) -> list[ProgressColumn]:
+    """What a run's line consists of; in a narrow terminal two lines without a bar, wrapped where need be."""
+    if width < WIDE:
+        text = "{task.description}\n  {task.completed:.0f}/{task.total:.0f}  {task.fields[told]}"
+        return [TextColumn(text, markup=False, table_column=Column(no_wrap=False))]
+    name, told = "{task.description}", "{task.fields[told]}"
+    return [
+        TextColumn(name, markup=False),
+        BarColumn(bar_width=20),
+        MofNCompleteColumn(),
+        TextColumn(told, markup=False),
+    ]
 
 
 class Monitor:
     """Follows the runs of some folders, in a thread, until it is left."""
 
     def __init__(self, folders: Sequence[Path], console: Console) -> None:
-        columns = (
-            TextColumn("{task.description}"),
-            BarColumn(bar_width=20),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[told]}"),
-        )
-        self.progress = Progress(*columns, console=console, disable=not console.is_terminal)
+        self.progress = Progress(*bar(console.width), console=console, disable=not console.is_terminal)
         self._followed = [_Followed(folder, self.progress) for folder in folders]
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._follow, daemon=True)

@@ -4,6 +4,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+
 from offbeat.cli import show
 from offbeat.cli.measured import Found
 from offbeat.plan import Flat, Plan, Prediction
@@ -26,14 +28,14 @@ def as_dict(made: Plan, found: Found) -> dict[str, Any]:
     }
 
 
-def show_plan(console: Any, made: Plan, found: Found, draw: Path | None) -> None:
+def show_plan(console: Console, made: Plan, found: Found, draw: Path | None) -> None:
     """The table, the reason and the chart."""
     if found.compute is not None and found.step is not None:
         times = sorted(time for row in found.compute.rows for time in row)
         told = f"Measured: a step takes {as_time(times[len(times) // 2])} in the middle"
         if found.network is not None:
             told += f", the link carries {as_rate(min(found.network.links))}"
-        console.print(told + f"; {found.step.parameters:,} parameters.", markup=False)
+        console.print(told + f"; {show.some(found.step.parameters, 'parameter')}.", markup=False)
     columns = {
         "method": "fold",
         "rounds": "right",
@@ -48,14 +50,14 @@ def show_plan(console: Any, made: Plan, found: Found, draw: Path | None) -> None
         "ddp within 5 % from": "right",
         "ddp as fast at": "right",
     }
-    title = f"{made.job.steps:,} steps on {made.cluster.workers:,} workers"
-    console.print(show.table(title, columns, [_row(p) for p in made.predictions]))
+    title = f"{show.some(made.job.steps, 'step')} on {show.some(made.cluster.workers, 'worker')}"
+    show.print_table(console, title, columns, [_row(p) for p in made.predictions])
     for prediction in made.predictions:
         for note in prediction.notes:
             console.print(f"{prediction.method}: {note}.", markup=False)
     console.print("\n" + made.why + "\n", markup=False)
     console.print("Wall-clock against the link's bandwidth, both logarithmic:", markup=False)
-    console.print(chart(made), markup=False)
+    console.print(chart(made, width=console.width), markup=False, soft_wrap=True)
     if draw is not None:
         console.print(f"\nDrawn to {draw}.", markup=False)
 

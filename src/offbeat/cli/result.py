@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from offbeat.cli import show
 from offbeat.runs.summary import Logged, Row, reference_of, summarize
 
 
@@ -26,12 +27,21 @@ def rows(runs: Sequence[Logged]) -> list[list[str]]:
 
 def caption(runs: Sequence[Logged]) -> str:
     """What the figures are of."""
-    setting, methods = runs[0].setting, [run.setting.method for run in runs if run.complete]
+    done = [run for run in runs if run.complete]
+    setting = (done or runs)[0].setting
+    workers = _some({run.setting.workers for run in done or runs}, "worker")
+    steps = _some({run.setting.steps for run in done or runs}, "step")
     place = {"netns": "shaped links", "simulation": "simulated", "processes": "emulated link"}[setting.where]
     link = f", {setting.link} ({place})" if setting.link else ""
-    seeds = len({run.setting.seed for run in runs})
-    words = f"{setting.task}, {setting.workers} workers, {setting.steps} steps{link}, {seeds} seed(s)"
-    return f"{words}; the reference is {reference_of(methods)}"
+    seeds = len({run.setting.seed for run in done})
+    words = f"{setting.task}, {workers}, {steps}{link}, {show.some(seeds, 'seed')}"
+    left = f"; unfinished and left out: {len(runs) - len(done)}" if len(done) < len(runs) else ""
+    return f"{words}; the reference is {reference_of(runs)}{left}"
+
+
+def _some(counts: set[int], noun: str) -> str:
+    *first, last = sorted(counts)
+    return ", ".join([*map(str, first), show.some(last, noun)])
 
 
 def _cells(row: Row) -> dict[str, str]:

@@ -1,5 +1,6 @@
 """`offbeat study`"""
 
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -67,8 +68,12 @@ def study(
             begin(folder, full, found)
     missing = [folder for folder in prepared if not folders.finished(folder)]
     console = Console(stderr=True)
-    for folder in track(missing, "runs", console=console, disable=not console.is_terminal):
-        launch([folder])
+    try:
+        for folder in track(missing, "runs", console=console, disable=not console.is_terminal):
+            launch([folder])
+    except KeyboardInterrupt:
+        print("offbeat: stopped; the same command runs what is missing", file=sys.stderr)
+        return 130
     runs = [read(folder) for folder in prepared]
     write_page(runs, place / "report.html", curves=curves(wanted, runs))
     return told(wanted, runs, place / "report.html", json=json)
@@ -106,7 +111,7 @@ def curves(wanted: list[Cell], runs: list[Logged]) -> list[Curve]:
     for cell, run in zip(wanted, runs, strict=True):
         row = figures(cell, run)
         point = [row["megabytes"], row["loss"], row["accuracy"], row["every"]]
-        found.setdefault(f"{cell.method}, {cell.setting.workers} workers", []).append(point)
+        found.setdefault(f"{cell.method}, {show.some(cell.setting.workers, 'worker')}", []).append(point)
     return [{"name": name, "points": sorted(points)} for name, points in found.items()]
 
 
@@ -130,6 +135,6 @@ def told(wanted: list[Cell], runs: list[Logged], page: Path, *, json: bool) -> i
         for row in rows
     ]
     console = show.console()
-    console.print(show.table(f"{runs[0].setting.task}, the same samples for all", columns, cells_))
+    show.print_table(console, f"{runs[0].setting.task}, the same samples for all", columns, cells_)
     console.print(f"the page: {page}", soft_wrap=True)
     return 0

@@ -14,7 +14,7 @@ from offbeat.cli.monitor import Monitor
 from offbeat.cli.refusal import Refused, reading
 from offbeat.cli.result import columns, rows
 from offbeat.runs import folder as folders
-from offbeat.runs.launch import join, joined, launch
+from offbeat.runs.launch import agreed, join, joined, launch
 from offbeat.runs.setting import Setting, check
 from offbeat.runs.shelf import Shelf
 from offbeat.runs.summary import read, summarize
@@ -67,7 +67,10 @@ def train(
             raise Refused(f"--checkpoint-every {checkpoint_every}: 0 or more is needed.")
         if resume and checkpoint_dir is None:
             raise Refused("--resume: name the run's folder with --checkpoint-dir.")
-        place = checkpoint_dir or Path("runs") / f"{folders.slug(method)}-{time.strftime('%Y%m%d-%H%M%S')}"
+        place = (
+            checkpoint_dir
+            or Path("runs") / f"{folders.slug(method)}-{agreed(time.strftime('%Y%m%d-%H%M%S'))}"
+        )
         setting = Setting(
             method=method, task=task, model=model, data=data, workers=workers, steps=steps, batch=batch,
             lr=lr, optimizer=optimizer, seed=seed, evaluations=evaluations, link=link,
@@ -88,9 +91,8 @@ def train(
         show.as_json(show.plain(summarize([run])[0]))
         return 0
     console = show.console()
-    console.print(
-        show.table(f"{run.setting.task}, {workers} workers, {steps} steps", columns([run]), rows([run]))
-    )
+    title = f"{run.setting.task}, {show.some(workers, 'worker')}, {show.some(steps, 'step')}"
+    show.print_table(console, title, columns([run]), rows([run]))
     console.print(f"logs and checkpoints: {place}", soft_wrap=True)
     return 0
 

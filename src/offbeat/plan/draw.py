@@ -11,6 +11,7 @@ from offbeat.plan.ranking import Plan
 from offbeat.plan.units import as_rate, as_time
 
 _COLOURS = ("#3b6fb6", "#d1603d", "#4f9d69", "#8e6bb5", "#b0892c", "#c2557f", "#4aa3a8", "#7a7a7a")
+_MARGIN, _LEAST, _MOST = 11, 24, 120  # columns of a chart: left of its curves, of these, of all
 _WIDTH, _HEIGHT, _LEFT, _TOP, _BOTTOM = 760, 420, 70, 20, 50
 
 
@@ -30,12 +31,16 @@ class Paper:
         return math.exp(self._y[0]), math.exp(self._y[1])
 
 
-def chart(plan: Plan, *, width: int = 72, height: int = 16) -> str:
-    """The curves as letters, the fastest method here being a; the bar is the link of the plan."""
+def chart(plan: Plan, *, width: int = 80, height: int = 16) -> str:
+    """The curves as letters, the fastest method here being a; the bar is the link of the plan.
+
+    No line is wider than `width`, but for a name that is, unless this is less than a chart can do with.
+    """
     curves = [p for p in plan.predictions if p.curve]
     if not curves:
         return "One worker sends nothing: there is no bandwidth to vary."
     paper = Paper(plan)
+    width = max(_LEAST, min(width, _MOST) - _MARGIN)
     cells = [[" "] * width for _ in range(height)]
     here = paper.place(varied_link(plan.cluster.network), 1.0)[0]
     if 0 <= here <= 1:
@@ -52,7 +57,7 @@ def chart(plan: Plan, *, width: int = 72, height: int = 16) -> str:
     ends = as_rate(links[0]), as_rate(links[-1])
     lines.append(f"{'':>10}└{'─' * width}")
     lines.append(f"{'':>11}{ends[0]}{ends[1]:>{width - len(ends[0])}}")
-    lines += [f"{'':>11}{chr(ord('a') + i % 26)}  {p.method}" for i, p in enumerate(curves)]
+    lines += [f"{chr(ord('a') + i % 26)}  {p.method}" for i, p in enumerate(curves)]
     return "\n".join(lines)
 
 

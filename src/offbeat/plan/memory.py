@@ -7,7 +7,9 @@ from types import BuiltinFunctionType, CodeType, ModuleType
 
 from torch import Tensor, nn
 
+from offbeat.reduce.scratch import kept_with
 from offbeat.sync import Synchronizer
+from offbeat.tensors import Packed
 
 _ELSEWHERE = (type, ModuleType, CodeType, BuiltinFunctionType, nn.Module)
 
@@ -36,6 +38,8 @@ def _reached(things: list[object], seen: set[int]) -> list[Tensor]:
         if isinstance(thing, Tensor):
             found.append(thing)
             continue
+        if isinstance(thing, Packed):
+            found += kept_with(thing)
         for child in gc.get_referents(thing):
             # A function's globals lead to everything there is.
             if not (isinstance(child, dict) and "__builtins__" in child):

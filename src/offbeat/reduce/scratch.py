@@ -13,6 +13,11 @@ from offbeat.tensors import Packed
 _kept: WeakKeyDictionary[Packed, dict[Hashable, Tensor]] = WeakKeyDictionary()
 
 
+def kept_with(payload: Packed) -> list[Tensor]:
+    """What codes keep with it."""
+    return list(_kept.get(payload, {}).values())
+
+
 class Scratch:
     """Rooms by name, one for each shape asked for; zero at first, later with whatever was left in them."""
 

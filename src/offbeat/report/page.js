@@ -67,19 +67,29 @@ function logTicks(from, to) {
   return [from, to];
 }
 
+function told(ticks) {
+  // With as many digits as tell them apart.
+  for (let digits = 3; digits < 9; digits++) {
+    const found = ticks.map(t => number(t, digits));
+    if (new Set(found).size === found.length) return found;
+  }
+  return ticks.map(t => number(t));
+}
+
 function frame(holder, height, x, y, labels, margin) {
   const width = holder.clientWidth, box = { ...{ left: 46, right: 14, top: 10, bottom: 38 }, ...margin };
   const drawing = svg("svg", { viewBox: `0 0 ${width} ${height}`, height, role: "img", "aria-label": `${labels.y} against ${labels.x}` });
   const sx = scale(x.values, box.left, width - box.right, x), sy = scale(y.values, height - box.bottom, box.top, y);
-  for (const t of sy.ticks) {
+  const [words, below] = [told(sy.ticks), told(sx.ticks)];
+  for (const [i, t] of sy.ticks.entries()) {
     drawing.append(svg("line", { class: "grid", x1: box.left, x2: width - box.right, y1: sy.place(t), y2: sy.place(t) }));
-    drawing.append(svg("text", { x: box.left - 7, y: sy.place(t) + 4, "text-anchor": "end" }, number(t)));
+    drawing.append(svg("text", { x: box.left - 7, y: sy.place(t) + 4, "text-anchor": "end" }, words[i]));
   }
   let last = -Infinity;
-  for (const t of sx.ticks) {
+  for (const [i, t] of sx.ticks.entries()) {
     if (sx.place(t) - last < 38 || sx.place(t) > width - 8) continue;
     last = sx.place(t);
-    drawing.append(svg("text", { x: last, y: height - box.bottom + 18, "text-anchor": "middle" }, number(t)));
+    drawing.append(svg("text", { x: last, y: height - box.bottom + 18, "text-anchor": "middle" }, below[i]));
   }
   drawing.append(svg("line", { class: "axis", x1: box.left, x2: width - box.right, y1: height - box.bottom, y2: height - box.bottom }));
   drawing.append(svg("text", { x: width - box.right, y: height - 3, "text-anchor": "end" }, labels.x));
@@ -283,7 +293,7 @@ function drawOrigin() {
   if (data.curves.length) s.workers = [...new Set(data.runs.map(run => run.workers))].join(", ");
   byId("title").textContent = data.curves.length ? `A study of ${data.curves.length} curves on ${s.task}` : `${methods.length} method${methods.length === 1 ? "" : "s"} on ${s.task}${link}`;
   const place = { processes: s.link ? "processes on one machine, an emulated link" : "processes on one machine", netns: "network namespaces with shaped links", simulation: "a simulation in virtual time" }[s.where];
-  byId("subtitle").textContent = `${s.workers} workers, ${data.curves.length ? "" : s.steps + " "}steps of ${s.batch} ${s.unit === "bytes" ? "windows" : s.unit} each, ${number(s.parameters, 4)} parameters, ${count} seed${count === 1 ? "" : "s"}; ${place}.`;
+  byId("subtitle").textContent = `${s.workers} worker${s.workers === 1 ? "" : "s"}, ${data.curves.length ? "" : s.steps + " "}steps of ${s.batch} ${s.unit === "bytes" ? "windows" : s.unit} each, ${number(s.parameters, 4)} parameters, ${count} seed${count === 1 ? "" : "s"}; ${place}.`;
   byId("commands").replaceChildren(...data.commands.map(command => html("pre", { class: "mono" }, command)));
   const facts = { started: s.started, offbeat: s.offbeat, torch: s.torch, python: s.python, system: `${s.system}, ${s.cores} cores`, data: s.data ?? "built in", straggler: s.straggler.join("; ") || "none" };
   byId("versions").replaceChildren(html("tbody", {}, ...Object.entries(facts).map(([key, value]) => html("tr", {}, html("td", {}, key), html("td", {}, String(value))))));

@@ -44,7 +44,7 @@ def told(runs: Sequence[Logged], *, curves: Sequence[Curve] = ()) -> dict[str, A
     rows = summarize(runs)
     return {
         "rows": [asdict(row) for row in rows],
-        "reference": reference_of([row.method for row in rows]),
+        "reference": reference_of(runs),
         "setting": {**asdict(runs[0].setting), **runs[0].origin},
         "runs": [_run(run, label) for run, label in zip(runs, labels(runs), strict=True)],
         "curves": curves,

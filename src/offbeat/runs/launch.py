@@ -50,9 +50,21 @@ def joined() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
+def agreed(text: str) -> str:
+    """Rank 0's text, where torchrun has started this process: clocks differ from rank to rank."""
+    if not joined():
+        return text
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
+    heard = [text]
+    dist.broadcast_object_list(heard, src=0)
+    return heard[0]
+
+
 def join(folder: Path, *, resume: bool = False) -> bool:
     """Be one of the workers that torchrun started."""
-    dist.init_process_group("gloo")
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
     try:
         return work([folder], resume=resume)
     finally:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import threading
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -31,7 +32,15 @@ class Loop:
     method's. Neither is the start, which gives rank 0's weights to all.
     """
 
-    def __init__(self, comm: Communicator, setting: Setting, task: Task, folder: Path) -> None:
+    def __init__(
+        self,
+        comm: Communicator,
+        setting: Setting,
+        task: Task,
+        folder: Path,
+        *,
+        called: threading.Event | None = None,
+    ) -> None:
         assert setting.batch is not None
         self.comm, self.setting, self.task, self.folder = Watched(comm), setting, task, folder
         self.rank, self.real = comm.rank, setting.where != "simulation"
@@ -43,7 +52,7 @@ class Loop:
         kind: Any = TorchDDP if setting.method == TORCH_DDP else Trainer
         self.trainer = kind(setting, task, self.model, self.optimizer, self.comm)
         self.shelf = Shelf(folder / "checkpoints", rank=self.rank, workers=comm.size)
-        self.stop = Stop(folder, rank=self.rank, workers=comm.size)
+        self.stop = Stop(folder, rank=self.rank, workers=comm.size, called=called)
         self.step = 0
         self.clock = Stopwatch(comm.now)
         self.earlier = Costs()  # of the processes before this one
@@ -155,7 +164,7 @@ class Loop:
         """Of the weights: equal runs end with equal ones."""
         digest = hashlib.blake2b(digest_size=8)
         for tensor in self.model.state_dict().values():
-            digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+            digest.update(tensor.detach().cpu().reshape(-1).contiguous().view(torch.uint8).numpy().tobytes())
         return digest.hexdigest()
 
     def _save(self) -> bool:
@@ -194,5 +203,6 @@ class Loop:
         self.trainer.load_state_dict(state["sync"])
         torch.set_rng_state(state["rng"])
         self.step, self.earlier = state["step"], Costs(**state["costs"])
+        self.uncounted = self.trainer.costs()  # the words with which ranks agree on what they have loaded
         self.tally.units = state["units"]
         self.clock = Stopwatch(self.comm.now, state["elapsed"])

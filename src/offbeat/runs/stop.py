@@ -23,11 +23,14 @@ class Stop:
     no step is begun between the look and the word: `after` grants the next step under the thread's lock.
     """
 
-    def __init__(self, folder: Path, *, rank: int, workers: int) -> None:
+    def __init__(
+        self, folder: Path, *, rank: int, workers: int, called: threading.Event | None = None
+    ) -> None:
         self._words = [folder / f".stop-{other}" for other in range(workers)]
         self._mine = self._words[rank]
         self._begun = 0
-        self._called = self._said = False
+        self._called = called or threading.Event()  # of a process with several runs, the same in all
+        self._said = False
         self._lock, self._over = threading.Lock(), threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
 
@@ -44,11 +47,11 @@ class Stop:
         self._thread.start()
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
-        self._called = True
+        self._called.set()
 
     def _watch(self) -> None:
         while not self._over.wait(LOOK):
-            if self._called or any(word.exists() for word in self._words):
+            if self._called.is_set() or any(word.exists() for word in self._words):
                 with self._lock:
                     self._say()
                 return
@@ -61,7 +64,7 @@ class Stop:
     def after(self, step: int) -> bool:
         """Whether this step, just completed, is the last one; if not, the next is begun."""
         with self._lock:
-            if not (self._called or self._said):
+            if not (self._called.is_set() or self._said):
                 self._begun = step + 1
                 return False
             self._say()

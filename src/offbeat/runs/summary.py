@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -67,28 +67,39 @@ def read(folder: Path) -> Logged:
 
 
 def summarize(runs: Sequence[Logged]) -> list[Row]:
-    """A row per method, in the order the methods first appear; runs that did not finish are left out."""
-    methods: dict[str, list[Logged]] = {}
+    """A row per setting over its seeds, in the order they first appear; unfinished runs are left out."""
+    found: dict[str, list[Logged]] = {}
     for run, label in zip(runs, labels(runs), strict=True):
         if run.complete:
-            methods.setdefault(label, []).append(run)
-    reference = reference_of(list(methods))
-    base = methods.get(reference, []) if reference else []
-    return [_row(method, found, base) for method, found in methods.items()]
+            found.setdefault(label, []).append(run)
+    base = found.get(reference_of(runs) or "", [])
+    return [_row(label, alike, base) for label, alike in found.items()]
 
 
 def labels(runs: Sequence[Logged]) -> list[str]:
-    """What each run is called: its method, and its workers where they differ."""
-    same = len({run.setting.workers for run in runs}) == 1
-    return [run.setting.method + ("" if same else f" × {run.setting.workers}") for run in runs]
+    """What each run is called: its method, its workers and whatever else differs, but for the seed."""
+    names = [field.name for field in fields(Setting) if field.name not in ("method", "seed")]
+    differ = [name for name in names if len({getattr(run.setting, name) for run in runs}) > 1]
+    return [run.setting.method + "".join(_told(run.setting, name) for name in differ) for run in runs]
 
 
-def reference_of(methods: Sequence[str]) -> str | None:
-    """The method that others are measured against: torch's DDP, else our ddp, else the first."""
+def _told(setting: Setting, name: str) -> str:
+    value = getattr(setting, name)
+    if name == "workers":
+        return f" × {value}"
+    return f", {name} {' and '.join(value) or None if isinstance(value, tuple) else value}"
+
+
+def reference_of(runs: Sequence[Logged]) -> str | None:
+    """The label of what others are measured against: torch's DDP, else our ddp, else the first to finish."""
+    found = [
+        (run.setting.method, label) for run, label in zip(runs, labels(runs), strict=True) if run.complete
+    ]
     for wanted in (TORCH_DDP, "ddp()"):
-        if wanted in methods:
-            return wanted
-    return methods[0] if methods else None
+        for method, label in found:
+            if method == wanted:
+                return label
+    return found[0][1] if found else None
 
 
 def _row(method: str, runs: Sequence[Logged], base: Sequence[Logged]) -> Row:
@@ -97,7 +108,7 @@ def _row(method: str, runs: Sequence[Logged], base: Sequence[Logged]) -> Row:
     seconds = _mean(runs, "t")
     target = statistics.mean(run.evals[-1]["loss"] for run in base)
     target += REACHED * abs(target)
-    times = [reach(run.evals, target) for run in runs]
+    times = [reach(run.evals, target) if math.isfinite(run.evals[-1]["loss"]) else None for run in runs]
     counted = all("kernel_sent" in end for run in runs for end in run.ends)
     return Row(
         method=method,

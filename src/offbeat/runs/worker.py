@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -31,12 +32,15 @@ STOPPED = 3  # the exit code of a worker that Ctrl-C ended after its checkpoint
 def work(folders: Sequence[Path], *, resume: bool) -> bool:
     """Train in each of the folders; False if Ctrl-C came first. A process group is there."""
     torch.set_num_threads(1)
-    base = Torch()
+    base, called = Torch(), threading.Event()
     for folder in folders:
+        # Ctrl-C in the last step of a run, or after it, came too late for that one.
+        if any(word[0] for word in base.tell([int(called.is_set())]).wait()):
+            return False
         setting = setting_of(folder)
         task = setting.find_task(cache_of(folder))
         torch.manual_seed(setting.seed)
-        if not Loop(slowed(base, setting), setting, task, folder).run(resume=resume):
+        if not Loop(slowed(base, setting), setting, task, folder, called=called).run(resume=resume):
             return False
     return True
 

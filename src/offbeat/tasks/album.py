@@ -117,7 +117,7 @@ def _decoded(source: Source, data: str, pixels: int) -> Album:
 
 def _decode(source: Source, name: str, data: str, pixels: int) -> Tensor:
     try:
-        from PIL import Image
+        from PIL import Image, UnidentifiedImageError
     except ImportError:
         raise ValueError("images_task: pictures are read by Pillow: pip install 'offbeat[cli]'.") from None
     try:
@@ -125,7 +125,8 @@ def _decode(source: Source, name: str, data: str, pixels: int) -> Tensor:
             warnings.simplefilter("ignore")  # of odd metadata in files that decode well
             picture = Image.open(io.BytesIO(source.read(name))).convert("RGB")
     except Exception as error:  # a decoder, a zip that wants a password, a picture too large to be one
-        raise _refusal(data, f"{name!r} cannot be decoded ({error}); replace or delete it") from None
+        why = "it is no picture" if isinstance(error, UnidentifiedImageError) else error
+        raise _refusal(data, f"{name!r} cannot be decoded ({why}); replace or delete it") from None
     if picture.size != (pixels, pixels):
         picture = picture.resize((pixels, pixels), Image.Resampling.BILINEAR)
     return (
