@@ -21,7 +21,7 @@ from offbeat.tasks import Task
 from offbeat.tensors import trainable
 
 _WARM = 3  # steps that are not timed
-_SIZES = tuple(4 * 4**power for power in range(6, 14))  # floats in a sweep of the link: 64 kB to 1 GB
+_SIZES = tuple(4 * 4**power for power in range(6, 13))  # floats in a sweep of the link: 64 kB to 256 MB
 _ENOUGH = 0.5  # seconds after which no longer message is tried, once it took twice as long as the shortest
 
 
