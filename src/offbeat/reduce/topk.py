@@ -47,7 +47,7 @@ class TopK(Code):
     def carry(self, vector: Vector, comm: Communicator, clock: Clock, state: State) -> Pending[None]:
         places = self._whole(vector) if self.chunk is None else self._chunked(vector, self.chunk)
         number = places.numel()
-        kept = vector.values[places]
+        kept = vector.values.index_select(0, places)
         wire = torch.cat([self._pack_places(places, vector), self._pack_values(kept)])
         mine = self._values(wire, number)
         if vector.residual is not None:
