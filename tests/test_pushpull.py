@@ -881,15 +881,17 @@ def test_after_an_error_the_courier_is_gone_and_steps_are_refused() -> None:
 
 def failing(comm: Communicator) -> bool:
     """Whether a thread of ours is left after an error in the user's loop."""
-    model = Vector(4)
+    model, before, ours = Vector(4), set(threading.enumerate()), set[threading.Thread]()
     try:
         with offbeat.ssd_sgd(model, torch.optim.SGD(model.parameters(), lr=0.1), group=comm) as sync:
             slope(model, comm.rank)
             sync.step()
+            ours = {thread for thread in threading.enumerate() if thread.name.startswith("offbeat-courier")}
             raise ZeroDivisionError
     except ZeroDivisionError:
         pass
-    ours = [thread for thread in threading.enumerate() if thread.name.startswith("offbeat-courier")]
+    ours -= before
+    assert ours
     for thread in ours:
         thread.join(10)
     return any(thread.is_alive() for thread in ours)
