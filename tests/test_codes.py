@@ -78,6 +78,38 @@ def test_real_workers_decode_what_simulated_ones_do(pool: Pool) -> None:
             assert all(torch.equal(a[name], b[name]) for name in ("first", "second", "third"))
 
 
+@pytest.mark.parametrize("code", [Mean("bfloat16"), Quantized(8), Quantized(4, block=64)], ids=str)
+def test_slices_sent_in_pieces_arrive_as_in_one(code: offbeat.Code, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pieces of odd lengths, the last slice and its pieces shorter; the residuals too."""
+
+    def worker(comm: offbeat.Communicator) -> tuple[list[Tensor], int]:
+        g = torch.Generator().manual_seed(comm.rank)
+        given = [{"x": torch.randn(9_973, generator=g)} for _ in range(2)]
+        feed, metered = ErrorFeedback(code), Metered(comm)
+        state = feed.init()
+        heard = reduce(metered, feed, given, state)
+        return [*[round["x"] for round in heard], *state["residual"]], metered.sent
+
+    whole = offbeat.simulate(worker, 3)
+    monkeypatch.setattr("offbeat.reduce.slices._PIECE", 1024)
+    gathers = []
+    monkeypatch.setattr(Metered, "gather", lambda self, t: gathers.append(t) or self.comm.gather(t))
+    for (a, _), (b, _) in zip(whole, offbeat.simulate(worker, 3), strict=True):
+        assert all(map(torch.equal, a, b))
+    assert len(gathers) > 2 * 3 * 2
+
+
+def test_real_workers_send_pieces_as_simulated_ones_do(pool: Pool) -> None:
+    real = pool.run(long_round, workers=2)
+    virtual = offbeat.simulate(long_round, 2)
+    assert all(map(torch.equal, real, virtual))
+
+
+def long_round(comm: offbeat.Communicator) -> Tensor:
+    x = torch.randn(300_001, generator=torch.Generator().manual_seed(comm.rank))
+    return reduce(comm, Quantized(8), [{"x": x}])[0]["x"]
+
+
 def one_round(comm: offbeat.Communicator, code: offbeat.Code) -> dict[str, Tensor]:
     return reduce(comm, code, [payload(comm.rank, 0)])[0]
 

@@ -54,6 +54,16 @@ def exchange_of_turned_matrices(comm: Communicator) -> None:
         assert torch.equal(part, (matrix + 10 * i + 100 * comm.rank).t())
 
 
+def exchange_of_long_chunks(comm: Communicator) -> None:
+    """So long that they go in turns, and each in pieces."""
+    count = torch.arange(150_001, dtype=torch.int32)
+    chunks = [count + 10 * comm.rank + j for j in range(comm.size)]
+    parts = comm.exchange(chunks).wait()
+    assert len(parts) == comm.size
+    assert all(torch.equal(part, count + 10 * i + comm.rank) for i, part in enumerate(parts))
+    assert all(torch.equal(chunk, count + 10 * comm.rank + j) for j, chunk in enumerate(chunks))
+
+
 def scatter_mean_gives_each_rank_its_slice(comm: Communicator) -> None:
     whole = torch.arange(2.0 * comm.size)
     got = comm.scatter_mean(whole * (comm.rank + 1)).wait()
@@ -210,6 +220,7 @@ LAWS = [
     gather_is_in_rank_order,
     exchange_delivers_chunk_j_to_rank_j,
     exchange_of_turned_matrices,
+    exchange_of_long_chunks,
     scatter_mean_gives_each_rank_its_slice,
     scatter_mean_refuses_uneven_slices,
     broadcast_from_every_rank,

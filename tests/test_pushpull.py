@@ -879,17 +879,36 @@ def test_after_an_error_the_courier_is_gone_and_steps_are_refused() -> None:
         sync.step()
 
 
+def test_a_push_is_under_way_before_a_pull_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    order = []
+    for name in ("_push", "_land"):
+        act = getattr(offbeat.PushPull, name)
+        monkeypatch.setattr(
+            offbeat.PushPull, name, lambda *a, act=act, name=name: order.append(name) or act(*a)
+        )
+    model = Vector(4)
+    sync = offbeat.ssd_sgd(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), every=2, warmup=0, group=Solo()
+    )
+    for _ in range(3):
+        slope(model, 0)
+        sync.step()
+    assert order == ["_push", "_push", "_push", "_land"]
+
+
 def failing(comm: Communicator) -> bool:
     """Whether a thread of ours is left after an error in the user's loop."""
-    model = Vector(4)
+    model, before, ours = Vector(4), set(threading.enumerate()), set[threading.Thread]()
     try:
         with offbeat.ssd_sgd(model, torch.optim.SGD(model.parameters(), lr=0.1), group=comm) as sync:
             slope(model, comm.rank)
             sync.step()
+            ours = {thread for thread in threading.enumerate() if thread.name.startswith("offbeat-courier")}
             raise ZeroDivisionError
     except ZeroDivisionError:
         pass
-    ours = [thread for thread in threading.enumerate() if thread.name.startswith("offbeat-courier")]
+    ours -= before
+    assert ours
     for thread in ours:
         thread.join(10)
     return any(thread.is_alive() for thread in ours)

@@ -2,8 +2,8 @@
 
     sudo python benchmarks/pushpull/run.py 100mbit 50mbit
 
-1.8 M parameters, 4 workers. Contenders take turns in blocks of 10 steps, each from an idle link until all has
-landed; the first two steps of each are left out. The ceiling of a contender is the longer of a step's
+1.8 M parameters, 4 workers. Contenders take turns in blocks of 20 steps, each from an idle link until all has
+landed; two steps come before the first block. The ceiling of a contender is the longer of a step's
 computation and its payload at the link's nominal rate.
 """
 

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 import offbeat
 from offbeat.tasks import bytes_task
 
-STEPS = 10
+STEPS = 20
 
 
 def counted() -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import json
+import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -26,6 +27,8 @@ T = TypeVar("T")
 
 _GLANCE = 0.25  # seconds between two looks at who has left
 _STORE_GONE = 5.0  # seconds to wait on after the store, which rank 0 may host, has vanished
+_LONG = 2**15  # bytes of a chunk from which on chunks go one after the other
+_PIECE = 2**19  # bytes of a chunk that go at a time
 
 _made: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
 
@@ -102,18 +105,41 @@ class Torch(Communicator):
     def exchange(self, chunks: Sequence[Tensor]) -> Pending[list[Tensor]]:
         given, shape = _joined(chunks), chunks[0].shape
         heard = torch.empty_like(given)
-        calls = [(given, lambda pg: pg.alltoall_base(heard, given, [], []))]
+        if given.device.type == "cpu" and nbytes(chunks[:1]) >= _LONG:
+            calls = self._turns(
+                given.view(torch.uint8).view(self.size, -1), heard.view(torch.uint8).view(self.size, -1)
+            )
+        else:
+            calls = [(given, lambda pg: pg.alltoall_base(heard, given, [], []))]
         return self._send(
             calls,
             lambda: list(heard.view(self.size, *shape)),
             lambda: f"an exchange of {nbytes(chunks):,} bytes",
         )
 
+    def _turns(self, given: Tensor, heard: Tensor) -> list[_Call]:
+        """An exchange in which everyone sends to one and hears from one at a time.
+
+        When all send to all at once several share the way to each, and some links fall idle before others.
+        gloo works on two calls at a time, in their order: while one piece ends the next has the link.
+        """
+        heard[self.rank] = given[self.rank]
+        calls: list[_Call] = []
+        for ahead in range(1, self.size):
+            to, by = (self.rank + ahead) % self.size, self.rank - ahead
+            pieces = zip(torch.split(given[to], _PIECE), torch.split(heard[by], _PIECE), strict=True)
+            calls += [(given, self._pass(ours, to, theirs, by)) for ours, theirs in pieces]
+        return calls
+
+    def _pass(self, given: Tensor, to: int, heard: Tensor, by: int) -> Callable[[Any], dist.Work]:
+        """Give one rank something, and take as much from another."""
+        ours, theirs = [0] * self.size, [0] * self.size
+        ours[to], theirs[by] = len(given), len(heard)
+        return lambda pg: pg.alltoall_base(heard, given, theirs, ours)
+
     def shift(self, tensor: Tensor) -> Pending[Tensor]:
         given, got = tensor.contiguous(), torch.empty_like(tensor)
-        ours, theirs = [0] * self.size, [0] * self.size
-        ours[(self.rank + 1) % self.size] = theirs[self.rank - 1] = len(given)
-        calls = [(tensor, lambda pg: pg.alltoall_base(got, given, theirs, ours))]
+        calls = [(tensor, self._pass(given, (self.rank + 1) % self.size, got, self.rank - 1))]
         return self._send(calls, lambda: got, lambda: f"the rank before's {nbytes([tensor]):,} bytes")
 
     def broadcast(self, tensors: Sequence[Tensor], src: int = 0) -> Pending[list[Tensor]]:
@@ -313,9 +339,19 @@ class _Lane:
             keep(ctypes.py_object(self.backend))
 
 
+@functools.cache
+def _devices() -> list[Any]:
+    """Where gloo's connections begin, for all of this process: each device has a thread that never rests."""
+    if names := os.environ.get("GLOO_SOCKET_IFNAME"):
+        return [dist.ProcessGroupGloo.create_device(interface=name) for name in names.split(",")]
+    return [dist.ProcessGroupGloo.create_default_device()]
+
+
 def _backend(kind: str, store: Store, rank: int, size: int, timeout: float) -> Any:
     if kind == "gloo":
-        return dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=timeout))
+        settings = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        settings._devices, settings._timeout = _devices(), timedelta(seconds=timeout)
+        return dist.ProcessGroupGloo(store, rank, size, settings)
     if kind == "nccl":
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timedelta(seconds=timeout)

@@ -68,9 +68,8 @@ class Anchored(Update):
 
 def displacement(live: Sequence[Tensor], room: Packed, anchor: Sequence[Tensor]) -> None:
     """room ← anchor − x."""
-    room.read(live)
-    for start, flat in zip(anchor, room.flats, strict=True):
-        torch.sub(start.to(flat.device), flat, out=flat)
+    for start, x, way in zip(room.over(anchor).views, live, room.views, strict=True):
+        torch.sub(start.to(way.device), x, out=way)
 
 
 @dataclass(frozen=True)

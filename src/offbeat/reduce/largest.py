@@ -6,15 +6,22 @@ import torch
 from torch import Tensor
 
 _GROUP = 8
-_TILE = 2**18  # values that are worked on at a time
+_TILE = 2**20  # values that are worked on at a time
+_MAGNITUDE = 0x7FFFFFFF  # all bits of a float32 but its sign
 
 
 def largest(rows: Tensor, k: int) -> Tensor:
-    """The columns of the k entries of largest magnitude of each row, in no order."""
+    """The columns of the k entries of largest magnitude of each row of float32, in no order.
+
+    Without their sign the bits of floats, read as whole numbers, are in the order of the floats, and whole
+    numbers are found faster: none of them is NaN.
+    """
     step = max(1, _TILE // rows.shape[1])
-    tile = torch.empty(min(step, rows.shape[0]), rows.shape[1], device=rows.device)
-    parts = torch.split(rows, step)
-    return torch.cat([_largest(torch.abs(part, out=tile[: part.shape[0]]), k) for part in parts])
+    shape = (min(step, rows.shape[0]), rows.shape[1])
+    tile = torch.empty(shape, dtype=torch.int32, device=rows.device)
+    parts = torch.split(rows.view(torch.int32), step)
+    found = [_largest(torch.bitwise_and(part, _MAGNITUDE, out=tile[: part.shape[0]]), k) for part in parts]
+    return torch.cat(found)
 
 
 def _largest(rows: Tensor, k: int) -> Tensor:
@@ -25,8 +32,7 @@ def _largest(rows: Tensor, k: int) -> Tensor:
     # The k largest lie in the k groups with the largest maxima: two short searches instead of a long one.
     maxima = rows.view(number, _GROUP, groups).amax(1)
     best = maxima.topk(k, dim=1, sorted=False).indices
-    columns = (best.unsqueeze(1) + groups * torch.arange(_GROUP, device=rows.device).view(1, -1, 1)).flatten(
-        1
-    )
+    first = groups * torch.arange(_GROUP, device=rows.device).view(1, -1, 1)
+    columns = (best.unsqueeze(1) + first).flatten(1)
     chosen = rows.gather(1, columns).topk(k, dim=1, sorted=False).indices
     return columns.gather(1, chosen)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -11,6 +12,9 @@ from offbeat.comm import Communicator, Pending
 from offbeat.reduce.grain import Grain
 from offbeat.reduce.parcel import Vector
 
+_PIECES = 4  # at most
+_PIECE = 2**16  # values, about, at least
+
 Dice = Callable[[str], torch.Generator | None]
 
 
@@ -18,57 +22,68 @@ class Slices:
     """An all-to-all, a sum in rank order, an all-gather: the bytes of an all-reduce in this grain.
 
     Each value is rounded once on its way there, its mean once on the way back. All ranks decode the same
-    bytes. The second rounding is charged to the residual of the rank that made it.
+    bytes. The second rounding is charged to the residual of the rank that made it. Slices are coded in
+    pieces: while the mean of one is on its way back the next is summed, or the one before decoded.
     """
 
     def __init__(self, vector: Vector, comm: Communicator, grain: Grain, dice: Dice) -> None:
         self._vector, self._comm, self._grain, self._dice = vector, comm, grain, dice
         units = -(-vector.values.numel() // (comm.size * grain.unit))
         self._length = units * grain.unit
-        self._row = grain.size(self._length)
-        self._gathered: Pending[list[Tensor]] | None = None
+        step = max(-(-units // _PIECES) * grain.unit, _PIECE // grain.unit * grain.unit)
+        self._edges = [*range(0, self._length, step), self._length]
+        self._gathered: list[Pending[list[Tensor]]] = []
 
     def send(self) -> Pending[None]:
-        wire = self._room("wire", (self._comm.size, self._row), torch.uint8)
+        wire = self._room("wire", (self._comm.size, self._grain.size(self._length)), torch.uint8)
         dice = self._dice("out")
         for part, row in zip(self._cut(self._vector.values), wire, strict=True):
-            self._grain.encode(part, row, dice)
+            for values, coded in self._pieces(part, row):
+                self._grain.encode(values, coded, dice)
+        self._given = self._comm.exchange(list(wire))
         if self._vector.residual is not None:
             rows = zip(self._cut(self._vector.values), self._cut(self._vector.residual), wire, strict=True)
             for part, left, row in rows:
-                self._grain.decode(row, left)
+                for out, coded in self._pieces(left, row):
+                    self._grain.decode(coded, out)
                 torch.sub(part, left, out=left)
-        self._given = self._comm.exchange(list(wire))
         return Pending(self._arrive, lambda: False, self._arrived, self._answer)
 
     def _answer(self) -> None:
         """Sum the own slice and give it to all, once."""
-        if self._gathered is None:
-            self._gathered = self._sum(self._given.wait())
-
-    def _sum(self, parts: Sequence[Tensor]) -> Pending[list[Tensor]]:
+        if self._gathered:
+            return
+        parts, dice = self._given.wait(), self._dice("back")
         rank, size = self._comm.rank, self._comm.size
         own = self._cut(self._vector.values)[rank]
-        mean = self._room("mean", (self._length,), torch.float32)[: own.numel()]
-        for i, part in enumerate(parts):
-            self._grain.decode(part, mean, 1 / size, add=i > 0)
-        row = self._room("row", (self._row,), torch.uint8)
-        self._grain.encode(mean, row, self._dice("back"))
+        room = self._room("mean", (self._length,), torch.float32)[: own.numel()]
+        row = self._room("row", (self._grain.size(self._length),), torch.uint8)
+        heard = [[coded for _, coded in self._pieces(own, part)] for part in parts]
+        for i, (mean, coded) in enumerate(self._pieces(room, row)):
+            for j in range(size):
+                self._grain.decode(heard[j][i], mean, 1 / size, add=j > 0)
+            self._grain.encode(mean, coded, dice)
+            self._gathered.append(self._comm.gather(coded))
         if self._vector.residual is not None:
             left = self._cut(self._vector.residual)[rank]
-            left.add_(mean, alpha=size)
-            self._grain.decode(row, left, -size, add=True)
-        return self._comm.gather(row)
+            left.add_(room, alpha=size)
+            for out, coded in self._pieces(left, row):
+                self._grain.decode(coded, out, -size, add=True)
 
     def _arrive(self) -> None:
         self._answer()
-        assert self._gathered is not None
-        for part, out in zip(self._gathered.wait(), self._cut(self._vector.values), strict=True):
-            self._grain.decode(part, out)
+        slices = self._cut(self._vector.values)
+        for i, message in enumerate(self._gathered):
+            for part, coded in zip(slices, message.wait(), strict=True):
+                self._grain.decode(coded, part[self._edges[i] : self._edges[i + 1]])
 
     def _arrived(self) -> float:
-        assert self._gathered is not None
-        return self._gathered.arrived()
+        return max(message.arrived() for message in self._gathered)
+
+    def _pieces(self, part: Tensor, row: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """A slice and its wire form, piece by piece; of a short slice the last ones may be empty."""
+        size = self._grain.size
+        return [(part[a:b], row[size(a) : size(b)]) for a, b in itertools.pairwise(self._edges)]
 
     def _cut(self, flat: Tensor) -> list[Tensor]:
         """One slice for each rank; the last ones may be shorter, or empty."""

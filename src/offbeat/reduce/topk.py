@@ -45,10 +45,11 @@ class TopK(Code):
             raise ValueError(f"{self!r}: bits must be 32 or 2.")
 
     def carry(self, vector: Vector, comm: Communicator, clock: Clock, state: State) -> Pending[None]:
-        places = self._whole(vector) if self.chunk is None else self._chunked(vector, self.chunk)
+        starts = self._starts(vector.values)
+        places = self._whole(vector) if self.chunk is None else starts + self._chunked(vector, self.chunk)
         number = places.numel()
-        kept = vector.values[places]
-        wire = torch.cat([self._pack_places(places, vector), self._pack_values(kept)])
+        kept = vector.values.index_select(0, places)
+        wire = torch.cat([self._pack_places(places, len(starts)), self._pack_values(kept)])
         mine = self._values(wire, number)
         if vector.residual is not None:
             vector.residual.copy_(vector.values)
@@ -58,7 +59,7 @@ class TopK(Code):
         def arrive(parts: list[Tensor]) -> None:
             for rank, part in enumerate(parts):  # in rank order, so that all sums are the same everywhere
                 own = rank == comm.rank
-                where = places if own else self._places(part, number, vector)
+                where = places if own else self._places(part, number, starts)
                 what = mine if own else self._values(part, number)
                 vector.values.scatter_add_(0, where, what * (1 / comm.size))  # no place is named twice
 
@@ -74,37 +75,36 @@ class TopK(Code):
         return torch.cat(found, 1).flatten().sort().values
 
     def _chunked(self, vector: Vector, chunk: int) -> Tensor:
-        """Where the largest of each chunk are; of a last, shorter one at most all that it has."""
+        """Where in each chunk the largest are; of a last, shorter one at most all that it has."""
         values, k = vector.values, _number(chunk, self.ratio)
         rows = values.numel() // chunk
         found = [largest(values[: rows * chunk].view(rows, chunk), k)] if rows else []
         if rest := values.numel() % chunk:
             found.append(largest(values[rows * chunk :].view(1, rest), min(k, rest)))
-        return self._outward(torch.cat([columns.flatten() for columns in found]), chunk)
+        return torch.cat([columns.flatten() for columns in found])
 
-    def _outward(self, inner: Tensor, chunk: int) -> Tensor:
-        """Places in the vector, of places in its chunks."""
-        order = torch.arange(inner.numel(), device=inner.device)
-        return inner + chunk * (order // _number(chunk, self.ratio))
+    def _starts(self, values: Tensor) -> Tensor:
+        """Where the chunk of each value that is sent begins; or where the windows of 65 536 do."""
+        if self.chunk is None:
+            return torch.arange(0, values.numel(), _WINDOW, device=values.device)
+        k = _number(self.chunk, self.ratio)
+        number = k * (values.numel() // self.chunk) + min(k, values.numel() % self.chunk)
+        return torch.arange(number, device=values.device).div_(k, rounding_mode="floor").mul_(self.chunk)
 
-    def _pack_places(self, places: Tensor, vector: Vector) -> Tensor:
-        """The place in a chunk; or how many lie in each window of 65 536, and the place in it."""
+    def _pack_places(self, places: Tensor, windows: int) -> Tensor:
+        """The place in a chunk; or how many lie in each window, and the place in it."""
         if self.chunk is not None:
             inner = places % self.chunk
             return _aligned(pack12(inner) if self.chunk <= 4096 else pack16(inner))
-        windows = -(-vector.values.numel() // _WINDOW)
         counts = torch.bincount(places // _WINDOW, minlength=windows).to(torch.int32)
         return torch.cat([counts.view(torch.uint8), _aligned(pack16(places % _WINDOW))])
 
-    def _places(self, wire: Tensor, number: int, vector: Vector) -> Tensor:
+    def _places(self, wire: Tensor, number: int, starts: Tensor) -> Tensor:
         if self.chunk is None:
-            windows = -(-vector.values.numel() // _WINDOW)
-            counts = wire[: 4 * windows].view(torch.int32).long()
-            outer = torch.repeat_interleave(_WINDOW * torch.arange(windows, device=wire.device), counts)
-            return outer + unpack16(wire[4 * windows : 4 * windows + 2 * number])
+            counts, inner = torch.split(wire[: 4 * len(starts) + 2 * number], [4 * len(starts), 2 * number])
+            return torch.repeat_interleave(starts, counts.view(torch.int32).long()) + unpack16(inner)
         size = 3 * (-(-number // 2)) if self.chunk <= 4096 else 2 * number
-        inner = unpack12(wire[:size], number) if self.chunk <= 4096 else unpack16(wire[:size])
-        return self._outward(inner, self.chunk)
+        return starts + (unpack12(wire[:size], number) if self.chunk <= 4096 else unpack16(wire[:size]))
 
     def _pack_values(self, values: Tensor) -> Tensor:
         return pack_levels(values) if self.bits == 2 else values.view(torch.uint8)

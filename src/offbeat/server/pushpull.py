@@ -130,7 +130,7 @@ class PushPull(Part):
 
     @torch.no_grad()
     def after(self, clock: Clock) -> None:
-        """The step: land the pull that is in the air, move, push; ask for a pull if one is due."""
+        """The step: push, land the pull that is in the air, move; ask for a pull if one is due."""
         assert self._slot is not None
         slot, self._slot = self._slot, None
         gradient, options = slot.close(), self._options
@@ -138,10 +138,10 @@ class PushPull(Part):
         synchronous = clock.step <= self.warmup
         if self.server is None and (synchronous or self._pull):
             self._look_out(gradient, options[0]["momentum"], clock)
+        self._push(slot, options, clock)  # first: it is under way while a pull is waited for
         if not synchronous:
             origin = self._land() if self._pull else None
             self.replica.move(self.local, gradient, options, origin)
-        self._push(slot, options, clock)
         if synchronous or (clock.step - self.warmup) % self.every == 0:
             self._ask(clock)
         if synchronous:

@@ -89,11 +89,12 @@ class Line:
     def __init__(self, comm: Communicator) -> None:
         self.server = Road(comm)
         self.roads = [Road(comm), Road(comm)]
+        self._pushed = 0
 
     @property
     def sent(self) -> int:
-        """Bytes, by all three."""
-        return sum(road.comm.sent for road in (self.server, *self.roads))
+        """Bytes of the pushes that have been applied, and of the pulls."""
+        return self._pushed + self.server.comm.sent
 
     def push(
         self, flats: Sequence[Tensor], shard: Shard, options: Options, heads: Pending[list[int]], clock: Clock
@@ -101,13 +102,19 @@ class Line:
         """Bring a gradient to the server, if all workers are at the same step, and let it be applied."""
         road = self.roads[clock.step % len(self.roads)]
 
-        def bring() -> list[Tensor]:
+        def bring() -> tuple[list[Tensor], int]:
             with record_function("offbeat.push"), naming(clock), torch.no_grad():
                 heads.wait()
-                return [scattered(flat, road.comm) for flat in flats]
+                before = road.comm.sent
+                return [scattered(flat, road.comm) for flat in flats], road.comm.sent - before
 
-        means = road.courier.give(bring)
-        return self.server.courier.give(lambda: shard.apply(means.wait(), options))
+        def apply() -> None:
+            means, sent = brought.wait()
+            shard.apply(means, options)
+            self._pushed += sent
+
+        brought = road.courier.give(bring)
+        return self.server.courier.give(apply)
 
     def fetch(self, shard: Shard, clock: Clock) -> Pending[tuple[Slices, int]]:
         """The weights after the pushes given so far, and the bytes sent by then."""
