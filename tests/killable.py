@@ -48,7 +48,7 @@ class Crew:
                     break
             else:
                 raise AssertionError(f"rank {rank} hangs")
-        except EOFError:
+        except (EOFError, OSError):  # the latter: killed in the middle of a word
             pass
         return word
 
@@ -60,7 +60,7 @@ class Crew:
         """What each rank ended with. They wait for one another, so that none is noticed by its exit."""
         words = [self.hear(rank, lambda word: False) for rank in range(len(self.processes))]
         for pipe in self.pipes:
-            with suppress(BrokenPipeError):
+            with suppress(OSError):
                 pipe.send("goodbye")
         for rank, process in enumerate(self.processes):
             process.join(SOON)
@@ -126,7 +126,8 @@ class Training:
 
 
 def train(pipe: Connection, expression: str, directory: Path, steps: int, often: int | None) -> Any:
-    """The first step, and the weights after each one from there and after `finish`."""
+    """The first step, and the weights after each one from there and after `finish`. Tells each step that is
+    done and, if checkpoints are written, each that is saved."""
     run = Training(expression, directory)
     trace = []
     pipe.send(("step", run.step))
@@ -135,6 +136,7 @@ def train(pipe: Connection, expression: str, directory: Path, steps: int, often:
         pipe.send(("step", run.step))
         if often and run.step % often == 0:
             run.save()
+            pipe.send(("saved", run.step))
     run.sync.finish()
     trace.append(snapshot(run.net))
     moments = {f"{i}.{k}": v for i, s in run.opt.state_dict()["state"].items() for k, v in s.items()}
