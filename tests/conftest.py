@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import socket
 import traceback
@@ -17,6 +18,8 @@ import torch.multiprocessing as mp
 import offbeat
 
 SIZE = 4
+MOST_BROKEN = 24
+PATIENCE = 240  # seconds, less than a test has
 
 torch.set_num_threads(1)
 
@@ -32,6 +35,10 @@ class Pool:
     """Four gloo processes that run functions of a communicator."""
 
     def __init__(self) -> None:
+        self._start()
+
+    def _start(self) -> None:
+        self._broken = 0
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
@@ -60,19 +67,37 @@ class Pool:
         self, function: Callable[..., Any], *args: Any, workers: int = SIZE, fresh: bool = True
     ) -> list[Any]:
         """The same, with errors returned as values."""
+        if fresh:
+            self._renew()
         for pipe in self._pipes[:workers]:
             pipe.send((function, args, workers, fresh))
         answers = []
         for pipe in self._pipes[:workers]:
-            assert pipe.poll(90), "a worker hangs"
+            if not pipe.poll(PATIENCE):
+                self._end()
+                self._start()
+                raise AssertionError(f"{function.__name__}: a worker hangs")
             answers.append(pipe.recv())
         return answers
+
+    def _renew(self) -> None:
+        """Broken connections last as long as their process, and their threads keep waking up."""
+        self._broken += 1
+        if self._broken > MOST_BROKEN:
+            self.close()
+            self._start()
 
     def close(self) -> None:
         for pipe in self._pipes:
             pipe.send(None)
         for process in self._processes:
             process.join(timeout=10)
+        self._end()
+
+    def _end(self) -> None:
+        for process in self._processes:
+            process.kill()
+            process.join()
 
 
 def _serve(rank: int, port: int, pipe: Connection) -> None:
@@ -83,6 +108,8 @@ def _serve(rank: int, port: int, pipe: Connection) -> None:
     communicators: dict[int, offbeat.Torch] = {}
     while (order := pipe.recv()) is not None:
         function, args, workers, fresh = order
+        if fresh:
+            gc.collect()  # what earlier orders have left ends its threads
         try:
             comm = offbeat.Torch(groups[workers], timeout=60) if fresh else communicators.get(workers)
             if comm is None:

@@ -204,8 +204,8 @@ LAWS = [
         options=FLOATS,
     ),
     Law(
-        "adaptive(start=3, sample=1000, reduce=Quantized(8, least=1))",
         "adacomm(start=3, interval=1000, reduce=Quantized(8, least=1))",
+        "local_sgd(every=3, reduce=Quantized(8, least=1))",
         options=FLOATS,
     ),
     # Nothing detached is error feedback; what is left at the end is another matter.

@@ -896,4 +896,4 @@ def failing(comm: Communicator) -> bool:
 
 
 def test_no_thread_outlives_an_error(pool: Pool) -> None:
-    assert pool.run(failing, workers=2) == [False, False]
+    assert pool.run(failing, workers=2, fresh=True) == [False, False]

@@ -973,3 +973,12 @@ def test_logging(caplog: pytest.LogCaptureFixture) -> None:
         ("offbeat", "DEBUG", str(sync.reports[0])),
         ("offbeat", "INFO", f"local_sgd(every=2) finished after 2 steps: {sync.totals}"),
     ]
+
+
+def test_rounds_have_names_in_a_profile() -> None:
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with offbeat.ddp(model, optimizer) as sync, torch.profiler.profile(record_shapes=False) as profile:
+        model(torch.ones(1, 2)).sum().backward()
+        sync.step()
+    assert {"offbeat.begin", "offbeat.land"} <= {event.key for event in profile.key_averages()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -12,6 +13,16 @@ import offbeat
 from offbeat.throttle import FRAMING
 
 MEGABYTE = 250_000  # values of four bytes
+
+
+def takes(expected: float, measured: Callable[[], list[float]]) -> None:
+    """Never less than expected, and not much more; a busy machine has several tries."""
+    for _ in range(5):
+        seconds = measured()
+        assert min(seconds) >= expected - 0.002
+        if max(seconds) <= expected + 0.1:
+            return
+    raise AssertionError(f"{seconds}, not {expected:.3f} s")
 
 
 def timed(
@@ -51,9 +62,13 @@ def test_a_message_takes_its_time(
     pool: Pool, kind: str, latency: float, burst: int, expected: float, value: float
 ) -> None:
     """One megabyte at four megabytes per second, among four."""
-    for seconds, mean in pool.run(timed, kind, 4e6, latency / 4, burst, workers=4):
-        assert expected / 4 - 0.002 <= seconds <= expected / 4 + 0.25
-        assert mean == value
+
+    def seconds() -> list[float]:
+        answers = pool.run(timed, kind, 4e6, latency / 4, burst, workers=4)
+        assert [mean for _, mean in answers] == [value] * 4
+        return [seconds for seconds, _ in answers]
+
+    takes(expected / 4, seconds)
 
 
 def queued(comm: offbeat.Communicator) -> list[float]:
@@ -70,11 +85,16 @@ def queued(comm: offbeat.Communicator) -> list[float]:
 
 def test_messages_queue_on_the_link(pool: Pool) -> None:
     one = 1.0 * FRAMING / 4  # between two workers an average sends every byte once
-    for early, first, second, waited in pool.run(queued, workers=2):
-        assert not early
-        assert first == pytest.approx(one, abs=0.1)
-        assert second - first == pytest.approx(one, abs=0.02)
-        assert waited >= second
+
+    def first_arrivals() -> list[float]:
+        answers = pool.run(queued, workers=2)
+        for early, first, second, waited in answers:
+            assert not early
+            assert second - first == pytest.approx(one, abs=0.02)
+            assert waited >= second
+        return [first for _, first, _, _ in answers]
+
+    takes(one, first_arrivals)
 
 
 def late(comm: offbeat.Communicator) -> float:
@@ -88,8 +108,7 @@ def late(comm: offbeat.Communicator) -> float:
 
 
 def test_a_message_begins_with_its_last_rank(pool: Pool) -> None:
-    for seconds in pool.run(late, workers=2):
-        assert seconds == pytest.approx(0.5 + FRAMING / 4, abs=0.2)
+    takes(0.5 + FRAMING / 4, lambda: pool.run(late, workers=2))
 
 
 def hidden(comm: offbeat.Communicator) -> tuple[float, bool]:
@@ -103,9 +122,12 @@ def hidden(comm: offbeat.Communicator) -> tuple[float, bool]:
 
 
 def test_time_behind_computation_is_not_waited_for(pool: Pool) -> None:
-    for seconds, done in pool.run(hidden, workers=2):
-        assert done
-        assert seconds < 0.1
+    def seconds() -> list[float]:
+        answers = pool.run(hidden, workers=2)
+        assert all(done for _, done in answers)
+        return [seconds for seconds, _ in answers]
+
+    takes(0, seconds)
 
 
 def shared(comm: offbeat.Communicator) -> tuple[bool, float]:

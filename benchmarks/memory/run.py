@@ -42,6 +42,13 @@ METHODS = [
     "noloco(every=2)",
     "wagma(every=4)",
     "eager_sgd(every=4)",
+    "a2sgd(every=2)",
+    "def_sgd(every=2)",
+    "sparse_loco(every=2)",
+    "ssd_sgd(every=2, warmup=2)",
+    "od_sgd(warmup=2)",
+    "local_sgd(every=2, reduce=Quantized(8))",
+    "diloco(every=2, reduce=ErrorFeedback(Quantized(4)))",
 ]
 
 

@@ -29,7 +29,7 @@ class Pending(Generic[T]):
         wait: Callable[[], T],
         done: Callable[[], bool],
         arrived: Callable[[], float],
-        advance: Callable[[], None] = lambda: None,
+        advance: Callable[[], None] | None = None,
     ) -> None:
         self._wait: Callable[[], T] | None = wait
         self._done = done
@@ -50,8 +50,13 @@ class Pending(Generic[T]):
     def advance(self) -> None:
         """Of a question and an answer: wait for the question to arrive, and send the answer. All ranks call
         this at the same point, or none; messages of one part have nothing to do."""
-        if self._wait is not None:
+        if self._wait is not None and self._advance is not None:
             self._advance()
+
+    @property
+    def answers(self) -> bool:
+        """Whether it is a question and an answer, so that `advance` has something to do."""
+        return self._advance is not None
 
     def arrived(self) -> float:
         """When it arrived, on the communicator's clock; to be asked after `wait`."""
@@ -59,7 +64,8 @@ class Pending(Generic[T]):
 
     def then(self, change: Callable[[T], S]) -> Pending[S]:
         """The message with `change` applied to it on arrival."""
-        return Pending(lambda: change(self.wait()), self.done, self.arrived, self.advance)
+        advance = self.advance if self.answers else None
+        return Pending(lambda: change(self.wait()), self.done, self.arrived, advance)
 
 
 def arrived(value: T) -> Pending[T]:

@@ -10,14 +10,13 @@ from typing import Literal
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.profiler import record_function
 
 from offbeat.agreement import ROUND, compare_headers, header
 from offbeat.cargo import Cargo
 from offbeat.checkpoint import copied
 from offbeat.comm import Communicator, Metered
 from offbeat.cost import Report
-from offbeat.flight import Flight, naming
+from offbeat.flight import Flight, naming, profiled
 from offbeat.ledger import Ledger
 from offbeat.optimizers import mark, rates
 from offbeat.part import Part
@@ -147,7 +146,7 @@ class Exchange(Part):
         begins = self._plan == clock.step
         if self._flight and (self._flight.due == clock.step or (begins and self._flight.due is None)):
             self.land(clock)
-        if self._flight and self.reduce.lossy and clock.step == self._halfway(self._flight):
+        if self._flight and clock.step == self._halfway(self._flight):
             with torch.no_grad(), naming(self._flight.clock):
                 self._flight.advance()
         if begins:
@@ -191,7 +190,7 @@ class Exchange(Part):
         clock = replace(clock, round=self._round, workers=comm.size, rates=self._rates)
         cargo, state = self.cargo, self._states["update"]
         memory = self._states.get("reduce", state)  # an update that owns its code has one state for both
-        with record_function("offbeat.begin"), naming(clock):
+        with profiled("offbeat.begin"), naming(clock):
             began = comm.now()
             head = header(ROUND, self._index, clock, self._marks, self.peers.everyone.rank)
             heads = comm.tell([*head, cargo.moments.mark()]).then(compare_headers)
@@ -218,7 +217,7 @@ class Exchange(Part):
         """Wait for the round's messages and apply them."""
         assert self._flight is not None
         flight, self._flight = self._flight, None
-        with record_function("offbeat.land"), naming(flight.clock):
+        with profiled("offbeat.land"), naming(flight.clock):
             flight.wait()
             clock = replace(clock, round=flight.clock.round, workers=flight.comm.size, rates=self._rates)
             distances = self._apply(flight, clock)

@@ -181,4 +181,4 @@ def _held(message: Pending[T], landing: Callable[[], float], known: Callable[[],
     def done() -> bool:
         return message.done() and known() and landing() <= time.perf_counter()
 
-    return Pending(wait, done, landing, message.advance)
+    return Pending(wait, done, landing, message.advance if message.answers else None)

@@ -37,6 +37,7 @@ class Round:
     """One exchange: what it does when a round begins, when it lands, and when the next is planned."""
 
     begin: Acts
+    advance: Acts  # half-way, if it lands late
     land: Acts
     ask: Acts
     equalizes: bool  # a landing leaves all workers the same
@@ -86,8 +87,10 @@ def probe(build: Build, job: Job, workers: int) -> Seen:
         return Acts(tuple(pick(first)), message_sizes(told, width))
 
     def round_of(place: int) -> Round:
-        begin, land, ask = (acts(lambda watch, n=n: watch.rounds[place][n]) for n in ("begin", "land", "ask"))  # type: ignore[misc]
-        return Round(begin, land, ask, *first.flags[place])
+        def of(name: str) -> Acts:
+            return acts(lambda watch: watch.rounds[place][name])
+
+        return Round(of("begin"), of("advance"), of("land"), of("ask"), *first.flags[place])
 
     sync = _made(build, job, workers, 8, whole=True)[0]
     for part in sync.parts:
@@ -226,9 +229,13 @@ def _watch_round(
         clock = Clock(step=clock.step + 1, round=0, lr=1e-3)
         part.observe(1.0)
         comm.log.take()
+        part._look()
         part.begin(clock)
         told["begin"] = comm.log.take()
         held = max(held, copies(sync))
+        if part.delay and part._flight is not None:
+            part._flight.advance()
+        told["advance"] = comm.log.take()
         part.land(clock)
         told["land"] = comm.log.take()
         if part.when.needs:

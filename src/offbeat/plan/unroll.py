@@ -12,7 +12,7 @@ from offbeat.part import Part
 from offbeat.plan.job import Job
 from offbeat.schedule import Clock
 
-What = Literal["ask", "land", "begin"]
+What = Literal["ask", "land", "advance", "begin"]
 
 
 @dataclass(frozen=True, order=True)
@@ -78,10 +78,16 @@ def _rounds(
     step, number = 0, 0
     flying: int | None = None  # the round in the air
     due: int | None = None
+    advanced = False
 
     def act(at: int, what: What, number: int, to: list[Act] = acts) -> None:
         done = bisect.bisect_left(iterations, at) + 1
         to.append(Act(done, at, what != "ask" and not part.live.early, place, len(to), what, number))
+
+    def land(at: int, number: int, advanced: bool, to: list[Act]) -> None:
+        if not advanced:
+            act(at, "advance", number, to)  # at the latest
+        act(at, "land", number, to)
 
     while step < end:
         plan = _planned(part, step, number, end, job.rate, iterations, state)
@@ -90,8 +96,12 @@ def _rounds(
         begins = plan if plan is not None and plan <= end else None
         if flying is not None:
             at = begins if due is None else due
+            half = _halfway(step, plan if due is None else due)
+            advanced = half is not None and half <= end and (at is None or half < at)
+            if half is not None and advanced:
+                act(half, "advance", flying)
             if at is not None and at <= end and (begins is None or at <= begins):
-                act(at, "land", flying)
+                land(at, flying, advanced, acts)
                 flying = None
         if begins is None:
             break
@@ -104,11 +114,17 @@ def _rounds(
         if part.delay == 0:
             act(begins, "land", number)
         else:
+            advanced = False
             flying, due = number, None if part.delay == "round" else begins + part.delay
         step, number = begins, number + 1
     if flying is not None:
-        act(end, "land", flying, flush)
+        land(end, flying, advanced, flush)
     return number
+
+
+def _halfway(begun: int, due: int | None) -> int | None:
+    """Where `Exchange` sends the second of two messages."""
+    return None if due is None else (begun + due + 1) // 2
 
 
 def _planned(

@@ -112,7 +112,8 @@ class Parcel:
                 message.advance()
 
         everything: list[Pending[Any]] = [self._message, *messages]
-        return Pending(wait, lambda: False, lambda: max(message.arrived() for message in everything), advance)
+        answer = advance if any(message.answers for message in messages) else None
+        return Pending(wait, lambda: False, lambda: max(message.arrived() for message in everything), answer)
 
     def _first_bad(self) -> int:
         """The number, from 1, of the first tensor that cannot be sent; 0: there is none."""

@@ -35,7 +35,7 @@ class Watched(Wrapped):
             with self.waiting():
                 message.advance()
 
-        return Pending(wait, message.done, message.arrived, advance)
+        return Pending(wait, message.done, message.arrived, advance if message.answers else None)
 
     @contextmanager
     def waiting(self) -> Iterator[None]:

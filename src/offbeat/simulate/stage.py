@@ -46,7 +46,7 @@ class Stage:
         self._ranks = list(range(workers))  # of every actor
         self._posts: list[tuple[float, int, Callable[[float], None]]] = []
         self._posted = 0
-        self._turns = [threading.Semaphore(0) for _ in range(workers)]
+        self._turns = [_turn() for _ in range(workers)]
         self._rng = [torch.get_rng_state() for _ in range(workers)]
 
     def begin(self) -> None:
@@ -59,7 +59,7 @@ class Stage:
         """One more actor, for a rank; it is not on the stage yet."""
         self.clocks.append(self.clocks[rank])
         self._ranks.append(rank)
-        self._turns.append(threading.Semaphore(0))
+        self._turns.append(_turn())
         self._rng.append(torch.get_rng_state())
         return len(self.clocks) - 1
 
@@ -176,6 +176,13 @@ class Stage:
     def _lacks(self, rank: int, call: Call) -> str:
         others = ", ".join(f"rank {other}" for other in call.members if other not in call.given)
         return f"rank {rank} waits for {describe(*call.given[rank][:2])} from {others}"
+
+
+def _turn() -> threading.Lock:
+    """To be acquired when somebody has released it."""
+    turn = threading.Lock()
+    turn.acquire()
+    return turn
 
 
 class Entered:

@@ -27,14 +27,18 @@ class Virtual(Communicator):
         self._twins = 0
 
     def total(self, tensors: Iterable[Tensor]) -> Pending[list[Tensor]]:
-        def settle(posts: list[list[Tensor]]) -> list[list[Tensor]]:
-            for place in zip(*posts, strict=True):
-                total = sum_in_order(place)
-                for tensor in place:
-                    tensor.copy_(total)
-            return posts
+        given = list(tensors)
 
-        return self._post("mean", list(tensors), settle)
+        def settle(posts: list[list[Tensor]]) -> list[list[Tensor]]:
+            return [[sum_in_order(place) for place in zip(*posts, strict=True)]] * len(posts)
+
+        @torch.no_grad()
+        def take(sums: list[Tensor]) -> list[Tensor]:
+            for mine, total in zip(given, sums, strict=True):
+                mine.copy_(total)  # not before it is wanted: then it is still in the cache
+            return given
+
+        return self._post("mean", given, settle).then(take)
 
     def gather(self, tensor: Tensor) -> Pending[list[Tensor]]:
         def settle(posts: list[list[Tensor]]) -> list[list[Tensor]]:
