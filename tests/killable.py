@@ -30,6 +30,7 @@ class Crew:
             port = free.getsockname()[1]
         pipes = [context.Pipe() for _ in range(size)]
         self.pipes: list[Connection] = [ours for ours, _ in pipes]
+        self.ends: dict[int, Any] = {}  # last words that were heard
         self.processes = [
             context.Process(target=_work, args=(rank, size, port, theirs, function, args), daemon=True)
             for rank, (_, theirs) in enumerate(pipes)
@@ -40,11 +41,16 @@ class Crew:
 
     def hear(self, rank: int, wanted: Callable[[Any], bool]) -> Any:
         """The first wanted word from a rank; its last one if it goes without."""
-        word = None
+        word = self.ends.get(rank)
+        if word is not None:
+            return word
         try:
             while self.pipes[rank].poll(60):
                 word = self.pipes[rank].recv()
-                if word[0] in ("result", "error") or wanted(word):
+                if word[0] in ("result", "error"):
+                    self.ends[rank] = word
+                    break
+                if wanted(word):
                     break
             else:
                 raise AssertionError(f"rank {rank} hangs")
