@@ -30,6 +30,7 @@ class Crew:
             port = free.getsockname()[1]
         pipes = [context.Pipe() for _ in range(size)]
         self.pipes: list[Connection] = [ours for ours, _ in pipes]
+        self.ends: dict[int, Any] = {}  # last words that were heard
         self.processes = [
             context.Process(target=_work, args=(rank, size, port, theirs, function, args), daemon=True)
             for rank, (_, theirs) in enumerate(pipes)
@@ -40,15 +41,20 @@ class Crew:
 
     def hear(self, rank: int, wanted: Callable[[Any], bool]) -> Any:
         """The first wanted word from a rank; its last one if it goes without."""
-        word = None
+        word = self.ends.get(rank)
+        if word is not None:
+            return word
         try:
             while self.pipes[rank].poll(60):
                 word = self.pipes[rank].recv()
-                if word[0] in ("result", "error") or wanted(word):
+                if word[0] in ("result", "error"):
+                    self.ends[rank] = word
+                    break
+                if wanted(word):
                     break
             else:
                 raise AssertionError(f"rank {rank} hangs")
-        except EOFError:
+        except (EOFError, OSError):  # the latter: killed in the middle of a word
             pass
         return word
 
@@ -60,7 +66,7 @@ class Crew:
         """What each rank ended with. They wait for one another, so that none is noticed by its exit."""
         words = [self.hear(rank, lambda word: False) for rank in range(len(self.processes))]
         for pipe in self.pipes:
-            with suppress(BrokenPipeError):
+            with suppress(OSError):
                 pipe.send("goodbye")
         for rank, process in enumerate(self.processes):
             process.join(SOON)
@@ -126,7 +132,8 @@ class Training:
 
 
 def train(pipe: Connection, expression: str, directory: Path, steps: int, often: int | None) -> Any:
-    """The first step, and the weights after each one from there and after `finish`."""
+    """The first step, and the weights after each one from there and after `finish`. Tells each step that is
+    done and, if checkpoints are written, each that is saved."""
     run = Training(expression, directory)
     trace = []
     pipe.send(("step", run.step))
@@ -135,6 +142,7 @@ def train(pipe: Connection, expression: str, directory: Path, steps: int, often:
         pipe.send(("step", run.step))
         if often and run.step % often == 0:
             run.save()
+            pipe.send(("saved", run.step))
     run.sync.finish()
     trace.append(snapshot(run.net))
     moments = {f"{i}.{k}": v for i, s in run.opt.state_dict()["state"].items() for k, v in s.items()}

@@ -42,6 +42,7 @@ METHODS = [
     "wagma(group_size=2, every=3, grace=60.0)",
     "wagma(group_size=4, every=5, grace=60.0, moments='average')",
     "wagma(group_size=1, every=4, buffers='keep')",
+    "wagma(group_size=2, every=3, grace=60.0, late='add')",
     "eager_sgd(every=4, grace=60.0)",
     "eager_sgd(every=3, activation='majority', grace=60.0)",
     "def_sgd(ratio=2, lam=0.25)",
@@ -178,6 +179,8 @@ LAWS = [
     Law("wagma(every=1)", "local_sgd(every=1)", options=FLOATS),
     Law("wagma(group_size=4, every=3, grace=0.0)", "ddp()", options={"buffers": False}),
     Law("wagma(every=3, grace=0.5)", "wagma(group_size=2, every=3, grace=0.0)", options=FLOATS),
+    Law("wagma(every=3, late='add')", "wagma(every=3)", options={"buffers": False}),
+    Law("wagma(every=3, late='add')", "wagma(every=3)", exact=False, options={**FLOATS, "buffers": False}),
     Law("eager_sgd(every=3)", "ddp()", options={"buffers": False}),
     Law("eager_sgd(every=3)", "eager_sgd(every=3, activation='majority')", options=FLOATS),
     # Codes that lose nothing, or have nothing large enough to work on, are the mean.

@@ -28,18 +28,26 @@ RUNS = [
 
 
 def interrupted(expression: str, directory: Path, seed: int) -> tuple[list[Any], list[int]]:
-    """What every rank has after a run killed several times, and the steps it was taken up again from."""
+    """What every rank has after a run killed several times, and the steps it was taken up again from.
+
+    The kills come at any moment, but one of them not before all ranks have a checkpoint.
+    """
     draw = random.Random(seed)
     firsts = []
-    for _ in range(KILLS):
+    late = draw.randrange(KILLS)
+    for kill in range(KILLS):
         often = SELDOM.get(expression) or draw.choice([1, 1, 2, 3])
         crew = Crew(processes(), 2, train, expression, directory, STEPS, often)
         victims = draw.choice([[0], [1], [0, 1], [1, 0]])
         kind, first = crew.hear(victims[0], lambda word: True)
         assert kind == "step", first
         firsts.append(first)
-        moment = first + draw.randint(0, 6)
-        crew.hear(victims[0], lambda word, moment=moment: word[1] >= moment)
+        if kill == late:
+            for rank in range(2):
+                crew.hear(rank, lambda word: word[0] == "saved")
+        else:
+            moment = first + draw.randint(0, 6)
+            crew.hear(victims[0], lambda word, moment=moment: word[1] >= moment)
         time.sleep(draw.uniform(0.0, 0.006))
         crew.kill(victims)
         for rank, (kind, what) in enumerate(crew.last_words()):
@@ -48,14 +56,16 @@ def interrupted(expression: str, directory: Path, seed: int) -> tuple[list[Any],
                 assert what[0] == "PeerLost", what
     words = Crew(processes(), 2, train, expression, directory, STEPS, None).last_words()
     assert [kind for kind, _ in words] == ["result", "result"], words
-    return [what for _, what in words], [*firsts, words[0][1][0]]
+    firsts.append(words[0][1][0])
+    assert all(first > 0 for first in firsts[late + 1 :]), firsts
+    return [what for _, what in words], firsts
 
 
 @pytest.mark.parametrize("expression", RUNS)
 def test_a_killed_run_begun_again_is_the_same(tmp_path: Path, expression: str) -> None:
     whole = Crew(processes(), 2, train, expression, tmp_path, STEPS, None).last_words()
     results, firsts = interrupted(expression, tmp_path, seed=METHODS.index(expression))
-    assert any(first > 0 for first in firsts)
+    assert firsts == sorted(firsts)
     for (kind, (start, expected)), (first, trace) in zip(whole, results, strict=True):
         assert (kind, start) == ("result", 0)
         assert len(trace) == len(expected) - first

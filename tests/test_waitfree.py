@@ -16,6 +16,7 @@ from watch import Watched, watch
 
 import offbeat
 from offbeat import GroupReport, Network
+from offbeat.waitfree.part import allowance
 from offbeat.waitfree.rounds import Rounds
 
 Compute = Callable[[int, int], float]
@@ -82,6 +83,38 @@ def test_a_late_worker_by_hand() -> None:
     assert kinds(reports[0]) == [("fresh", 0)] * 3
     assert kinds(reports[1]) == [("late", 2), ("late", 2), ("nothing new", 2)]
     assert [r.seconds_waited for r in reports[0] + reports[1]] == [0.0] * 6
+
+
+def test_a_late_worker_whose_steps_are_added_by_hand() -> None:
+    # The same, with c what rank 1's companion has.
+    # 1.0  rank 0: W' = 1; c = 0: 1/2 for both.  2.0  rank 0: W' = 3/2; c = 1/2: 1 for both.
+    # 2.5  rank 1: 0 became 3, so c + 3 = 4.
+    # 3.0  rank 0: W' = 2; rank 1's 4: 3 for both.
+    # 3.5  rank 1: 4 became 7, so c + 3 = 6.
+    # 4.0  rank 0: W' = 4, and waits.  4.5  rank 1: 6 became 9; no round was held: c + 6 = 9.
+    # 5.5  rank 1: W' = 12; the mean is 8: four steps of 1 and four of 3.
+    expression = "wagma(group_size=2, every=4, grace=0, late='add')"
+    (first, second), reports = walk(expression, slow(1, 0, 2.5), steps=4)
+    assert first == [1 / 2, 1, 3, 8]
+    assert second == [4, 6, 9, 8]
+    assert kinds(reports[0]) == [("fresh", 0)] * 3
+    assert kinds(reports[1]) == [("late", 2), ("late", 2), ("nothing new", 2)]
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_with_add_no_step_is_lost(seed: int) -> None:
+    """After a global round everybody is where all steps of all workers lead."""
+    draw = random.Random(seed)
+    workers, every = draw.randint(2, 7), draw.randint(2, 6)
+    size, grace = draw.choice([None, 2, 3, workers]), draw.choice([None, 0.0, 0.5])
+    expression = f"wagma(group_size={size}, every={every}, grace={grace}, late='add')"
+    network = Network(latency=draw.choice([0.0, 0.3]))
+    traces, reports = walk(
+        expression, random_compute(seed), steps=3 * every, workers=workers, network=network
+    )
+    for step in range(every, 3 * every + 1, every):  # one of rank k adds 2k + 1, so the mean of them is K
+        assert [trace[step - 1] for trace in traces] == pytest.approx([step * workers] * workers, rel=1e-12)
+    assert any(report.kind != "fresh" for of_rank in reports for report in of_rank)
 
 
 def test_after_a_global_round_a_late_worker_contributes_the_mean() -> None:
@@ -155,6 +188,25 @@ def test_by_default_a_round_waits_until_a_worker_is_overdue() -> None:
         waited = [report.seconds_waited for report in reports[0]]
         expected = [0.0] * 5 + ([0.1, 0.1] if late else [0.08, 0.0]) + [0.0] * 2
         assert waited == pytest.approx(expected)
+
+
+def test_what_is_usual_varies_as_steps_do_and_does_not_know_delays() -> None:
+    assert allowance([2.0] * 5) == pytest.approx(2.2)
+    assert allowance([1.0, 1.1, 1.2, 1.3, 1.4]) == pytest.approx(1.2 + 5 * 0.1)
+    assert allowance([1.0, 1.0, 9.0, 1.0, 9.0, 1.0, 1.0]) == pytest.approx(1.1)
+
+
+def test_by_default_steps_that_vary_are_not_late() -> None:
+    """Steps deviate by a tenth; once that is known, nearly nobody is late, whom grace 0 would call so."""
+    compute = lambda rank, step: random.Random(f"{rank} {step}").gauss(1, 0.1)  # noqa: E731
+
+    def late(expression: str) -> float:
+        _, reports = walk(expression, compute, steps=60, workers=4)
+        known = [report for of_rank in reports for report in of_rank if report.round >= 10]
+        return statistics.mean(report.kind != "fresh" for report in known)
+
+    assert late("wagma(every=10)") < 0.02
+    assert late("wagma(every=10, grace=0)") > 0.4
 
 
 def test_by_default_nobody_waits_for_a_worker_that_is_rounds_behind() -> None:
@@ -301,7 +353,8 @@ def test_what_always_holds(seed: int) -> None:
     workers, every = draw.randint(2, 9), draw.randint(2, 6)
     size, grace = draw.choice([None, 2, 3, 4, workers]), draw.choice([None, 0.0, 0.05, 1.0])
     network = Network(latency=draw.choice([0.0, 0.01, 0.3]), bandwidth=draw.choice([1e3, float("inf")]))
-    expression = f"wagma(group_size={size}, every={every}, grace={grace})"
+    late = draw.choice(["join", "join", "add"])
+    expression = f"wagma(group_size={size}, every={every}, grace={grace}, late={late!r})"
     steps = 4 * every
 
     def worker(comm: offbeat.Communicator) -> Watched:
@@ -476,7 +529,10 @@ def test_finish_in_the_middle_of_a_period_leaves_all_equal() -> None:
 # Checkpoints
 
 
-@pytest.mark.parametrize("expression", ["wagma(every=4, grace=0)", "wagma(every=4)", "eager_sgd(every=4)"])
+@pytest.mark.parametrize(
+    "expression",
+    ["wagma(every=4, grace=0)", "wagma(every=4)", "wagma(every=4, late='add')", "eager_sgd(every=4)"],
+)
 def test_resuming_after_a_global_round_is_exact_also_among_the_late(expression: str) -> None:
     compute = random_compute(5)
 
@@ -671,6 +727,7 @@ def test_forgotten_finish_is_no_deadlock() -> None:
         ("wagma(group_size=2.0)", "group_size=2.0: a number of workers, 1 or more, is needed."),
         ("wagma(every=0)", "steps must be at least 1"),
         ("wagma(grace=-1)", "grace=-1: seconds, 0 or more, or None are needed."),
+        ("wagma(late='drop')", 'late=\'drop\': choose one of "join", "add".'),
         ("eager_sgd(every=4, activation='all')", 'activation=\'all\': choose one of "solo", "majority".'),
     ],
 )

@@ -5,8 +5,9 @@
     python benchmarks/waitfree/run.py 8 even 5    # in 5 turns instead of 12
 
 Each step a random quarter of the workers sleeps for eight step times more. All contenders train the same
-network on the same data, in turns of twenty steps with the same delays. `limit` is the throughput of workers
-whose messages take no time, from the very delays of the run. Appends to results.jsonl and prints tables.
+network on the same data, in turns of twenty steps with the same delays. `speed` is throughput ÷ that of
+`ddp`; `limit` the same of workers whose messages take no time, from the very delays of the run. Appends to
+results.jsonl and prints tables.
 """
 
 from __future__ import annotations
@@ -48,12 +49,13 @@ def show(result: dict[str, Any]) -> None:
     first = rows["ddp()"] if "ddp()" in rows else next(iter(rows.values()))
     fastest = min(row["clock"][-1] for row in rows.values())
     print(f"\n{result['workers']} workers, {result['case']}, {result['steps']} steps\n")
-    print("| method | ms per step | speed | limit | loss | ratio | loss at equal time | kept | late |")
-    print("|---|---|---|---|---|---|---|---|---|")
+    print("| method | ms per step | waited | speed | limit | loss | ratio | at equal time | kept | late |")
+    print("|---|---|---|---|---|---|---|---|---|---|")
     for name, row in rows.items():
         ratio = statistics.median(a / b for a, b in zip(first["turns"], row["turns"], strict=True))
         cells = [
             f"{1000 * statistics.median(row['turns']) / result['turn']:.1f}",
+            f"{1000 * row['waited']:.1f}",
             f"{ratio:.2f}",
             f"{result['limits'][name]:.2f}",
             f"{row['losses'][-1]:.4f}",

@@ -10,53 +10,23 @@ from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
-from sklearn.datasets import load_digits
-from torch import Tensor, nn
+from problem import BATCH, DELAY, LR, STEP, Digits, Net, blocking, sgd
+from torch import Tensor
 
 import offbeat
-from offbeat import Butterfly, Every, Exchange, GroupReport, Synchronizer, World, params
+from offbeat import GroupReport
 
-STEP = 0.020  # seconds a gradient takes at least
-DELAY = 8 * STEP  # seconds more for a random quarter of the workers
 TURN = 20  # steps a contender makes in a row
 TURNS = 12
-BATCH = 32
+WAITFREE = [
+    "wagma(every=10, grace=0)",
+    "wagma(every=10)",
+    "wagma(every=10, late='add')",
+]
 CONTENDERS = {
-    "delayed": [
-        "ddp()",
-        "local_sgd(every=1)",
-        "wagma(every=10)",
-        "wagma(every=10, grace=0)",
-        "wagma(every=20)",
-        "eager_sgd(every=10)",
-    ],
-    "even": ["blocking groups", "wagma(every=10)", "wagma(every=10, grace=0)", "ddp()"],
+    "delayed": ["ddp()", "local_sgd(every=1)", *WAITFREE, "wagma(every=20, late='add')"],
+    "even": ["blocking groups", *WAITFREE, "ddp()", "local_sgd(every=1)"],
 }
-
-
-class Net(nn.Module):
-    """A small network, and a number that grows by one with every step that is not lost."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        hidden = [nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU()]
-        self.body = nn.Sequential(*hidden, nn.Linear(256, 10))
-        self.way = nn.Parameter(torch.zeros(()))
-
-    def loss(self, x: Tensor, y: Tensor) -> Tensor:
-        return nn.functional.cross_entropy(self.body(x), y)
-
-
-def blocking(model: nn.Module, optimizer: torch.optim.Optimizer) -> Synchronizer:
-    """The same averages as those of wagma, each of them waited for."""
-    return Synchronizer(
-        optimizer,
-        [
-            Exchange(params(model), when=Every(1, skip=10), among=Butterfly(), drift=False),
-            Exchange(params(model), when=Every(10), among=World(), drift=False),
-        ],
-    )
 
 
 @dataclass
@@ -69,19 +39,21 @@ class Contender:
 
     def __post_init__(self) -> None:
         self.net = Net()
-        groups = [
-            {"params": self.net.body.parameters(), "lr": 0.05, "momentum": 0.9},
-            {"params": [self.net.way], "lr": 1.0},
-        ]
-        self.optimizer = torch.optim.SGD(groups)
+        self.optimizer = sgd(self.net)
         build = blocking if self.name == "blocking groups" else offbeat.method(self.name)
         self.sync = build(self.net, self.optimizer)
         self.kinds: list[str] = []
-        self.sync.on_report = lambda report: (
-            self.kinds.append(report.kind) if isinstance(report, GroupReport) else None
-        )
+        self.waited = 0.0
+        self.sync.on_report = self.hear
 
-    def step(self, x: Tensor, y: Tensor, seconds: float) -> None:
+    def hear(self, report: offbeat.Report) -> None:
+        self.waited += report.seconds_waited
+        if isinstance(report, GroupReport):
+            self.kinds.append(report.kind)
+
+    def step(self, x: Tensor, y: Tensor, seconds: float, share: float) -> None:
+        """`share` of the run is over, and of the learning rate."""
+        self.optimizer.param_groups[0]["lr"] = LR * (1 - share)
         began = time.perf_counter()
         (self.net.loss(x, y) - self.net.way).backward()
         time.sleep(max(0.0, STEP + seconds - (time.perf_counter() - began)))
@@ -96,11 +68,12 @@ class Contender:
         late = sum(kind != "fresh" for kind in self.kinds) / max(1, len(self.kinds))
         steps = self.sync.steps
         self.sync.finish()
-        shared = torch.tensor([late, self.net.way.item() / steps])
+        shared = torch.tensor([late, self.net.way.item() / steps, self.waited / steps])
         dist.all_reduce(shared)
-        late, kept = (shared / dist.get_world_size()).tolist()
+        late, kept, waited = (shared / dist.get_world_size()).tolist()
         clock = torch.tensor(self.turns).cumsum(0).tolist()
-        return {"turns": self.turns, "clock": clock, "losses": self.losses, "kept": kept, "late": late}
+        shares = {"kept": kept, "late": late, "waited": waited}
+        return {"turns": self.turns, "clock": clock, "losses": self.losses, **shares}
 
 
 def delays(case: str, turn: int, step: int) -> list[float]:
@@ -128,11 +101,7 @@ def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rank, size = dist.get_rank(), dist.get_world_size()
-    digits = load_digits()
-    images = torch.tensor(digits.data, dtype=torch.float32) / 16
-    labels = torch.tensor(digits.target)
-    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
-    test, train = order[:360], order[360:][rank::size]
+    digits = Digits(rank, size)
     contenders = [Contender(name) for name in CONTENDERS[case]]
     turns = int(sys.argv[2]) if len(sys.argv) > 2 else TURNS
     for turn in range(-1, turns):  # the first turn warms up and is not timed
@@ -141,14 +110,14 @@ def main() -> None:
             dist.barrier()
             began = time.perf_counter()
             for step in range(TURN):
-                chosen = train[torch.randint(len(train), (BATCH,), generator=draw)]
-                contender.step(images[chosen], labels[chosen], delays(case, turn, step)[rank])
+                share = (turn + 1 + step / TURN) / (turns + 1)
+                contender.step(*digits.batch(BATCH, draw), delays(case, turn, step)[rank], share)
             dist.barrier()
             if turn >= 0:
                 contender.turns.append(time.perf_counter() - began)
-                contender.evaluate(images[test], labels[test])
+                contender.evaluate(*digits.held_out)
     methods = {contender.name: contender.result() for contender in contenders}
-    periods = {"ddp()": 1, "local_sgd(every=1)": 1, "wagma(every=20)": 20, "blocking groups": 1}
+    periods = {"ddp()": 1, "local_sgd(every=1)": 1, "wagma(every=20, late='add')": 20, "blocking groups": 1}
     limits = {name: limit(case, periods.get(name, 10), turns) for name in methods}
     if rank == 0:
         result = {

@@ -15,6 +15,7 @@ from offbeat.comm import Communicator
 from offbeat.companion import Companion, Stopped
 from offbeat.errors import PeerLost
 
+_LISTENER = "offbeat-listen"
 _LONG = timedelta(days=365)  # a listener is never tired
 _END = 10.0  # seconds in which a thread ends; each of them looks up four times a second
 
@@ -53,10 +54,8 @@ class Threads(Companion):
         return self._heard
 
     def start(self, work: Callable[[], None]) -> None:
-        for name, target in (("work", work), ("listen", self._listen)):
-            thread = threading.Thread(
-                target=self._guarded, args=(target,), name=f"offbeat-{name}", daemon=True
-            )
+        for name, target in (("offbeat-work", work), (_LISTENER, self._listen)):
+            thread = threading.Thread(target=self._guarded, args=(target,), name=name, daemon=True)
             self._threads.append(thread)
             thread.start()
 
@@ -100,6 +99,7 @@ class Threads(Companion):
         return True
 
     def announce(self, number: int) -> None:
+        self.check()  # a listener that has lost the store has said so
         self._heard = max(self._heard, number)
         try:
             for rank in range(self.comm.size):
@@ -116,8 +116,9 @@ class Threads(Companion):
         self._stopped.set()
         with self.locked():
             pass  # wakes the worker
-        with suppress(dist.DistError):
-            self._outbox.queue_push(str(self.comm.rank), "-1")  # wakes the listener
+        if any(thread.name == _LISTENER and thread.is_alive() for thread in self._threads):
+            with suppress(dist.DistError):
+                self._outbox.queue_push(str(self.comm.rank), "-1")  # wakes it
         for thread in self._threads:
             # The garbage collector may end a forgotten run, in whatever thread it happens to work.
             if thread is not threading.current_thread():

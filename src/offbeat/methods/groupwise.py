@@ -14,6 +14,7 @@ from offbeat.schedule import Every
 from offbeat.sync import Synchronizer
 from offbeat.tensors import grads, params
 from offbeat.waitfree import EagerGradients, GroupAverage
+from offbeat.waitfree.average import Late
 from offbeat.waitfree.eager import Activation
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ def wagma(
     group_size: int | None = None,
     every: int = 10,
     grace: float | None = None,
+    late: Late = "join",
     seed: int = 0,
     group: Group = None,
     **options: Unpack[Options],
@@ -42,15 +44,22 @@ def wagma(
 
     It saves waiting, not bytes: a round follows every step. Larger `group_size` mixes the workers faster,
     larger `every` waits less and lets contributions get older. `grace` is how many seconds a round waits for
-    a worker after the first has come, larger counts fewer late; None: until it has taken a tenth longer than
-    it usually does. `seed` draws the groups where the number of workers or the group's is no power of two.
+    a worker after the first has come, larger counts fewer late; None: until its step has taken longer than
+    its steps usually do. `seed` draws the groups where the number of workers or the group's is no power of
+    two.
+
+    Of what a late worker did, the paper's rule, "join", keeps a part. With `late="add"` nothing is lost: the
+    rounds held without it move the weights it last had, and its step is added to them, whole:
+
+        c ← sum of all c in the group/S,    then    c ← c + (x − x₀)  and  x ← c,    x₀ where its step began
 
         sync = offbeat.wagma(model, optimizer, every=10)
+        sync = offbeat.wagma(model, optimizer, every=10, late="add")
 
     Li et al., "Breaking (Global) Barriers in Parallel Stochastic Optimization with Wait-Avoiding Group
     Averaging", IEEE TPDS 2021, arXiv 2005.00124.
-    Differs from the paper: `grace`, any number of workers, and after a global round a late worker
-    contributes the mean all agreed on.
+    Differs from the paper: `grace`, `late="add"`, any number of workers, and after a global round a late
+    worker contributes the mean all agreed on.
     """
     return Synchronizer(
         optimizer,
@@ -64,6 +73,7 @@ def wagma(
                 among=Butterfly(group_size, group, seed),
                 reduce=options.get("reduce"),
                 grace=grace,
+                late=late,
                 buffers=options.get("buffers", "average"),
             ),
         ],

@@ -18,7 +18,7 @@ from offbeat.plan.job import Job
 from offbeat.simulate import Compute
 from offbeat.tensors import Packed
 from offbeat.waitfree import EagerGradients
-from offbeat.waitfree.part import OVERDUE, Waitfree
+from offbeat.waitfree.part import REMEMBERED, Waitfree, allowance
 
 _CYCLE = 8  # rounds whose groups are looked at
 
@@ -63,7 +63,7 @@ class Rush:
         """Until when companions that were called at `awake` wait for workers that began at `resumed`."""
         if self.part.grace is not None:
             return awake + self.part.grace
-        overdue = resumed + OVERDUE * _medians(compute, resumed.shape[-1])
+        overdue = resumed + _allowances(compute, resumed.shape[-1])
         return torch.where(resumed <= awake, torch.maximum(awake, overdue), awake)
 
     def initiator(self, round: int) -> int | None:
@@ -74,6 +74,7 @@ class Rush:
 
 
 @lru_cache
-def _medians(compute: Compute, workers: int) -> Tensor:
-    """The usual step of every worker."""
-    return compute.seconds(torch.arange(workers)[:, None], torch.arange(20)[None, :]).median(-1).values
+def _allowances(compute: Compute, workers: int) -> Tensor:
+    """What a step of every worker may take before it is overdue."""
+    times = compute.seconds(torch.arange(workers)[:, None], torch.arange(REMEMBERED)[None, :])
+    return torch.tensor([allowance(row) for row in times.tolist()], dtype=torch.float64)

@@ -24,17 +24,29 @@ from offbeat.waitfree.rounds import Load, Outcome, Rounds, Timetable
 
 logger = logging.getLogger("offbeat")
 
-OVERDUE = 1.1  # times the median step
-_REMEMBERED = 20  # steps
+REMEMBERED = 20  # steps
+_LEAST = 0.1  # of the median step
+_SPREAD = 5.0  # median deviations: three and a half standard ones, if they are normal
 Among = Butterfly | World
+
+
+def allowance(seconds: Sequence[float]) -> float:
+    """What a step may take before it is overdue, by how long the last ones took.
+
+    Medians, so that delays which hit fewer than half of the steps are no part of what is usual.
+    """
+    usual = statistics.median(seconds)
+    spread = statistics.median(abs(second - usual) for second in seconds)
+    return usual + max(_LEAST * usual, _SPREAD * spread)
 
 
 class Waitfree(Part):
     """Round t follows step t + 1. Every `every`-th is blocking: there all workers are at the same step.
 
     `grace` is how many seconds a companion waits for its own worker after somebody called to a round: larger
-    makes fewer workers late, and keeps the others waiting longer. None: it waits until the worker has taken a
-    tenth longer for this step than the median of its last 20, unless it is rounds behind.
+    makes fewer workers late, and keeps the others waiting longer. None: it waits until the worker has taken
+    longer for this step than is usual, unless it is rounds behind: a tenth longer than the median of its last
+    20, or five times their median deviation where that is more.
     """
 
     companions = False  # whether they hold the blocking rounds too
@@ -61,7 +73,7 @@ class Waitfree(Part):
         self._report: Callable[[Report], None] = lambda report: None
         self._companion: Companion | None = None
         self._rounds: Rounds | None = None
-        self._durations: deque[float] = deque(maxlen=_REMEMBERED)
+        self._durations: deque[float] = deque(maxlen=REMEMBERED)
         self._resumed: float | None = None  # when the worker's own work began
         self._used = -1  # the newest round whose result was used
         self._end: Callable[[], object] = lambda: None
@@ -192,7 +204,7 @@ class Waitfree(Part):
         """Tell the companion when the worker is overdue."""
         assert self._rounds is not None
         if self._durations and self._resumed is not None:
-            self._rounds.due = self._resumed + OVERDUE * statistics.median(self._durations)
+            self._rounds.due = self._resumed + allowance(self._durations)
 
     def settle(self, *, wait: bool) -> None:
         if wait:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from offbeat.companion import Companion
 from offbeat.tensors import Packed
+from offbeat.waitfree.attendance import Kind
 from offbeat.waitfree.rounds import Outcome, settled
 
 
@@ -25,6 +26,10 @@ class Snapshots:
         settled(self._shots[0])
         self._copied: int | None = None  # the snapshot that is being copied
         self._read: int | None = None  # the room whose result is being read
+
+    def meet(self, tensors: Sequence[Tensor]) -> None:
+        """In the worker: everybody has these."""
+        self.write(tensors)
 
     def write(self, tensors: Sequence[Tensor]) -> None:
         """In the worker: make the next snapshot."""
@@ -55,7 +60,18 @@ class Snapshots:
     def fetch(self, outcome: Outcome) -> None:
         self._read = outcome.round % 2
 
-    def release(self) -> None:
-        """In the worker: the result is used."""
+    def merge(self, tensors: Sequence[Tensor], outcome: Outcome, kind: Kind) -> None:
+        """In the worker: the mean of the group; who is late comes to it as one worker more, once."""
+        if outcome.mean is not None and kind != "nothing new":
+            join(tensors, outcome.mean, outcome.workers, late=kind == "late")
         with self._companion.locked():
             self._read = None
+
+
+def join(tensors: Sequence[Tensor], mean: Packed, workers: int, *, late: bool) -> None:
+    """The mean of a group of so many, or the mean with one more."""
+    if not late:
+        mean.write(tensors)
+        return
+    for x, m in zip(tensors, mean.views, strict=True):
+        x.copy_((workers * m + x) / (workers + 1))
