@@ -13,9 +13,9 @@ from torch import Tensor
 
 import offbeat
 from offbeat import Clock, ErrorFeedback, LowRank, Mean, Metered, Quantized, RandomBlock, TopK, TwoLevel
+from offbeat.packed import Packed
 from offbeat.reduce.bits import pack12, pack16, pack_levels, unpack12, unpack16, unpack_levels
 from offbeat.reduce.largest import largest
-from offbeat.tensors import Packed
 
 CODES = [
     Mean("bfloat16"),

@@ -11,7 +11,7 @@ from conftest import Pool
 
 import offbeat
 from offbeat import Communicator
-from offbeat.comm import Farewell
+from offbeat.farewell import Farewell
 
 
 def ranks_sum(comm: Communicator) -> int:

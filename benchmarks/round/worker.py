@@ -16,8 +16,9 @@ import torch.distributed as dist
 from torch.distributed.algorithms.model_averaging.utils import average_parameters
 
 import offbeat
+from offbeat.packed import Packed
 from offbeat.tasks import bytes_task
-from offbeat.tensors import Packed, local
+from offbeat.tensors import local
 
 
 def rounds(model: torch.nn.Module) -> Callable[[], None]:

@@ -1,7 +1,7 @@
 """Train one PyTorch model on many workers that communicate seldom."""
 
 from offbeat import methods as _methods
-from offbeat.comm import Communicator, Metered, Pending, Solo
+from offbeat.comm import Communicator, Solo
 from offbeat.cost import Report, Totals
 from offbeat.detached import Detached
 from offbeat.distributed import Torch
@@ -11,11 +11,14 @@ from offbeat.expression import method
 from offbeat.hook import ddp_hook
 from offbeat.layout import flatten
 from offbeat.local import PseudoSync
+from offbeat.metered import Metered
 from offbeat.methods import *  # noqa: F403 - the named methods, listed in methods.__all__
 from offbeat.outer import SGD, Gossip, Outer, Rebase, SlowMo
 from offbeat.overlap import Eager, Overlap
+from offbeat.packed import Packed
 from offbeat.part import Part
 from offbeat.peers import Butterfly, Pairs, Peers, Subgroups, World
+from offbeat.pending import Pending
 from offbeat.reduce import (
     Code,
     ErrorFeedback,
@@ -44,7 +47,7 @@ from offbeat.simulate import (
     simulate,
 )
 from offbeat.sync import Synchronizer
-from offbeat.tensors import Packed, grads, params
+from offbeat.tensors import grads, params
 from offbeat.throttle import Throttled
 from offbeat.update import Correct, Replace, Update
 from offbeat.waitfree import Attendance, EagerGradients, GroupAverage, GroupReport

@@ -7,8 +7,9 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 
 from offbeat.flight import Flight
+from offbeat.packed import Packed
 from offbeat.riders import BufferRule, Buffers, MomentRule, Moments, land
-from offbeat.tensors import Live, Packed
+from offbeat.tensors import Live
 
 
 class Cargo:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from offbeat.comm import Metered
+from offbeat.metered import Metered
 from offbeat.schedule import Clock
 
 

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any, TypeVar
 
-from offbeat.comm import Pending, arrived
+from offbeat.pending import Pending, arrived
 
 T = TypeVar("T")
 

@@ -8,12 +8,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from offbeat.comm import Communicator, Pending
+from offbeat.comm import Communicator
 from offbeat.outer import Anchored, displacement
+from offbeat.packed import Packed
+from offbeat.pending import Pending
 from offbeat.reduce import Code, Reducer
 from offbeat.reduce.feedback import check_code, feed
 from offbeat.schedule import Clock, State
-from offbeat.tensors import Packed
 
 
 @dataclass(frozen=True)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import json
-import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -16,12 +14,16 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store, get_backend_config
+from torch.distributed.distributed_c10d import PrefixStore, _get_default_store, get_backend_config
 
-from offbeat.comm import WORDS, Communicator, Farewell, Pending, nbytes, words
+from offbeat.comm import WORDS, Communicator, words
 from offbeat.companion import Companion, Stopped
 from offbeat.companion_threads import Threads, clone
 from offbeat.errors import PeerLost
+from offbeat.farewell import Farewell
+from offbeat.lanes import Lane, connected
+from offbeat.metered import nbytes
+from offbeat.pending import Pending
 
 T = TypeVar("T")
 
@@ -58,7 +60,7 @@ class Torch(Communicator):
     def _join(self, key: str, lanes: tuple[str, ...]) -> Torch:
         self.rank, self.size = self._ranks.index(dist.get_rank()), len(self._ranks)
         self._key, self._first_lanes = key, lanes
-        self._lanes: dict[str, _Lane] = {}
+        self._lanes: dict[str, Lane] = {}
         self._children: dict[tuple[int, ...], Torch] = {}
         self._beside: WeakSet[Torch] = WeakSet()  # twins and companions
         self._made_beside = 0
@@ -68,7 +70,7 @@ class Torch(Communicator):
             self._lane(lane)
         return self
 
-    def _lane(self, name: str) -> _Lane:
+    def _lane(self, name: str) -> Lane:
         """The connections for control messages, or for tensors on a kind of device.
 
         `new_group` is of no use: it numbers groups per process, and hangs where some ranks have made others.
@@ -77,7 +79,7 @@ class Torch(Communicator):
             kind = "gloo" if name in ("control", "cpu") else self._backends[name]
             store = PrefixStore(f"{self._key}/{name}", self._store)
             try:
-                self._lanes[name] = _Lane(_backend(kind, store, self.rank, self.size, self._timeout))
+                self._lanes[name] = Lane(connected(kind, store, self.rank, self.size, self._timeout))
             except RuntimeError as error:
                 raise self._lost("everybody to connect", error) from error
         return self._lanes[name]
@@ -294,66 +296,3 @@ def _sum(tensor: Tensor, backend: Any) -> Any:
 
 
 _Call = tuple[Tensor, Callable[[Any], dist.Work]]
-
-
-class _Sent:
-    """A message and when it was first seen to have arrived.
-
-    Python must not run in gloo's threads, which may outlive the interpreter: so no callbacks.
-    """
-
-    def __init__(self, work: dist.Work) -> None:
-        self.work = work
-        self.arrived = 0.0
-
-    def look(self) -> bool:
-        """Whether it is here."""
-        if not self.arrived and self.work.is_completed():
-            self.arrived = time.perf_counter()
-        return self.arrived > 0
-
-
-class _Lane:
-    """Connections of their own, how many messages were begun on them, and which may be in the air."""
-
-    def __init__(self, backend: Any) -> None:
-        self.backend = backend
-        self.begun = 0
-        self._air: list[_Sent] = []
-
-    def begin(self, call: Callable[[Any], dist.Work]) -> _Sent:
-        self.look()
-        self.begun += 1
-        message = _Sent(call(self.backend))
-        self._air.append(message)
-        return message
-
-    def look(self) -> None:
-        """See what has arrived."""
-        self._air = [message for message in self._air if not message.look()]
-
-    def __del__(self, keep: Callable[[Any], None] = ctypes.pythonapi.Py_IncRef) -> None:
-        # gloo's destructor holds the interpreter until all has arrived, which after a failure never happens:
-        # such connections last as long as the process.
-        if not all(message.look() for message in self._air):
-            keep(ctypes.py_object(self.backend))
-
-
-@functools.cache
-def _devices() -> list[Any]:
-    """Where gloo's connections begin, for all of this process: each device has a thread that never rests."""
-    if names := os.environ.get("GLOO_SOCKET_IFNAME"):
-        return [dist.ProcessGroupGloo.create_device(interface=name) for name in names.split(",")]
-    return [dist.ProcessGroupGloo.create_default_device()]
-
-
-def _backend(kind: str, store: Store, rank: int, size: int, timeout: float) -> Any:
-    if kind == "gloo":
-        settings = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        settings._devices, settings._timeout = _devices(), timedelta(seconds=timeout)
-        return dist.ProcessGroupGloo(store, rank, size, settings)
-    if kind == "nccl":
-        options = dist.ProcessGroupNCCL.Options()
-        options._timeout = timedelta(seconds=timeout)
-        return dist.ProcessGroupNCCL(store, rank, size, options)
-    raise ValueError(f"The process group runs on {kind}: Offbeat speaks gloo and nccl.")

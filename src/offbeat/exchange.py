@@ -14,17 +14,19 @@ from torch.optim import Optimizer
 from offbeat.agreement import ROUND, compare_headers, header
 from offbeat.cargo import Cargo
 from offbeat.checkpoint import copied
-from offbeat.comm import Communicator, Metered
+from offbeat.comm import Communicator
 from offbeat.cost import Report
 from offbeat.flight import Flight, naming, profiled
 from offbeat.ledger import Ledger
+from offbeat.metered import Metered
 from offbeat.optimizers import mark, rates
+from offbeat.packed import Packed
 from offbeat.part import Part
 from offbeat.peers import Peers, World
 from offbeat.reduce import ErrorFeedback, Mean, Reducer
 from offbeat.riders import BufferRule, MomentRule, send_mean
 from offbeat.schedule import Clock, Schedule, State
-from offbeat.tensors import Live, Packed
+from offbeat.tensors import Live
 from offbeat.update import Replace, Update
 
 Delay = int | Literal["round"]

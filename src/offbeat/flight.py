@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
-from offbeat.comm import Metered, Pending, arrived
 from offbeat.cost import Report
 from offbeat.errors import PeerLost
+from offbeat.metered import Metered
+from offbeat.packed import Packed
+from offbeat.pending import Pending, arrived
 from offbeat.schedule import Clock, State
-from offbeat.tensors import Packed
 
 
 @contextmanager

@@ -12,12 +12,15 @@ from torch import Tensor, nn
 
 from offbeat.agreement import compare_lines
 from offbeat.checkpoint import copied
-from offbeat.comm import Communicator, Farewell, Metered
+from offbeat.comm import Communicator
 from offbeat.distributed import Torch
 from offbeat.errors import CheckpointMismatch
+from offbeat.farewell import Farewell
+from offbeat.metered import Metered
+from offbeat.packed import Packed
 from offbeat.reduce import Mean, Reducer
 from offbeat.schedule import Clock, State
-from offbeat.tensors import Packed, named
+from offbeat.tensors import named
 
 
 def ddp_hook(

@@ -9,9 +9,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from offbeat.comm import Communicator, Metered, Pending
+from offbeat.comm import Communicator
 from offbeat.cost import Report
 from offbeat.flight import Flight, naming
+from offbeat.metered import Metered
+from offbeat.pending import Pending
 from offbeat.schedule import Clock, State
 
 

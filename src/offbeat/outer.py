@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from offbeat.packed import Packed
 from offbeat.schedule import Clock, State
-from offbeat.tensors import Packed
 from offbeat.update import Update, blend, square_distance
 
 Factory = Callable[[list[Tensor]], Optimizer]

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from offbeat.comm import Communicator
 from offbeat.outer import Anchored, Factory, check_factory, check_slow, displacement, outer_step, ratios
+from offbeat.packed import Packed
 from offbeat.schedule import Clock, State
-from offbeat.tensors import Packed
 from offbeat.update import square_distance
 
 

@@ -7,8 +7,9 @@ from collections.abc import Callable, Sequence
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from offbeat.comm import Communicator, Farewell
+from offbeat.comm import Communicator
 from offbeat.cost import Report
+from offbeat.farewell import Farewell
 from offbeat.peers import Peers
 from offbeat.schedule import Clock, State
 

@@ -11,8 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from offbeat.comm import Communicator, Pending, arrived
-from offbeat.tensors import Live, Packed, local, named
+from offbeat.comm import Communicator
+from offbeat.packed import Packed
+from offbeat.pending import Pending, arrived
+from offbeat.tensors import Live, local, named
 
 BufferRule = Literal["average", "keep", "follow"]
 MomentRule = Literal["keep", "average", "reset"]

@@ -13,8 +13,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from offbeat import agreement, checkpoint
-from offbeat.comm import Farewell, Metered
 from offbeat.cost import Report, Totals
+from offbeat.farewell import Farewell
+from offbeat.metered import Metered
 from offbeat.optimizers import check_fit, held_still, learning_rate, listed, mark
 from offbeat.part import Part
 from offbeat.riders import floating_buffers

@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, TypeVar
 
 from torch import Tensor
 
-from offbeat.comm import Communicator, Pending, Wrapped, nbytes, traffic
+from offbeat.comm import Communicator
 from offbeat.companion import Companion
+from offbeat.metered import Wrapped, nbytes, traffic
+from offbeat.pending import Pending
 
 if TYPE_CHECKING:
     from offbeat.companion import Companion

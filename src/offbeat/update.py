@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from offbeat.comm import Communicator
+from offbeat.packed import Packed
 from offbeat.schedule import Clock, State
-from offbeat.tensors import Packed
 
 
 class Update:

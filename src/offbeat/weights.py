@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from offbeat.comm import Communicator
+from offbeat.packed import Packed
 from offbeat.riders import floating_buffers
-from offbeat.tensors import Packed, local, trainable
+from offbeat.tensors import local, trainable
 
 
 def _all(model: nn.Module) -> list[Tensor]:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from offbeat.comm import traffic
+from offbeat.metered import traffic
 from offbeat.plan.groups import Groups, alike
 from offbeat.plan.imagined import sent_in
 from offbeat.plan.probe import Acts, Seen

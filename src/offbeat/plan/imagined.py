@@ -9,9 +9,12 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from offbeat.comm import WORDS, Communicator, Farewell, Pending, nbytes, words
+from offbeat.comm import WORDS, Communicator, words
 from offbeat.companion import Companion
 from offbeat.courier import Courier
+from offbeat.farewell import Farewell
+from offbeat.metered import nbytes
+from offbeat.pending import Pending
 
 T = TypeVar("T")
 

@@ -15,7 +15,9 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from offbeat.comm import Communicator, Pending, nbytes, traffic
+from offbeat.comm import Communicator
+from offbeat.metered import nbytes, traffic
+from offbeat.pending import Pending
 from offbeat.simulate import Network, Recorded
 from offbeat.tasks import Task
 from offbeat.tensors import trainable

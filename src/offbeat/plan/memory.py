@@ -7,9 +7,9 @@ from types import BuiltinFunctionType, CodeType, ModuleType
 
 from torch import Tensor, nn
 
+from offbeat.packed import Packed
 from offbeat.reduce.scratch import kept_with
 from offbeat.sync import Synchronizer
-from offbeat.tensors import Packed
 
 _ELSEWHERE = (type, ModuleType, CodeType, BuiltinFunctionType, nn.Module)
 

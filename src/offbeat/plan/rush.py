@@ -8,15 +8,15 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from offbeat.comm import nbytes
 from offbeat.draws import whole
+from offbeat.metered import nbytes
+from offbeat.packed import Packed
 from offbeat.part import Part
 from offbeat.plan.fit import Size
 from offbeat.plan.groups import Groups
 from offbeat.plan.imagined import Imagined
 from offbeat.plan.job import Job
 from offbeat.simulate import Compute
-from offbeat.tensors import Packed
 from offbeat.waitfree import EagerGradients
 from offbeat.waitfree.part import REMEMBERED, Waitfree, allowance
 

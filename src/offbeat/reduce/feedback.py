@@ -6,10 +6,11 @@ from dataclasses import dataclass
 
 import torch
 
-from offbeat.comm import Communicator, Pending
+from offbeat.comm import Communicator
+from offbeat.packed import Packed
+from offbeat.pending import Pending
 from offbeat.reduce.reducer import Code, Reducer
 from offbeat.schedule import Clock, State
-from offbeat.tensors import Packed
 
 
 @dataclass(frozen=True)

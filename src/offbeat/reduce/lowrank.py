@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from offbeat.comm import Communicator, Pending
+from offbeat.comm import Communicator
 from offbeat.draws import whole
+from offbeat.pending import Pending
 from offbeat.reduce.parcel import Span, Vector
 from offbeat.reduce.reducer import Code
 from offbeat.schedule import Clock, State

@@ -8,13 +8,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from offbeat.comm import Communicator, Pending
+from offbeat.comm import Communicator
+from offbeat.packed import Packed
+from offbeat.pending import Pending
 from offbeat.reduce.grain import Narrow
 from offbeat.reduce.parcel import Vector
 from offbeat.reduce.reducer import Code
 from offbeat.reduce.slices import Slices
 from offbeat.schedule import Clock, State
-from offbeat.tensors import Packed
 
 _PIECE = 2**24  # values; on loopback gloo moves one long vector faster than many short ones
 _NARROW = {"bfloat16": torch.bfloat16, "float16": torch.float16}

@@ -10,11 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from offbeat.comm import Communicator, Pending
+from offbeat.comm import Communicator
 from offbeat.errors import NotFinite
+from offbeat.packed import Packed
+from offbeat.pending import Pending
 from offbeat.reduce.scratch import Scratch
 from offbeat.schedule import Clock
-from offbeat.tensors import Packed
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
-from offbeat.comm import Communicator, Pending
+from offbeat.comm import Communicator
 from offbeat.draws import whole
+from offbeat.pending import Pending
 from offbeat.reduce.grain import Blocks
 from offbeat.reduce.parcel import Vector
 from offbeat.reduce.reducer import Code

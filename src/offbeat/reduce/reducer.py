@@ -7,10 +7,11 @@ from dataclasses import dataclass, field, fields
 
 from torch import Tensor
 
-from offbeat.comm import Communicator, Pending, arrived
+from offbeat.comm import Communicator
+from offbeat.packed import Packed
+from offbeat.pending import Pending, arrived
 from offbeat.reduce.parcel import Parcel, Vector
 from offbeat.schedule import Clock, State
-from offbeat.tensors import Packed
 
 
 class Reducer:

@@ -8,7 +8,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from offbeat.tensors import Packed
+from offbeat.packed import Packed
 
 _kept: WeakKeyDictionary[Packed, dict[Hashable, Tensor]] = WeakKeyDictionary()
 

@@ -8,7 +8,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from offbeat.comm import Communicator, Pending
+from offbeat.comm import Communicator
+from offbeat.pending import Pending
 from offbeat.reduce.grain import Grain
 from offbeat.reduce.parcel import Vector
 

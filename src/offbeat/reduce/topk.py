@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from offbeat.comm import Communicator, Pending
+from offbeat.comm import Communicator
+from offbeat.pending import Pending
 from offbeat.reduce.bits import pack12, pack16, pack_levels, unpack12, unpack16, unpack_levels
 from offbeat.reduce.largest import largest
 from offbeat.reduce.parcel import Vector

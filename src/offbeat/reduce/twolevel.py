@@ -7,11 +7,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from offbeat.comm import Communicator, Pending, arrived
+from offbeat.comm import Communicator
+from offbeat.packed import Packed
+from offbeat.pending import Pending, arrived
 from offbeat.reduce.parcel import Parcel
 from offbeat.reduce.reducer import Reducer
 from offbeat.schedule import Clock, State
-from offbeat.tensors import PRESENT, Packed
+from offbeat.tensors import PRESENT
 
 
 @dataclass(frozen=True)

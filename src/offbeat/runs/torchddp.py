@@ -13,7 +13,7 @@ from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from offbeat.comm import nbytes, traffic
+from offbeat.metered import nbytes, traffic
 from offbeat.runs.setting import Setting
 from offbeat.runs.trainer import Costs, seconds_of
 from offbeat.runs.watch import Watched

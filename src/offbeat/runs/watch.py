@@ -9,9 +9,11 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from offbeat.comm import Communicator, Pending, Wrapped
+from offbeat.comm import Communicator
 from offbeat.companion import Companion
 from offbeat.courier import Courier
+from offbeat.metered import Wrapped
+from offbeat.pending import Pending
 
 T = TypeVar("T")
 

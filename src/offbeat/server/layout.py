@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from offbeat.tensors import Packed
+from offbeat.packed import Packed
 
 Groups = list[dict[str, Any]]
 

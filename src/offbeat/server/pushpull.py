@@ -11,9 +11,12 @@ from torch.optim import Optimizer
 from torch.profiler import record_function
 
 from offbeat.agreement import AVERAGED, ROUND, compare_headers, header
-from offbeat.comm import Communicator, Farewell, Metered
+from offbeat.comm import Communicator
 from offbeat.cost import Report
+from offbeat.farewell import Farewell
+from offbeat.metered import Metered
 from offbeat.optimizers import mark
+from offbeat.packed import Packed
 from offbeat.part import Part
 from offbeat.peers import Peers, World
 from offbeat.riders import floating_buffers, send_mean
@@ -25,7 +28,7 @@ from offbeat.server.rules import LocalRule, LocalStep
 from offbeat.server.shard import Factory, Options, Shard, check_server, options_of
 from offbeat.server.stable import Watch, sampled, stable_product, warn
 from offbeat.server.wire import Line, Pull, Slices
-from offbeat.tensors import Live, Packed
+from offbeat.tensors import Live
 
 
 class PushPull(Part):

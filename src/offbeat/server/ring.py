@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from offbeat.comm import Pending
-from offbeat.tensors import Live, Packed, local
+from offbeat.packed import Packed
+from offbeat.pending import Pending
+from offbeat.tensors import Live, local
 
 
 class Slot:

@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
-from offbeat.comm import Communicator, Metered, Pending, arrived
+from offbeat.comm import Communicator
 from offbeat.cost import Report
 from offbeat.flight import naming
+from offbeat.metered import Metered
+from offbeat.pending import Pending, arrived
 from offbeat.schedule import Clock, State
 from offbeat.server.shard import Options, Shard
 

@@ -6,7 +6,7 @@ import itertools
 import math
 from typing import Literal, get_args
 
-from offbeat.comm import traffic
+from offbeat.metered import traffic
 
 Algorithm = Literal["ideal", "ring", "tree", "direct"]
 ALGORITHMS: tuple[str, ...] = get_args(Algorithm)

@@ -8,9 +8,10 @@ from collections.abc import Callable
 
 import torch
 
-from offbeat.comm import Communicator, Farewell
+from offbeat.comm import Communicator
 from offbeat.courier import Lazy
 from offbeat.errors import Deadlock, Disagreement
+from offbeat.farewell import Farewell
 from offbeat.simulate.call import Call, describe
 from offbeat.simulate.failures import Failures, Uptime
 from offbeat.simulate.network import Network, Traffic

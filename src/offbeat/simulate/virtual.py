@@ -8,9 +8,11 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from offbeat.comm import Communicator, Farewell, Pending, sum_in_order, words
+from offbeat.comm import Communicator, sum_in_order, words
 from offbeat.companion import Companion
 from offbeat.courier import Courier, Lazy
+from offbeat.farewell import Farewell
+from offbeat.pending import Pending
 from offbeat.simulate.call import Call, Settle
 from offbeat.simulate.stage import Path, Stage
 from offbeat.simulate.understudy import Understudy

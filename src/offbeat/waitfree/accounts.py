@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from offbeat.companion import Companion
-from offbeat.tensors import Packed
+from offbeat.packed import Packed
 from offbeat.waitfree.attendance import Kind
 from offbeat.waitfree.rounds import Outcome, settled
 

@@ -10,9 +10,10 @@ from torch import Tensor
 
 from offbeat.companion import Companion
 from offbeat.draws import whole
+from offbeat.packed import Packed
 from offbeat.peers import World
 from offbeat.schedule import Clock, State
-from offbeat.tensors import Gradients, Packed
+from offbeat.tensors import Gradients
 from offbeat.waitfree.part import Waitfree
 from offbeat.waitfree.rounds import Outcome, settled
 

@@ -11,11 +11,14 @@ from dataclasses import replace
 
 from torch.optim import Optimizer
 
-from offbeat.comm import Communicator, Farewell, Metered, Pending
+from offbeat.comm import Communicator
 from offbeat.companion import Companion
 from offbeat.cost import Report
+from offbeat.farewell import Farewell
+from offbeat.metered import Metered
 from offbeat.part import Part
 from offbeat.peers import Butterfly, Peers, World
+from offbeat.pending import Pending
 from offbeat.reduce import Mean, Reducer
 from offbeat.schedule import Clock, State
 from offbeat.tensors import Live

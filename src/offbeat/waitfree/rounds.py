@@ -10,13 +10,14 @@ from typing import Protocol
 import torch
 from torch.profiler import record_function
 
-from offbeat.comm import Communicator, Metered
+from offbeat.comm import Communicator
 from offbeat.companion import Companion
 from offbeat.errors import PeerLost
+from offbeat.metered import Metered
+from offbeat.packed import Packed
 from offbeat.peers import Butterfly, World
 from offbeat.reduce import Reducer
 from offbeat.schedule import Clock
-from offbeat.tensors import Packed
 
 
 class Load(Protocol):
