@@ -30,7 +30,7 @@ T = TypeVar("T")
 _GLANCE = 0.25  # seconds between two looks at who has left
 _STORE_GONE = 5.0  # seconds to wait on after the store, which rank 0 may host, has vanished
 _LONG = 2**15  # bytes of a chunk from which on chunks go one after the other
-_PIECE = 2**19  # bytes of a chunk that go at a time
+_PIECES, _PIECE = 4, 2**19  # of a chunk, at most: each costs the latency of the link; and bytes, at least
 
 _made: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
 
@@ -126,10 +126,11 @@ class Torch(Communicator):
         gloo works on two calls at a time, in their order: while one piece ends the next has the link.
         """
         heard[self.rank] = given[self.rank]
+        piece = max(_PIECE, -(-given.shape[1] // _PIECES))
         calls: list[_Call] = []
         for ahead in range(1, self.size):
             to, by = (self.rank + ahead) % self.size, self.rank - ahead
-            pieces = zip(torch.split(given[to], _PIECE), torch.split(heard[by], _PIECE), strict=True)
+            pieces = zip(torch.split(given[to], piece), torch.split(heard[by], piece), strict=True)
             calls += [(given, self._pass(ours, to, theirs, by)) for ours, theirs in pieces]
         return calls
 

@@ -65,6 +65,9 @@ def _devices() -> list[Any]:
     return [dist.ProcessGroupGloo.create_default_device()]
 
 
+os.register_at_fork(after_in_child=_devices.cache_clear)  # the thread is not there
+
+
 def connected(kind: str, store: Store, rank: int, size: int, timeout: float) -> Any:
     """The connections of this rank to all others, once they are made."""
     if kind == "gloo":
