@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -83,3 +86,39 @@ def through_the_default_group(comm: offbeat.Communicator) -> tuple[str, int]:
 
 def test_without_a_group_it_is_the_default_one(pool: Pool) -> None:
     assert pool.run(through_the_default_group) == [("Torch", 4)] * 4
+
+
+FORKING = """
+import os, socket, warnings
+import torch, torch.distributed as dist, torch.multiprocessing as mp
+import offbeat
+
+warnings.simplefilter("ignore", DeprecationWarning)  # threads and fork
+
+def averaged(rank, size, port):
+    where = f"tcp://127.0.0.1:{port}"
+    dist.init_process_group("gloo", init_method=where, rank=rank, world_size=size)
+    value = offbeat.Torch(timeout=20).mean([torch.full((3,), float(rank))]).wait()[0]
+    assert value.tolist() == [(size - 1) / 2] * 3
+    dist.destroy_process_group()
+
+def port():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+averaged(0, 1, port())
+where, fork = port(), mp.get_context("fork")
+children = [fork.Process(target=averaged, args=(rank, 2, where)) for rank in range(2)]
+for child in children:
+    child.start()
+for child in children:
+    child.join()
+raise SystemExit(sum(child.exitcode != 0 for child in children))
+"""
+
+
+@pytest.mark.slow
+def test_forked_processes_have_connections_of_their_own() -> None:
+    done = subprocess.run([sys.executable, "-c", FORKING], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr

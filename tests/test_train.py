@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -252,15 +253,16 @@ def test_a_task_of_ones_own(tmp_path: Path) -> None:
         "    return Task(model=model, loss=loss, batches=batches,\n"
         "                evaluate=lambda m: loss(m, (x, y)).item())\n"
     )
+    curves = find_spec("tensorboard") is not None  # an extra of the user's own
     done = offbeat(
         "train", "slowmo(every=5)", "--task", "mine.py", "--workers", "2", "--steps", "40", "--lr", "0.1",
-        "--tensorboard", "--checkpoint-dir", "run", cwd=tmp_path,
+        *(["--tensorboard"] if curves else []), "--checkpoint-dir", "run", cwd=tmp_path,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "slowmo(every=5)" in done.stdout
     run = read(tmp_path / "run")
     assert run.evals[-1]["loss"] < 0.5 * run.evals[0]["loss"]
-    assert len(list((tmp_path / "run/tensorboard").glob("rank-*/events*"))) == 2
+    assert len(list((tmp_path / "run/tensorboard").glob("rank-*/events*"))) == (2 if curves else 0)
 
 
 def test_a_worker_that_fails_is_quoted(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """The loss at equal steps against synchronous SGD: pulls every 2, 5 and 10 steps, with and without GLU.
 
     python benchmarks/pushpull/study.py digits
-    python benchmarks/pushpull/study.py images --data cifar10-jpeg.zip --cache /tmp/pictures
+    python benchmarks/pushpull/study.py images --data cifar10-jpeg.zip --cache pictures
 
 4 workers in simulation; SGD with momentum 0.9, the rate falling by a cosine. Each run is a line of
 results.jsonl, and runs that are there already are not repeated; `--table` prints what is there.

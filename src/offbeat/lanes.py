@@ -58,21 +58,21 @@ class Lane:
 
 
 @functools.cache
-def _devices() -> list[Any]:
-    """Where gloo's connections begin, for all of this process: each device has a thread that never rests."""
+def _devices(process: int) -> list[Any]:
+    """Where gloo's connections begin, for all of a process: each device has a thread that never rests.
+
+    A forked process has no such thread, and needs a device of its own.
+    """
     if names := os.environ.get("GLOO_SOCKET_IFNAME"):
         return [dist.ProcessGroupGloo.create_device(interface=name) for name in names.split(",")]
     return [dist.ProcessGroupGloo.create_default_device()]
-
-
-os.register_at_fork(after_in_child=_devices.cache_clear)  # the thread is not there
 
 
 def connected(kind: str, store: Store, rank: int, size: int, timeout: float) -> Any:
     """The connections of this rank to all others, once they are made."""
     if kind == "gloo":
         settings = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        settings._devices, settings._timeout = _devices(), timedelta(seconds=timeout)
+        settings._devices, settings._timeout = _devices(os.getpid()), timedelta(seconds=timeout)
         return dist.ProcessGroupGloo(store, rank, size, settings)
     if kind == "nccl":
         options = dist.ProcessGroupNCCL.Options()

@@ -67,7 +67,7 @@ def _is_known(event: Event, born: dict[int, tuple[int, int]]) -> bool:
 def _kept(event: Event, born: dict[int, tuple[int, int]]) -> Event:
     if isinstance(event, Beside):
         inside = tuple(_kept(inner, born) for inner in event.events if _is_known(inner, born))
-        return Beside(event.number, inside)
+        return Beside(event.number, event.courier, inside)
     return event
 
 
@@ -90,5 +90,5 @@ def _look(events: Sequence[Event], step: int, born: dict[int, tuple[int, int]]) 
             sent, place = born[event.number]
             looks.append((step - sent, place))
         elif isinstance(event, Beside):
-            looks.append(_look(event.events, step, born))
+            looks.append((event.courier, _look(event.events, step, born)))
     return tuple(looks)

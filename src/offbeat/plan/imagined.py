@@ -50,6 +50,7 @@ class Beside:
     """A job was given to a courier, who sends and waits beside the worker, one job after the other."""
 
     number: int
+    courier: int  # which of the worker's
     events: tuple[Event, ...]
 
 
@@ -73,6 +74,7 @@ class Log:
 
     events: list[Event] = field(default_factory=list)
     sent: int = 0
+    couriers: int = 0
 
     def take(self) -> list[Event]:
         """All since the last time."""
@@ -157,7 +159,8 @@ class Noted(Courier):
 
     def __init__(self, log: Log) -> None:
         super().__init__()
-        self._log = log
+        self._log, self._number = log, log.couriers
+        log.couriers += 1
 
     def give(self, job: Callable[[], T]) -> Pending[T]:
         log, number = self._log, self._log.sent
@@ -165,7 +168,7 @@ class Noted(Courier):
         before, log.events = log.events, []
         result = self._do(job)
         log.events, inside = before, tuple(log.events)
-        log.events.append(Beside(number, inside))
+        log.events.append(Beside(number, self._number, inside))
 
         def wait() -> T:
             log.events.append(Waited(number))

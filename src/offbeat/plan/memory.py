@@ -9,9 +9,11 @@ from torch import Tensor, nn
 
 from offbeat.packed import Packed
 from offbeat.reduce.scratch import kept_with
+from offbeat.server.stable import Watch
 from offbeat.sync import Synchronizer
 
-_ELSEWHERE = (type, ModuleType, CodeType, BuiltinFunctionType, nn.Module)
+# A watch is as large in a small model as in a large one.
+_ELSEWHERE = (type, ModuleType, CodeType, BuiltinFunctionType, nn.Module, Watch)
 
 
 def copies(sync: Synchronizer) -> float:

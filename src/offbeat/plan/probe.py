@@ -22,6 +22,7 @@ from offbeat.weights import replace_by_mean
 
 Build = Callable[..., Synchronizer]
 _SMALL = 16  # up to so many workers, the imagined ones are as many as the real
+_LOOKS = 32  # steps in which memory is looked at
 
 
 @dataclass(frozen=True)
@@ -194,7 +195,7 @@ def _watch_others(
         first = next(i for i, event in enumerate(events) if isinstance(event, Computed))
         steps.append(events[first + 1 :])
         told.append(len(reports) - seen)
-        if len(steps) % 16 == 2:
+        if len(steps) <= _LOOKS:
             held = max(held, copies(sync))
     if not any(steps):
         return [], [], [], 0.0

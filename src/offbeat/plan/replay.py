@@ -34,7 +34,7 @@ class Clocks:
         self.free = torch.zeros(shape, dtype=torch.float64)  # when their links are
         self._companion = torch.zeros(shape, dtype=torch.float64)
         self._resumed = self.now  # when they began to compute
-        self._courier = torch.zeros(shape, dtype=torch.float64)  # where those are who work beside them
+        self._couriers: dict[int, Tensor] = {}  # where those are who work beside them
         self.computed, self.skewed, self.exposed, self.flown = (
             torch.zeros(shape[:2], dtype=torch.float64) for _ in range(4)
         )
@@ -85,11 +85,12 @@ class Clocks:
                 self._wait(key(event.number))
             elif isinstance(event, Beside):
                 worker, still = self.now, (self.skewed.clone(), self.exposed.clone())
-                self.now = torch.maximum(worker, self._courier)
+                self.now = torch.maximum(worker, self._couriers.get(event.courier, worker))
                 self._go(event.events, acts, groups, key, costs)
-                self._courier, self.now = self.now, worker
+                done, self.now = self.now, worker
+                self._couriers[event.courier] = done
                 self.skewed, self.exposed = still  # it was the courier who stood still
-                self._air[key(event.number)] = (worker, self._courier, worker)
+                self._air[key(event.number)] = (worker, done, worker)
 
     def rush(self, rush: Rush, round: int, costs: Costs) -> None:
         """A round that companions hold: each begins with its own worker, or some grace after the call."""

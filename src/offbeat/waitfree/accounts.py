@@ -84,5 +84,6 @@ class Accounts:
         assert self._read is not None
         torch._foreach_add_(self._mine.flats, self._rooms[self._read].flats)
         self._mine.write(tensors)
+        settled(self._mine)  # lest the next round begins while it is read
         with self._companion.locked():
             self._read = None

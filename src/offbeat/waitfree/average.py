@@ -78,13 +78,14 @@ class GroupAverage(Waitfree):
         self.late = late
         # A running variance that differences are added to might become negative.
         self._buffers = Buffers(live.model, buffers if late == "join" else "keep")
+        self._rule = buffers
         self._weights: Weights | None = None
         self._resumed_with: dict[str, Tensor] = {}
 
     def __repr__(self) -> str:
         return (
             f"GroupAverage({self.live!r}, every={self.every}, among={self.among!r}, reduce={self.reduce!r}, "
-            f"grace={self.grace}, late={self.late!r}, buffers={self._buffers.rule!r})"
+            f"grace={self.grace}, late={self.late!r}, buffers={self._rule!r})"
         )
 
     @property

@@ -64,6 +64,7 @@ class Snapshots:
         """In the worker: the mean of the group; who is late comes to it as one worker more, once."""
         if outcome.mean is not None and kind != "nothing new":
             join(tensors, outcome.mean, outcome.workers, late=kind == "late")
+            settled(outcome.mean)  # lest the next round begins while it is read
         with self._companion.locked():
             self._read = None
 
