@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from offbeat.plan.imagined import Beside, Event, Sent, Waited
 
-_LONGEST = 64  # a rhythm of more steps is not recognised
+_LONGEST = 256  # a rhythm of more steps is not recognised
 
 
 @dataclass(frozen=True)

@@ -257,7 +257,7 @@ class PushPull(Part):
         return self._equal_at == step and not self._smooth
 
     def settles(self) -> int:
-        return self.warmup + 3 * self.every + self.in_flight
+        return self.warmup + 5 * self.every + self.in_flight  # every other push takes the same road
 
     def state_dict(self) -> State:
         """Pushes in the air are waited for, and applied: only their order counts. A pull is not."""
