@@ -110,7 +110,9 @@ def test_a_run_leaves_logs_and_checkpoints(whole: Path) -> None:
     assert run.ends[0]["weights"] == run.ends[1]["weights"]
     assert [e["step"] for e in run.evals] == [0, 20, 40, 60]
     assert run.evals[-1]["loss"] < run.evals[0]["loss"]
-    assert Shelf(whole / "checkpoints", rank=0, workers=2).whole() == [49, 56]
+    kept = Shelf(whole / "checkpoints", rank=0, workers=2).whole()
+    assert kept[-2:] == [49, 56]
+    assert len(kept) <= 3, "rank 0 drops the old when it saves, perhaps before the others have saved"
     state = torch.load(whole / "checkpoints/step-000000056/rank-1.pt", weights_only=True)
     assert state["batches"] == {"step": 56}
     assert run.origin["command"][:2] == ["offbeat", "train"]
