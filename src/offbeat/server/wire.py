@@ -18,6 +18,7 @@ from offbeat.schedule import Clock, State
 from offbeat.server.shard import Options, Shard
 
 Slices = list[list[Tensor]]  # of each vector, every rank's slice
+_PARTS = 4  # of a slice that is added up
 
 
 @dataclass
@@ -140,12 +141,12 @@ def scattered(flat: Tensor, comm: Communicator) -> Tensor:
     """The mean of this rank's slice, round the ring: each adds its own to what comes, and passes it on.
 
     Everyone talks to one neighbour all the time. In an all-to-all of as many bytes several send to one, and
-    none at its full rate: on links of 100 Mbit/s it took half as long again. Slices go in two parts, one of
-    which flies while the other is added up.
+    none at its full rate: on links of 100 Mbit/s it took half as long again. Slices go in parts: some fly
+    while another is added up.
     """
     if comm.size == 1 or not flat.numel():
         return flat.clone()
-    slices = [part.chunk(2) for part in flat.chunk(comm.size)]
+    slices = [part.chunk(_PARTS) for part in flat.chunk(comm.size)]
     moving = [comm.shift(part.clone()) for part in slices[comm.rank - 1]]
     for ahead in range(2, comm.size + 1):
         for i, own in enumerate(slices[comm.rank - ahead]):
