@@ -18,7 +18,6 @@ import torch.multiprocessing as mp
 import offbeat
 
 SIZE = 4
-MOST_BROKEN = 24
 PATIENCE = 240  # seconds, less than a test has
 
 torch.set_num_threads(1)
@@ -38,7 +37,6 @@ class Pool:
         self._start()
 
     def _start(self) -> None:
-        self._broken = 0
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
@@ -67,8 +65,6 @@ class Pool:
         self, function: Callable[..., Any], *args: Any, workers: int = SIZE, fresh: bool = True
     ) -> list[Any]:
         """The same, with errors returned as values."""
-        if fresh:
-            self._renew()
         for pipe in self._pipes[:workers]:
             pipe.send((function, args, workers, fresh))
         answers = []
@@ -79,13 +75,6 @@ class Pool:
                 raise AssertionError(f"{function.__name__}: a worker hangs")
             answers.append(pipe.recv())
         return answers
-
-    def _renew(self) -> None:
-        """Broken connections last as long as their process, and their threads keep waking up."""
-        self._broken += 1
-        if self._broken > MOST_BROKEN:
-            self.close()
-            self._start()
 
     def close(self) -> None:
         for pipe in self._pipes:

@@ -16,7 +16,7 @@ from offbeat.cargo import Cargo
 from offbeat.checkpoint import copied
 from offbeat.comm import Communicator
 from offbeat.cost import Report
-from offbeat.flight import Flight, naming, profiled
+from offbeat.flight import Flight, halfway, naming, profiled
 from offbeat.ledger import Ledger
 from offbeat.metered import Metered
 from offbeat.optimizers import mark, rates
@@ -157,9 +157,7 @@ class Exchange(Part):
                 self.land(clock)
 
     def _halfway(self, flight: Flight) -> int | None:
-        """The step in the middle of a flight, the same for everyone; None while its end is not known."""
-        due = self._plan if flight.due is None else flight.due
-        return None if due is None else (flight.clock.step + due + 1) // 2
+        return halfway(flight.clock.step, self._plan if flight.due is None else flight.due)
 
     def _ask(self, clock: Clock) -> None:
         """Plan the next round."""

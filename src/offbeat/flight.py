@@ -32,6 +32,11 @@ def profiled(name: str) -> AbstractContextManager[object]:
     return record_function(name) if torch._C._autograd._profiler_enabled() else nullcontext()
 
 
+def halfway(begun: int, due: int | None) -> int | None:
+    """The step in the middle of a flight, the same for everyone; None while its end is not known."""
+    return None if due is None else (begun + due + 1) // 2
+
+
 @dataclass
 class Flight:
     """The messages of one round."""

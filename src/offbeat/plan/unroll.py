@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from offbeat.exchange import Exchange
+from offbeat.flight import halfway
 from offbeat.part import Part
 from offbeat.plan.job import Job
 from offbeat.schedule import Clock
@@ -96,7 +97,7 @@ def _rounds(
         begins = plan if plan is not None and plan <= end else None
         if flying is not None:
             at = begins if due is None else due
-            half = _halfway(step, plan if due is None else due)
+            half = halfway(step, plan if due is None else due)
             advanced = half is not None and half <= end and (at is None or half < at)
             if half is not None and advanced:
                 act(half, "advance", flying)
@@ -120,11 +121,6 @@ def _rounds(
     if flying is not None:
         land(end, flying, advanced, flush)
     return number
-
-
-def _halfway(begun: int, due: int | None) -> int | None:
-    """Where `Exchange` sends the second of two messages."""
-    return None if due is None else (begun + due + 1) // 2
 
 
 def _planned(
