@@ -16,19 +16,21 @@ class Process:
     Its output goes to nameless files, which unlike pipes never fill up, and a thread notes when it ends.
     """
 
-    def __init__(self, command: Sequence[str], env: Mapping[str, str]) -> None:
+    def __init__(
+        self, command: Sequence[str], env: Mapping[str, str], *, stdin: int = subprocess.DEVNULL
+    ) -> None:
         self._stdout = tempfile.TemporaryFile()
         self._stderr = tempfile.TemporaryFile()
         self._began = time.monotonic()
         self._popen = subprocess.Popen(
             command,
             env=env,
-            stdin=subprocess.DEVNULL,
+            stdin=stdin,
             stdout=self._stdout,
             stderr=self._stderr,
             start_new_session=True,
         )
-        self.seconds = 0.0
+        self.seconds = self.ended_at = 0.0
         self._wake_at = 0.0
         self._waker: threading.Timer | None = None
         # An event, since a join that Ctrl-C interrupts may take its thread for ended (python/cpython#90882).
@@ -52,6 +54,10 @@ class Process:
     def kill(self) -> None:
         self._signal(signal.SIGKILL)
 
+    def interrupt(self) -> None:
+        """What Ctrl-C does."""
+        self._signal(signal.SIGINT)
+
     def delay(self, seconds: float) -> None:
         """Stop now, go on after `seconds`; of delays that overlap the one that ends last counts."""
         self._signal(signal.SIGSTOP)
@@ -68,10 +74,13 @@ class Process:
     def close(self) -> None:
         self._stdout.close()
         self._stderr.close()
+        if self._popen.stdin is not None:
+            self._popen.stdin.close()
 
     def _watch(self) -> None:
         self._popen.wait()
-        self.seconds = time.monotonic() - self._began
+        self.ended_at = time.monotonic()
+        self.seconds = self.ended_at - self._began
         if self._waker is not None:
             self._waker.cancel()
         self._ended.set()

@@ -1,8 +1,9 @@
 """One worker's process: trains the runs it is given, one after the other.
 
-    python -m offbeat.runs.worker FOLDER FOLDER ... [--resume]
+    python -m offbeat.runs.worker FOLDER FOLDER ... [--resume] [--tied]
 
-Started by torch's elastic launcher, by a lab, or by torchrun.
+Started by `offbeat.runs.launch`, on this machine or in a lab. With `--tied` the worker ends when its standard
+input does, which is when the launcher has ended, however it did.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import torch.distributed as dist
 
 from offbeat.comm import Communicator
 from offbeat.distributed import Torch
-from offbeat.errors import OffbeatError
+from offbeat.errors import OffbeatError, PeerLost
 from offbeat.runs.folder import cache_of, setting_of
 from offbeat.runs.link import parse_link
 from offbeat.runs.loop import Loop
@@ -27,6 +28,7 @@ from offbeat.runs.setting import Setting
 from offbeat.throttle import Throttled
 
 STOPPED = 3  # the exit code of a worker that Ctrl-C ended after its checkpoint
+LOST = 4  # and of one that has lost another, which knows why
 
 
 def work(folders: Sequence[Path], *, resume: bool) -> bool:
@@ -53,16 +55,29 @@ def slowed(comm: Communicator, setting: Setting) -> Communicator:
     return Throttled(comm, rate=link.rate, latency=link.latency)
 
 
+def tie() -> None:
+    """End this process at once when its standard input ends."""
+
+    def wait() -> None:
+        while os.read(0, 1):
+            pass
+        os._exit(1)
+
+    threading.Thread(target=wait, name="offbeat-tied", daemon=True).start()
+
+
 def main() -> None:
     logging.basicConfig(level=os.environ.get("OFFBEAT_LOG", "WARNING"), format="%(message)s")
-    resume = "--resume" in sys.argv[1:]
-    folders = [Path(word) for word in sys.argv[1:] if word != "--resume"]
-    dist.init_process_group("gloo")
+    options = {word for word in sys.argv[1:] if word in ("--resume", "--tied")}
+    folders = [Path(word) for word in sys.argv[1:] if word not in options]
+    if "--tied" in options:
+        tie()
     try:
-        finished = work(folders, resume=resume)
+        dist.init_process_group("gloo")
+        finished = work(folders, resume="--resume" in options)
     except OffbeatError as error:
         print(error, file=sys.stderr, flush=True)
-        sys.exit(1)
+        sys.exit(LOST if isinstance(error, PeerLost) else 1)
     dist.destroy_process_group()
     sys.exit(0 if finished else STOPPED)
 
