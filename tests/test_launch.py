@@ -1,0 +1,228 @@
+"""What the commands that start workers expose: where they listen, what they unpickle, what they import."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import pickle
+import re
+import signal
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.distributed import TCPStore
+
+ROOT = Path(__file__).parent.parent
+needs_proc = pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="reads Linux's /proc")
+SMALL = ["--model", "tiny"]
+FEW = ["--workers", "2", "--steps", "60", "--evaluations", "1"]
+LATE = ["--straggler", "share=1,delay=40ms"]  # long enough to be looked at
+TRAIN = ["train", "wagma(group_size=2, every=4)", *SMALL, *FEW, *LATE, "--checkpoint-dir", "run"]
+COMMANDS = {
+    "train": TRAIN,
+    "compare": ["compare", "torch_ddp", "local_sgd(every=8)", *SMALL, *FEW, *LATE, "--link", "100mbit"],
+    "compare --simulate": ["compare", "local_sgd(every=8)", *SMALL, *FEW, "--simulate"],
+    "study": ["study", "local_sgd", *SMALL, "--workers", "2", "--every", "4", "--samples", "2000"],
+}
+
+# Notes whoever unpickles a class, in whatever process has this folder in its PYTHONPATH.
+WATCH = """
+import os, sys
+
+def hook(event, arguments, here=os.path.dirname(__file__)):
+    if event == "pickle.find_class":
+        with open(os.path.join(here, "unpickled"), "a") as file:
+            file.write(f"{arguments}\\n")
+
+sys.addaudithook(hook)
+open(os.path.join(os.path.dirname(__file__), "watched"), "a").write("x")
+"""
+
+
+class Scene:
+    """A command in a folder that holds modules with the names of others' modules."""
+
+    def __init__(self, folder: Path, words: list[str]) -> None:
+        self.modules, self.cwd = folder / "modules", folder / "cwd"
+        for place in (self.modules, self.cwd, folder / "bin"):
+            place.mkdir()
+        for name in ("queue", "sklearn", "torch"):
+            (self.cwd / f"{name}.py").write_text(f"open({str(folder / 'imported')!r}, 'a').write({name!r})\n")
+        (self.modules / "sitecustomize.py").write_text(WATCH)
+        (folder / "bin/offbeat").write_text("from offbeat.cli import main\nmain()\n")
+        self.imported = folder / "imported"
+        self.process = subprocess.Popen(
+            [sys.executable, str(folder / "bin/offbeat"), *words],
+            cwd=self.cwd,
+            env={**os.environ, "PYTHONPATH": f"{self.modules}{os.pathsep}{ROOT / 'src'}"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+
+    def family(self) -> list[int]:
+        """The command's process and all below it."""
+        parents: dict[int, int] = {}
+        for entry in Path("/proc").iterdir():
+            if entry.name.isdecimal():
+                with suppress(OSError):
+                    parents[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+        found = [self.process.pid]
+        for process in found:
+            found += [child for child, parent in parents.items() if parent == process]
+        return found
+
+    def listening(self) -> set[tuple[bool, str, int]]:
+        """Who listens where at this moment: the first process or another, the address, the port."""
+        at = {}
+        for table in ("tcp", "tcp6"):
+            for line in Path("/proc/net", table).read_text().splitlines()[1:]:
+                _, local, _, state, *rest = line.split()
+                if state == "0A":
+                    at[rest[5]] = local.split(":")
+        found = set()
+        for process in self.family():
+            with suppress(OSError):
+                for fd in Path("/proc", str(process), "fd").iterdir():
+                    with suppress(OSError):
+                        inode = os.readlink(fd)[len("socket:[") : -1]
+                        if inode in at:
+                            found.add(
+                                (process == self.process.pid, _address(at[inode][0]), int(at[inode][1], 16))
+                            )
+        return found
+
+    def end(self) -> tuple[int, str]:
+        _, error = self.process.communicate(timeout=120)
+        return self.process.returncode, error
+
+    def close(self) -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.communicate(timeout=60)
+
+
+def _address(text: str) -> str:
+    words = struct.pack(f"={len(text) // 8}I", *[int(text[i : i + 8], 16) for i in range(0, len(text), 8)])
+    address = ipaddress.ip_address(words)
+    return str(getattr(address, "ipv4_mapped", None) or address)
+
+
+@pytest.fixture
+def scene(tmp_path: Path) -> Any:
+    made: list[Scene] = []
+
+    def make(words: list[str]) -> Scene:
+        made.append(Scene(tmp_path, words))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+def until(condition: Callable[[], Any], process: subprocess.Popen[str]) -> Any:
+    deadline = time.monotonic() + 120
+    while not (found := condition()):
+        assert time.monotonic() < deadline
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.02)
+    return found
+
+
+@pytest.mark.slow
+@needs_proc
+@pytest.mark.parametrize("command", COMMANDS)
+def test_nothing_listens_beyond_this_machine(scene: Any, command: str) -> None:
+    run = scene(COMMANDS[command])
+    heard: set[tuple[bool, str, int]] = set()
+    while run.process.poll() is None:
+        heard |= run.listening()
+        time.sleep(0.02)
+    code, error = run.end()
+    assert code == 0, error
+    assert all(ipaddress.ip_address(address).is_loopback for _, address, _ in heard), heard
+    processes = "simulate" not in command and command != "study"
+    assert {first for first, _, _ in heard} == ({True, False} if processes else set()), heard
+    assert (run.modules / "watched").read_text() == ("xxx" if processes else "x"), "all were watched"
+    assert not (run.modules / "unpickled").exists(), (run.modules / "unpickled").read_text()
+    assert not run.imported.exists(), run.imported.read_text()
+
+
+class Bomb:
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.marker),)
+
+
+@pytest.mark.slow
+@needs_proc
+def test_a_pickle_put_into_the_store_is_never_loaded(scene: Any, tmp_path: Path) -> None:
+    """The elastic launcher's rendezvous loaded what stood under such keys."""
+    run = scene(TRAIN)
+    ports = until(lambda: [port for first, _, port in run.listening() if first], run.process)
+    bomb = pickle.dumps(Bomb(tmp_path / "marker"))
+    pickle.loads(bomb)
+    (tmp_path / "marker").rmdir()  # it works
+    for port in ports:
+        store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+        for prefix in ("", "/worker/attempt_0/", "/worker/attempt_0/default_pg/"):
+            for key in ("torch.rendezvous.", "torch.rendezvous.none", "left", "0", "1"):
+                store.set(prefix + key, bomb)
+            store.queue_push(f"{prefix}queue", bomb)
+    code, error = run.end()
+    assert code == 0, error
+    assert not (tmp_path / "marker").exists()
+    assert not (run.modules / "unpickled").exists()
+
+
+def test_no_code_of_ours_unpickles_what_it_did_not_write() -> None:
+    """torch's collectives of objects unpickle what arrives; torch.load may run code unless told not to."""
+    for path in (ROOT / "src").rglob("*.py"):
+        text = path.read_text()
+        assert not re.search(r"(?:object_list|gather_object|pickle\.loads?\b|elastic_launch)\(?", text), path
+        for call in re.findall(r"torch\.load\(.*?\n", text):
+            assert "weights_only=True" in call, (path, call)
+
+
+def alive(process: int) -> bool:
+    with suppress(OSError):
+        return "(" in (stat := Path(f"/proc/{process}/stat").read_text()) and ") Z" not in stat
+    return False
+
+
+@pytest.mark.slow
+@needs_proc
+def test_workers_end_with_their_launcher(scene: Any) -> None:
+    run = scene([*TRAIN[:-4], "--straggler", "share=1,delay=1", *TRAIN[-2:]])
+    until((run.cwd / "run/rank-0.jsonl").exists, run.process)
+    workers = run.family()[1:]
+    assert len(workers) == 2
+    run.process.kill()
+    run.process.wait()
+    deadline = time.monotonic() + 60
+    while any(map(alive, workers)):
+        assert time.monotonic() < deadline, "they live on"
+        time.sleep(0.05)
+
+
+@pytest.mark.slow
+@needs_proc
+def test_a_worker_that_is_killed_is_named_and_the_others_end(scene: Any) -> None:
+    run = scene([*TRAIN[:-4], "--straggler", "share=1,delay=0.2", *TRAIN[-2:]])
+    until((run.cwd / "run/rank-0.jsonl").exists, run.process)
+    workers = run.family()[1:]
+    (second,) = [p for p in workers if b"\0RANK=1\0" in Path(f"/proc/{p}/environ").read_bytes()]
+    os.kill(second, signal.SIGKILL)
+    assert run.end() == (1, "offbeat: Rank 1: ended by SIGKILL\n")
+    assert not any(map(alive, workers))
