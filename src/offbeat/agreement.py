@@ -73,26 +73,31 @@ def describe(call: str, model: nn.Module) -> list[str]:
     """The method and every tensor of the model, one line each; frozen ones with a checksum."""
     lines = [f"the method {call}"]
     for name, p in named(model.named_parameters()).items():
-        frozen = "" if p.requires_grad else f", frozen with checksum {_checksum(p)}"
+        frozen = "" if p.requires_grad else f", frozen with checksum {checksum(p)}"
         lines.append(f"parameter {name} {list(p.shape)} {str(p.dtype).removeprefix('torch.')}{frozen}")
     for name, b in named(model.named_buffers()).items():
         lines.append(f"buffer {name} {list(b.shape)} {str(b.dtype).removeprefix('torch.')}")
     return lines
 
 
-def _checksum(tensor: torch.Tensor) -> int:
+def checksum(tensor: torch.Tensor) -> int:
     """The sum of the bits read as whole numbers: exact, so the same in whatever order it is taken."""
-    whole = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[local(tensor).element_size()]
-    return int(local(tensor).contiguous().view(whole).sum(dtype=torch.int64))
+    flat = local(tensor).detach().contiguous().view(-1)
+    whole = {1: torch.uint8, 2: torch.int16, 4: torch.int32}.get(flat.element_size(), torch.int64)
+    return int(flat.view(whole).sum(dtype=torch.int64))
 
 
-def compare_lines(lines: Sequence[str], comm: Communicator) -> None:
-    """Raise on every rank, naming the first that differs from rank 0, unless all have the same lines."""
+def compare_lines(lines: Sequence[str], comm: Communicator, *, nonce: int = 0) -> int:
+    """Raise on every rank, naming the first that differs from rank 0, unless all have the same lines.
+
+    Returns rank 0's nonce.
+    """
     text = "\n".join(lines).encode()
     mine = struct.unpack("<4q", hashlib.sha256(text).digest())
-    heard = comm.tell([len(text), *mine]).wait()
+    told = comm.tell([len(text), *mine, nonce]).wait()
+    heard = [word[:5] for word in told]
     if all(word == heard[0] for word in heard):
-        return
+        return told[0][5]
     room = torch.zeros(max(word[0] for word in heard), dtype=torch.uint8)
     room[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     texts = [

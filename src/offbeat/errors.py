@@ -5,7 +5,7 @@ OffbeatError (a RuntimeError)
 ├── NotFinite           a worker was about to send NaN or infinity through a code that cannot
 ├── PeerLost            a worker left, failed or fell silent while others waited for it
 ├── Deadlock            in a simulation, nobody can move
-└── CheckpointMismatch  a checkpoint of another method, rank or number of workers
+└── CheckpointMismatch  a checkpoint that is damaged, or of another run, method, rank or number of workers
 
 Bad arguments are ValueError or TypeError, raised where they are given.
 """
@@ -39,4 +39,4 @@ class Deadlock(OffbeatError):
 
 
 class CheckpointMismatch(OffbeatError):
-    """The checkpoint belongs to another method, rank or number of workers."""
+    """The checkpoint is damaged, or belongs to another run, method, rank or number of workers."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from offbeat.errors import Disagreement, NotFinite, OffbeatError, PeerLost
+from offbeat.errors import CheckpointMismatch, Disagreement, NotFinite, OffbeatError, PeerLost
 
 
 @dataclass(frozen=True)
@@ -29,4 +29,4 @@ class Farewell:
         return PeerLost(f"Waiting for {what}: rank {rank} {self.text}.")
 
 
-_SHARED: tuple[type[OffbeatError], ...] = (Disagreement, NotFinite, PeerLost)
+_SHARED: tuple[type[OffbeatError], ...] = (CheckpointMismatch, Disagreement, NotFinite, PeerLost)

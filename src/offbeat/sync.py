@@ -55,6 +55,8 @@ class Synchronizer:
         self._comm = Metered(self.parts[0].peers.everyone)
         self._agreed = self._started = self._inside_step = self._inside_averaged = False
         self._lockstep = self._equal = True
+        self._nonce = self._run = 0  # rank 0's, of which nobody else has the same; and that of the whole run
+        self._unseen: int | None = None  # the checksum of weights that the caller has yet to load
         self._reports: deque[Report] = deque(maxlen=1000)
         self._totals = Totals()
         self._trained = [
@@ -72,7 +74,8 @@ class Synchronizer:
             self.method = agreement.without_addresses(method)
         if not self._agreed:
             lines = agreement.describe(self.method, self.model)
-            agreement.compare_lines(lines, self._comm)
+            nonce = round(self._comm.now() * 1e9)
+            self._nonce = agreement.compare_lines(lines, self._comm, nonce=nonce)
             for part in self.parts:
                 part.communicators()  # connects to its peers, while everybody is here
             self._agreed = True
@@ -227,18 +230,24 @@ class Synchronizer:
             "started": self._started,
             "lockstep": self._lockstep,
             "equal": self._equal,
+            "run": self._run,
+            "weights": checkpoint.checksum(self.model) if self._started else None,
             "parts": parts,
         }
 
     def load_state_dict(self, state: State) -> None:
-        """Go on from a checkpoint; every rank loads its own. Model and optimizer are loaded by the caller."""
+        """Go on from a checkpoint; every rank loads its own. Model and optimizer are loaded by the caller.
+
+        Weights other than those saved with it are refused, at the latest when the next step begins.
+        """
         self._must_be_open("load_state_dict()")
         with self._accounted():
             with self._failing():
                 self.agree()
-            checkpoint.check_origin(state, self.method, self._comm)
+            loaded = checkpoint.check_origin(state, self.method, self.model, self._comm)
         self.steps, self._lr, self._started = state["steps"], state["lr"], state["started"]
         self._lockstep, self._equal = state["lockstep"], state["equal"]
+        self._run, self._unseen = state["run"], None if loaded else state["weights"]
         for part, saved in zip(self.parts, state["parts"], strict=True):
             part.load_state_dict(saved)
 
@@ -264,11 +273,16 @@ class Synchronizer:
 
     def _start(self) -> None:
         """Once: make sure all workers mean the same, and give them rank 0's weights and buffers."""
+        if self._unseen is not None:
+            with self._accounted():
+                checkpoint.check_weights(self._unseen, self.model, self._comm)
+            self._unseen = None
         if self._started:
             return
         self.agree()
         with self._accounted():
             take_from_first(self.model, self._comm)
+        self._run = checkpoint.identity(self.method, self._nonce, self.model)
         self._started = True
         logger.info("%r on %d workers starts at step %d", self, self._comm.size, self.steps)
 

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import os
+import pickle
 import re
 import shutil
+import zipfile
+import zlib
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from offbeat.errors import CheckpointMismatch
 
 KEPT = 2
 
@@ -43,7 +48,19 @@ class Shelf:
         return sorted(found)
 
     def load(self, step: int) -> dict[str, Any]:
-        state: dict[str, Any] = torch.load(self._at(step) / f"rank-{self.rank}.pt", weights_only=True)
+        """This rank's state. The file's checksums are compared first, which torch does not do."""
+        path = self._at(step) / f"rank-{self.rank}.pt"
+        try:
+            with zipfile.ZipFile(path) as file:
+                if bad := file.testzip():
+                    raise zipfile.BadZipFile(f"wrong checksum of {bad}")
+            state: dict[str, Any] = torch.load(path, weights_only=True)
+        except (zipfile.BadZipFile, zlib.error, EOFError, pickle.UnpicklingError, RuntimeError) as error:
+            reason = str(error).partition("\n")[0]
+            raise CheckpointMismatch(
+                f"Rank {self.rank}'s checkpoint {str(path)!r} is damaged ({reason}): "
+                f"delete the folder {str(path.parent)!r} to go on from the checkpoint before it."
+            ) from error
         return state
 
     def _at(self, step: int) -> Path:

@@ -13,6 +13,8 @@ from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from offbeat.checkpoint import checksum
+from offbeat.errors import CheckpointMismatch
 from offbeat.metered import nbytes, traffic
 from offbeat.runs.setting import Setting
 from offbeat.runs.trainer import Costs, seconds_of
@@ -77,7 +79,12 @@ class TorchDDP:
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        pass
+        heard = self.comm.tell([checksum(self.model)]).wait()
+        if odd := [rank for rank, word in enumerate(heard) if word != heard[0]]:
+            raise CheckpointMismatch(
+                f"Rank {odd[0]}'s checkpoint has other weights than rank 0's: "
+                "load the files of one run on every rank."
+            )
 
     def leave(self, error: BaseException) -> None:
         self.close()
