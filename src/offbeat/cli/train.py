@@ -48,8 +48,8 @@ def train(
 ) -> int:
     """Train with one method.
 
-    Starts local workers through torch's elastic launcher, or joins those that torchrun has started. Every
-    rank writes a log of JSON lines. Ctrl-C saves a checkpoint and ends; --resume goes on from it, to the bit.
+    Starts local workers, or joins those that torchrun has started. Every rank writes a log of JSON lines.
+    Ctrl-C saves a checkpoint and ends; --resume goes on from it, to the bit.
 
     Examples:
 
