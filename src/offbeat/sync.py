@@ -287,7 +287,7 @@ class Synchronizer:
         agreed: set[str] = set()
         for tensors, everywhere in [part.shown() for part in self.parts]:
             write(self.model, tensors)
-            agreed |= set(tensors) if everywhere else set()
+            agreed = agreed | set(tensors) if everywhere else agreed - set(tensors)
         if agreed != set(trainable(self.model)) or floating_buffers(self.model):
             self._meet(agreement.AVERAGED)
             replace_by_mean(self.model, self._comm, but=agreed)
