@@ -50,6 +50,7 @@ class Synchronizer:
         self.finished = False
         if any(part.model is not self.model for part in self.parts):
             raise ValueError("Synchronizer(...): all parts must be of one model.")
+        _check_order(self.parts)
         check_fit(self.optimizers, self.model)
         self._lr = learning_rate(self.optimizers)
         self._comm = Metered(self.parts[0].peers.everyone)
@@ -349,3 +350,14 @@ class Synchronizer:
                 part.release()
             self._leave(error)
             raise
+
+
+def _check_order(parts: Sequence[Part]) -> None:
+    """Parts that rely on another stand directly after it."""
+    for before, part in zip([None, *parts], parts, strict=False):
+        if part.follows is not None and part.follows is not before:
+            name, other = type(part).__name__, type(part.follows).__name__
+            raise ValueError(
+                f"Synchronizer(...): {name} must stand directly after the {other} it was given: list them as "
+                f"[exchange, {name}(exchange, ...)]."
+            )
