@@ -112,6 +112,89 @@ def test_eager_diloco() -> None:
     assert rounds[:3] == [2, 4, 6]
 
 
+SHARES = torch.tensor([0.25, 0.3, 0.5, 0.75, 1.0], dtype=torch.float64)
+
+
+class Bowl(nn.Module):
+    """A quadratic, from 1 in each direction: a step covers each share of the way to the minimum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.x = nn.Parameter(torch.ones(len(SHARES), dtype=torch.float64))
+
+
+def bowl(outer: str, workers: int, rounds: int) -> list[list[float]]:
+    """x after every round of `eager_diloco`, each of one step."""
+
+    def worker(comm: offbeat.Communicator) -> list[list[float]]:
+        net = Bowl()
+        opt = torch.optim.SGD(net.parameters(), lr=1.0)
+        sync = offbeat.method(f"eager_diloco(every=1{outer})")(net, opt, group=comm)
+        trace = []
+        for _ in range(rounds):
+            (SHARES * net.x.square() / 2).sum().backward()
+            sync.step()
+            opt.zero_grad()
+            trace.append(net.x.tolist())
+        return trace
+
+    traces = offbeat.simulate(worker, workers)
+    assert all(trace == traces[0] for trace in traces)
+    return traces[0]
+
+
+def recursion(lr: float, momentum: float, share: float, workers: int) -> Tensor:
+    """The matrix that takes (a(r), a(r−1), m(r−1)) to (a(r+1), a(r), m(r))."""
+    fed = share * torch.tensor([1 / workers, 1 - 1 / workers, 0.0], dtype=torch.float64)
+    velocity = fed + torch.tensor([0.0, 0.0, momentum], dtype=torch.float64)
+    now = torch.tensor([1.0, 0.0, 0.0], dtype=torch.float64)
+    return torch.stack([now - lr * (fed + momentum * velocity), now, velocity])
+
+
+def radius(lr: float, momentum: float, share: float, workers: int) -> float:
+    return float(torch.linalg.eigvals(recursion(lr, momentum, share, workers)).abs().max())
+
+
+DEFAULTS, DILOCO = (0.4, 0.5), (0.7, 0.9)
+
+
+@pytest.mark.parametrize("workers", [1, 2, 4, 8])
+@pytest.mark.parametrize("outer", [DEFAULTS, DILOCO])
+def test_eager_diloco_on_a_quadratic_is_a_linear_recursion(outer: tuple[float, float], workers: int) -> None:
+    arguments = "" if outer == DEFAULTS else f", lr={outer[0]}, momentum={outer[1]}"
+    trace = bowl(arguments, workers, 32)
+    for i, share in enumerate(SHARES.tolist()):
+        state = torch.tensor([1.0, 0.0, 0.0], dtype=torch.float64)  # nothing is known before the first round
+        for xs in trace:
+            state = recursion(*outer, share, workers) @ state
+            assert xs[i] == pytest.approx(state[0].item(), rel=1e-9, abs=1e-12)
+    if outer == DEFAULTS:
+        assert max(map(abs, trace[-1])) < 0.01
+    else:
+        assert (abs(trace[-1][-1]) > 10) == (workers > 2)
+
+
+@pytest.mark.parametrize(
+    ("outer", "workers", "limit"),
+    [
+        (DEFAULTS, 2, 2.966),
+        (DEFAULTS, 4, 1.914),
+        (DEFAULTS, 8, 1.621),
+        (DEFAULTS, 10**6, 1.403),
+        (DILOCO, 2, 1.099),
+        (DILOCO, 4, 0.594),
+        (DILOCO, 8, 0.457),
+        (DILOCO, 10**6, 0.361),
+    ],
+)
+def test_the_shares_for_which_eager_diloco_is_stable(
+    outer: tuple[float, float], workers: int, limit: float
+) -> None:
+    """The figures of docs/methods.md."""
+    assert all(radius(*outer, limit * i / 100, workers) < 1 for i in range(1, 100))
+    assert radius(*outer, limit + 0.002, workers) > 1
+
+
 def test_eager_diloco_of_one_is_diloco() -> None:
     for outer in ("lr=0.5, momentum=0.5", "lr=1.0, momentum=0.0"):
         (eager,) = walked(f"eager_diloco(every=2, {outer})", 6, workers=1, slope=varying)

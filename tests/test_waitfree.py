@@ -11,11 +11,32 @@ from typing import Any
 import pytest
 import torch
 from problems import Realistic, data, optimizer_for, same, snapshot
+from sentences import says
 from torch import Tensor, nn
 from watch import Watched, watch
 
 import offbeat
-from offbeat import GroupReport, Network
+from offbeat import (
+    QSR,
+    SGD,
+    Butterfly,
+    Correct,
+    EagerGradients,
+    Every,
+    Exchange,
+    GroupAverage,
+    GroupReport,
+    Network,
+    Outer,
+    Part,
+    PseudoSync,
+    Replace,
+    Subgroups,
+    Synchronizer,
+    World,
+    grads,
+    params,
+)
 from offbeat.waitfree.part import allowance
 from offbeat.waitfree.rounds import Rounds
 
@@ -749,10 +770,153 @@ def test_schedules_that_cannot_be_known_and_lossy_codes_are_refused() -> None:
 
     model = Line()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    exchange = Exchange(params(model), when=Every(4))
     with pytest.raises(ValueError, match=r"reduce=Lossy\(\): groups sum the weights themselves"):
-        offbeat.GroupAverage(offbeat.params(model), every=4, reduce=Lossy())
+        GroupAverage(exchange, reduce=Lossy())
     with pytest.raises(ValueError, match=r"every=Every\(steps=4\): a whole number of steps"):
-        offbeat.GroupAverage(offbeat.params(model), every=offbeat.Every(4))
+        EagerGradients(grads(model), every=Every(4))
     assert "reduce=Mean()" in repr(
         offbeat.wagma(model, optimizer, reduce=offbeat.Mean(), group=offbeat.Solo()).parts[1]
     )
+
+
+def line() -> tuple[Line, torch.optim.Optimizer]:
+    model = Line()
+    return model, torch.optim.SGD(model.parameters(), lr=1.0)
+
+
+# What the global rounds are, or could be taken for.
+GLOBAL: dict[str, tuple[bool, Callable[[nn.Module, offbeat.Communicator], Exchange]]] = {
+    "mean": (True, lambda m, c: Exchange(params(m), when=Every(4), among=c)),
+    "world": (True, lambda m, c: Exchange(params(m), when=Every(4), among=World(c))),
+    "outer": (True, lambda m, c: Exchange(params(m), when=Every(4), among=c, update=Outer(SGD(0.7)))),
+    "offset": (False, lambda m, c: Exchange(params(m), when=Every(4, offset=1), among=c)),
+    "skip": (False, lambda m, c: Exchange(params(m), when=Every(2, skip=4), among=c)),
+    "unknown": (False, lambda m, c: Exchange(params(m), when=QSR(alpha=0.5, base=4), among=c)),
+    "delay": (False, lambda m, c: Exchange(params(m), when=Every(4), among=c, update=Correct(), delay=1)),
+    "keep": (False, lambda m, c: Exchange(params(m), when=Every(4), among=c, update=Replace(0.5))),
+    "groups": (False, lambda m, c: Exchange(params(m), when=Every(4), among=Subgroups(2, c))),
+    "some": (False, lambda m, c: Exchange(params(m, only=["x"]), when=Every(4), among=c)),
+    "gradients": (False, lambda m, c: Exchange(grads(m), when=Every(4), among=c)),
+}
+
+
+@pytest.mark.parametrize("kind", GLOBAL)
+def test_only_what_makes_everybody_equal_holds_global_rounds(kind: str) -> None:
+    good, make = GLOBAL[kind]
+
+    def worker(comm: offbeat.Communicator) -> set[float]:
+        model, optimizer = line()
+        exchange = make(model, comm)
+        if not good:
+            with says(
+                ValueError,
+                f"GroupAverage({exchange!r}): after every so many steps this exchange must leave the same "
+                "weights on all workers, as Exchange(params(model), when=Every(10)) does.",
+            ):
+                GroupAverage(exchange)
+            return set()
+        with Synchronizer(optimizer, [exchange, GroupAverage(exchange)]) as sync:
+            for _ in range(8):
+                (-(2 * comm.rank + 1) * model.x.sum()).backward()
+                sync.step()
+                optimizer.zero_grad()
+                if sync.steps % 4 == 0:
+                    seen = {word[0] for word in comm.tell([int(model.x.item() * 2**20)]).wait()}
+                    assert len(seen) == 1
+        return seen
+
+    offbeat.simulate(worker, 4, compute=slow(1, 0, 2.5))
+
+
+def test_group_averages_need_an_exchange_among_the_same_workers() -> None:
+    def worker(comm: offbeat.Communicator) -> None:
+        exchange = Exchange(params(Line()), when=Every(4), among=comm)
+        others = Butterfly(2, comm.split([[0, 1], [2, 3]]))
+        with says(
+            ValueError,
+            "GroupAverage(exchange, among=Butterfly(2, seed=0)): its workers are not those of the exchange; "
+            "give both the same group.",
+        ):
+            GroupAverage(exchange, among=others)
+
+    offbeat.simulate(worker, 4)
+    live = params(Line())
+    with says(
+        TypeError,
+        f"GroupAverage({live!r}): the Exchange that holds the global rounds is needed, such as "
+        "Exchange(params(model), when=Every(10)).",
+    ):
+        GroupAverage(live)
+
+
+@pytest.mark.parametrize("kind", [GroupAverage, PseudoSync])
+def test_a_part_that_relies_on_another_stands_directly_after_it(kind: type[Part]) -> None:
+    model, optimizer = line()
+    exchange, other = (Exchange(params(model), when=Every(4), update=Outer(SGD(1.0))) for _ in range(2))
+    part = GroupAverage(exchange) if kind is GroupAverage else PseudoSync(exchange, p=0.5, eta=1.0)
+    for wrong in ([part], [part, exchange], [other, part], [exchange, other, part], [exchange, part, part]):
+        with says(
+            ValueError,
+            f"Synchronizer(...): {kind.__name__} must stand directly after the Exchange it was given: list "
+            f"them as [exchange, {kind.__name__}(exchange, ...)].",
+        ):
+            Synchronizer(optimizer, wrong)
+    for right in ([exchange, part], [other, exchange, part], [exchange, part, other]):
+        Synchronizer(optimizer, right)
+
+
+@pytest.mark.parametrize("late", ["join", "add"])
+@pytest.mark.parametrize("buffers", ["average", "keep"])
+def test_parts_by_hand_are_the_named_method(late: str, buffers: str) -> None:
+    """Buffers included: what the exchange does with them is what group rounds do."""
+
+    def worker(comm: offbeat.Communicator, named: bool) -> list[dict[str, Tensor]]:
+        torch.manual_seed(comm.rank)
+        model = Realistic(seed=comm.rank)
+        optimizer = optimizer_for(model, "momentum")
+        if named:
+            sync = offbeat.wagma(model, optimizer, every=3, late=late, buffers=buffers, group=comm)
+        else:
+            exchange = Exchange(params(model), when=Every(3), among=comm, buffers=buffers)
+            sync = Synchronizer(optimizer, [exchange, GroupAverage(exchange, late=late)])
+        trace = []
+        for step in range(7):
+            model(data(comm.rank, step)).backward()
+            sync.step()
+            optimizer.zero_grad()
+            trace.append(snapshot(model))
+        sync.finish()
+        return trace
+
+    ends = [
+        offbeat.simulate(lambda comm, n=n: worker(comm, n), 4, compute=slow(1, 1, 2.5)) for n in (True, False)
+    ]
+    for these, those in zip(*ends, strict=True):
+        assert all(same(a, b) for a, b in zip(these, those, strict=True))
+
+
+@pytest.mark.parametrize("exchange_first", [True, False])
+@pytest.mark.parametrize("every", [None, 1, 2, 3, 4, 5, 6, 8])
+def test_eager_gradients_rely_on_no_exchange(every: int | None, exchange_first: bool) -> None:
+    """Whatever averages the weights, and when: once all have met, each gradient has reached each worker once.
+
+    Rank 2 is late for two rounds of each four.
+    """
+
+    def worker(comm: offbeat.Communicator) -> tuple[float, set[str]]:
+        model, optimizer = line()
+        eager = EagerGradients(grads(model), every=4, among=World(comm), grace=0.0)
+        exchange = [] if every is None else [Exchange(params(model), when=Every(every), among=comm)]
+        sync = Synchronizer(optimizer, [*exchange, eager] if exchange_first else [eager, *exchange])
+        for step in range(12):
+            (-(2 * comm.rank + 1) * (step + 1) * model.x.sum()).backward()
+            sync.step()
+            optimizer.zero_grad()
+        kinds = {report.kind for report in sync.reports if isinstance(report, GroupReport)}
+        sync.finish()
+        return model.x.item(), kinds
+
+    done = offbeat.simulate(worker, 3, compute=lambda rank, step: 2.75 if (rank, step % 4) == (2, 0) else 1.0)
+    assert [x for x, _ in done] == pytest.approx([3 * sum(range(1, 13))] * 3)
+    assert "late" in done[2][1]

@@ -36,6 +36,7 @@ METHODS = [
     f"diloco(every={H})",
     f"streaming_diloco(every={H}, fragments=3, delay=4, reduce=Mean())",
     f"eager_diloco(every={H})",
+    f"eager_diloco(every={H}, lr=0.7, momentum=0.9)",
     f"palsgd(every={H})",
     f"noloco(every={H})",
     f"diloco(every={H}, lr=1.0, momentum=0.3)",

@@ -66,6 +66,7 @@ class Exchange(Part):
                 f"update={update!r}: an update is needed, such as Replace() or Outer(SGD(lr=0.7))."
             )
         self.update: Update = Replace() if update is None else update
+        _check_groups(self.update, self.peers)
         self.reduce = _reducer(reduce, self.update, live)
         self.drift = self._measured(drift)
         plain = self.reduce == Mean() and self.update == Replace()
@@ -266,9 +267,18 @@ class Exchange(Part):
     @property
     def _equalizes(self) -> bool:
         """Whether the last landing left the same in all these tensors and buffers of all workers."""
-        everywhere = self.peers.at(self._round - 1).size == self.peers.everyone.size
         whole = self.live.only is None and self.cargo.buffers.equalizes
-        return whole and everywhere and self.delay == 0 and self.update.equalizes and self.reduce.agrees
+        return whole and self._everywhere and self.delay == 0 and self.update.equalizes and self.reduce.agrees
+
+    @property
+    def _everywhere(self) -> bool:
+        """Whether the last round was held among everyone."""
+        return self._last_peers.size == self.peers.everyone.size
+
+    @property
+    def _last_peers(self) -> Communicator:
+        """Those of the last round that was begun; at first those of the first to come."""
+        return self.peers.at(max(self._round - 1, 0))
 
     @torch.no_grad()
     def shown(self) -> tuple[dict[str, Tensor], bool]:
@@ -277,7 +287,7 @@ class Exchange(Part):
         if shown is None:
             return {}, True
         tensors, agreed = shown
-        return dict(zip(self.live.names, tensors, strict=True)), agreed
+        return dict(zip(self.live.names, tensors, strict=True)), agreed and self._everywhere
 
     @torch.no_grad()
     def flush(self, clock: Clock) -> bool:
@@ -291,7 +301,7 @@ class Exchange(Part):
 
     def _close(self, clock: Clock) -> bool:
         """The update's last act, which is a round if it sends something."""
-        comm = Metered(self.peers.everyone)
+        comm = Metered(self._last_peers)
         began = comm.now()
         closed = self.update.close(self.live.tensors(), self.cargo.own, comm, self._states["update"])
         if comm.sent:
@@ -348,6 +358,14 @@ def _reducer(reduce: Reducer | None, update: Update, live: Live) -> Reducer:
             "way from an anchor, with update=Outer(SGD(lr=1)), which also averages."
         )
     return chosen
+
+
+def _check_groups(update: Update, peers: Peers) -> None:
+    if update.shares_anchor and not peers.fixed:
+        raise ValueError(
+            f"update={update!r} with among={peers!r}: the workers of a round must have the same anchor, but "
+            "the groups change; use Gossip(SGD(lr=0.7)), whose anchors may differ, or Subgroups(...)."
+        )
 
 
 def _check_delay(delay: Delay, when: Schedule) -> None:

@@ -38,6 +38,7 @@ class PseudoSync(Part):
         if not eta >= 0:
             raise ValueError(f"{call}: eta must not be negative.")
         self.exchange, self.model, self.peers = exchange, exchange.model, exchange.peers
+        self.follows = exchange
         self.p, self.eta, self.warmup, self.seed, self.shared = p, eta, warmup, seed, shared
         self._optimizers: Sequence[Optimizer] = ()
         self._rates: list[Any] = []

@@ -40,6 +40,11 @@ class SGD:
 class Anchored(Update):
     """What all updates with an anchor share: where it is kept, and that it is shown and follows."""
 
+    @property
+    def shares_anchor(self) -> bool:
+        """A displacement says nothing without the anchor it starts from."""
+        return not self.sends_weights
+
     def init(self) -> State:
         return {"anchor": None}
 

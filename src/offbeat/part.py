@@ -19,6 +19,7 @@ class Part:
 
     model: nn.Module
     peers: Peers
+    follows: Part | None = None  # the part it relies on, which must stand directly before it in the list
 
     def bind(self, index: int, optimizers: Sequence[Optimizer], report: Callable[[Report], None]) -> None:
         """Learn the place in the list, the optimizers, and where reports go."""

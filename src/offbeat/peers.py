@@ -54,6 +54,10 @@ class Peers(Protocol):
     def everyone(self) -> Communicator:
         """All workers that share the model."""
 
+    @property
+    def fixed(self) -> bool:
+        """Whether the groups are the same in every round."""
+
     def at(self, round: int) -> Communicator:
         """Those of the given round; a pure function of its number."""
 
@@ -67,6 +71,10 @@ class World:
     @property
     def everyone(self) -> Communicator:
         return communicator(self.group)
+
+    @property
+    def fixed(self) -> bool:
+        return True
 
     def at(self, round: int) -> Communicator:
         return self.everyone
@@ -91,6 +99,10 @@ class Pairs:
     def everyone(self) -> Communicator:
         return communicator(self.group)
 
+    @property
+    def fixed(self) -> bool:
+        return self.everyone.size <= 2
+
     def at(self, round: int) -> Communicator:
         order = shuffled(self.everyone.size, self.seed, round, "pairs")
         return self.everyone.split([sorted(order[i : i + 2]) for i in range(0, len(order), 2)])
@@ -112,6 +124,10 @@ class Subgroups:
     @property
     def everyone(self) -> Communicator:
         return communicator(self.group)
+
+    @property
+    def fixed(self) -> bool:
+        return True
 
     def at(self, round: int) -> Communicator:
         return self.everyone.split(self._groups())
@@ -175,6 +191,10 @@ class Butterfly:
             bits, width = _log2(self.everyone.size), _log2(self.size)
             return bits // math.gcd(bits, width)
         return _DRAWN
+
+    @property
+    def fixed(self) -> bool:
+        return self.cycle == 1
 
     def at(self, round: int) -> Communicator:
         return self.everyone.split(self.groups(round))

@@ -50,6 +50,7 @@ class Synchronizer:
         self.finished = False
         if any(part.model is not self.model for part in self.parts):
             raise ValueError("Synchronizer(...): all parts must be of one model.")
+        _check_order(self.parts)
         check_fit(self.optimizers, self.model)
         self._lr = learning_rate(self.optimizers)
         self._comm = Metered(self.parts[0].peers.everyone)
@@ -301,7 +302,7 @@ class Synchronizer:
         agreed: set[str] = set()
         for tensors, everywhere in [part.shown() for part in self.parts]:
             write(self.model, tensors)
-            agreed |= set(tensors) if everywhere else set()
+            agreed = agreed | set(tensors) if everywhere else agreed - set(tensors)
         if agreed != set(trainable(self.model)) or floating_buffers(self.model):
             self._meet(agreement.AVERAGED)
             replace_by_mean(self.model, self._comm, but=agreed)
@@ -363,3 +364,14 @@ class Synchronizer:
                 part.release()
             self._leave(error)
             raise
+
+
+def _check_order(parts: Sequence[Part]) -> None:
+    """Parts that rely on another stand directly after it."""
+    for before, part in zip([None, *parts], parts, strict=False):
+        if part.follows is not None and part.follows is not before:
+            name, other = type(part).__name__, type(part.follows).__name__
+            raise ValueError(
+                f"Synchronizer(...): {name} must stand directly after the {other} it was given: list them as "
+                f"[exchange, {name}(exchange, ...)]."
+            )

@@ -29,6 +29,11 @@ class Update:
         """Whether workers that land the same mean at once are left with the same tensors."""
         return False
 
+    @property
+    def shares_anchor(self) -> bool:
+        """Whether it needs the members of a round to have the same anchor, so that groups must not change."""
+        return False
+
     def init(self) -> State:
         """What it remembers, at first."""
         return {}
@@ -49,11 +54,12 @@ class Update:
         raise NotImplementedError
 
     def shown(self, live: Sequence[Tensor], room: Packed, state: State) -> tuple[list[Tensor], bool] | None:
-        """What `averaged()` shows instead of the live tensors, and whether it is the same on all workers."""
+        """What `averaged()` shows instead of the live tensors, and whether all workers of a round have it."""
         return None
 
     def close(self, live: Sequence[Tensor], room: Packed, comm: Communicator, state: State) -> bool:
-        """The run ends and nothing is in the air: a last act; whether there was one."""
+        """The run ends and nothing is in the air: a last act among the workers of a round; whether there was
+        one."""
         return False
 
     def follow(self, live: Sequence[Tensor], room: Packed, state: State) -> None:

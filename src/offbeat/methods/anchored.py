@@ -165,8 +165,8 @@ def eager_diloco(
     optimizer: Optimizers,
     *,
     every: int | Schedule = 64,
-    lr: float = 0.7,
-    momentum: float = 0.9,
+    lr: float = 0.4,
+    momentum: float = 0.5,
     group: Group = None,
     **options: Unpack[Options],
 ) -> Synchronizer:
@@ -176,6 +176,10 @@ def eager_diloco(
         a_k ← outer.step(a_k, grad=D_k)        x_k ← a_k
 
     The message has a whole period to fly. Workers differ a little until `finish()`.
+
+    Feedback that is a round old bears less than `diloco`'s lr=0.7 and momentum=0.9. Where a period covers a
+    share c of the way to the minimum, those are stable only for c below 0.59 with four workers and 0.46 with
+    eight, while the defaults are stable for every c up to 1 with any number of workers.
 
         sync = offbeat.eager_diloco(model, optimizer, every=64)
 

@@ -64,17 +64,15 @@ def wagma(
     return Synchronizer(
         optimizer,
         [
-            Exchange(
+            exchange := Exchange(
                 params(model), when=Every(every), among=World(group), update=average(options), **options
             ),
             GroupAverage(
-                params(model),
-                every=every,
+                exchange,
                 among=Butterfly(group_size, group, seed),
                 reduce=options.get("reduce"),
                 grace=grace,
                 late=late,
-                buffers=options.get("buffers", "average"),
             ),
         ],
     )

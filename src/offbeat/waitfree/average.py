@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from offbeat.companion import Companion
-from offbeat.peers import Butterfly
+from offbeat.exchange import Exchange
+from offbeat.peers import Butterfly, World
 from offbeat.reduce import Reducer
-from offbeat.riders import BufferRule, Buffers
-from offbeat.schedule import Clock, State
-from offbeat.tensors import Live
+from offbeat.riders import Buffers
+from offbeat.schedule import Clock, Every, State
 from offbeat.waitfree.accounts import Accounts
 from offbeat.waitfree.attendance import Kind
 from offbeat.waitfree.part import Among, Waitfree
@@ -39,6 +39,30 @@ class Weights(Load, Protocol):
         """In the worker, after `fetch`: write its tensors."""
 
 
+def _period(exchange: Exchange) -> int:
+    """After how many steps the exchange leaves the same weights on all workers."""
+    if not isinstance(exchange, Exchange):
+        raise TypeError(
+            f"GroupAverage({exchange!r}): the Exchange that holds the global rounds is needed, such as "
+            "Exchange(params(model), when=Every(10))."
+        )
+    when = exchange.when
+    whole = not exchange.live.early and exchange.live.only is None
+    everyone = isinstance(exchange.peers, World) and exchange.delay == 0
+    if (
+        isinstance(when, Every)
+        and when == Every(when.steps)
+        and whole
+        and everyone
+        and exchange.update.equalizes
+    ):
+        return when.steps
+    raise ValueError(
+        f"GroupAverage({exchange!r}): after every so many steps this exchange must leave the same weights on "
+        "all workers, as Exchange(params(model), when=Every(10)) does."
+    )
+
+
 class GroupAverage(Waitfree):
     """After every step but each `every`-th the weights are averaged in a group of workers.
 
@@ -53,39 +77,46 @@ class GroupAverage(Waitfree):
 
         c ← sum of all c in the group / S;    c ← c + (x − x₀),  x ← c
 
-    The global rounds, after each `every`-th step, are an `Exchange` before it in the list: there all meet, so
-    a contribution is at most every − 1 rounds old. Floating buffers go with the weights where `buffers` are
-    averaged, and only globally with "add". Arguments beyond those are described in `Waitfree`.
+    `exchange` holds the global rounds. It stands directly before this part in the list and says which tensors
+    are averaged, after how many steps all workers meet, and what becomes of buffers. All meet there, so a
+    contribution is at most every − 1 rounds old. Floating buffers go with the weights if the exchange
+    averages them; with "add" they are averaged only globally. `Waitfree` describes the other arguments.
 
-        [Exchange(params(model), when=Every(10)), GroupAverage(params(model), every=10, among=Butterfly())]
+        exchange = Exchange(params(model), when=Every(10))
+        sync = Synchronizer(optimizer, [exchange, GroupAverage(exchange, among=Butterfly())])
     """
 
     def __init__(
         self,
-        live: Live,
+        exchange: Exchange,
         *,
-        every: int,
         among: Among | None = None,
         reduce: Reducer | None = None,
         grace: float | None = None,
         late: Late = "join",
-        buffers: BufferRule = "average",
     ) -> None:
         if late not in get_args(Late):
             raise ValueError(f'late={late!r}: choose one of "join", "add".')
-        peers = Butterfly() if among is None else among
-        super().__init__(live, every=every, among=peers, grace=grace, reduce=reduce)
+        every = _period(exchange)
+        everyone = exchange.peers.everyone
+        peers = Butterfly(group=everyone) if among is None else among
+        if peers.everyone is not everyone and (peers.everyone.size > 1 or everyone.size > 1):
+            raise ValueError(
+                f"GroupAverage(exchange, among={peers!r}): its workers are not those of the exchange; give "
+                "both the same group."
+            )
+        super().__init__(exchange.live, every=every, among=peers, grace=grace, reduce=reduce)
+        self.exchange = self.follows = exchange
         self.late = late
         # A running variance that differences are added to might become negative.
-        self._buffers = Buffers(live.model, buffers if late == "join" else "keep")
-        self._rule = buffers
+        self._buffers = Buffers(self.model, exchange.cargo.buffers.rule if late == "join" else "keep")
         self._weights: Weights | None = None
         self._resumed_with: dict[str, Tensor] = {}
 
     def __repr__(self) -> str:
         return (
             f"GroupAverage({self.live!r}, every={self.every}, among={self.among!r}, reduce={self.reduce!r}, "
-            f"grace={self.grace}, late={self.late!r}, buffers={self._rule!r})"
+            f"grace={self.grace}, late={self.late!r})"
         )
 
     @property
