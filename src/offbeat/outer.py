@@ -40,6 +40,10 @@ class SGD:
 class Anchored(Update):
     """What all updates with an anchor share: where it is kept, and that it is shown and follows."""
 
+    @property
+    def anchored(self) -> bool:
+        return True
+
     def init(self) -> State:
         return {"anchor": None}
 

@@ -29,6 +29,11 @@ class Update:
         """Whether workers that land the same mean at once are left with the same tensors."""
         return False
 
+    @property
+    def anchored(self) -> bool:
+        """Whether it keeps an anchor, the weights of an earlier step. If so, it is not for gradients."""
+        return False
+
     def init(self) -> State:
         """What it remembers, at first."""
         return {}
