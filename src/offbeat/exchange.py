@@ -120,7 +120,7 @@ class Exchange(Part):
 
     def bind(self, index: int, optimizers: Sequence[Optimizer], report: Callable[[Report], None]) -> None:
         self._index, self._ledger.hand_in = index, report
-        self.cargo.moments.optimizers = optimizers
+        self.cargo.moments.bind(optimizers)
 
     def communicators(self) -> list[Communicator]:
         return [self.peers.everyone, self.peers.at(self._round)]
@@ -209,7 +209,7 @@ class Exchange(Part):
             began = comm.now()
             head = header(ROUND, self._index, clock, self._marks, self.peers.everyone.rank)
             heads = comm.tell([*head, cargo.moments.mark()]).then(compare_headers)
-            moments = cargo.moments.averaged(heads.wait)
+            moments = cargo.moments.averaged(heads.wait, comm)
             waited = comm.now() - began
             payload = cargo.pack(lambda live, room: self.update.outgoing(live, room, clock, state), share)
             self._flight = Flight(
