@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from sentences import says
+from slopes import Walk
 from torch import nn
 
 import offbeat
@@ -123,3 +125,38 @@ def test_bytes_of_a_round_in_the_air_are_in_the_checkpoint() -> None:
     whole, cut = (offbeat.simulate(lambda comm, c=c: worker(comm, c), 2) for c in (False, True))
     assert cut == whole
     assert whole[0][0] > 4 * 64 * 64
+
+
+AVERAGING = [
+    "local_sgd(every=3, {})",
+    "local_sgd(every=3, delay=2, {})",
+    "local_sgd(every=3, delay='round', {})",
+    "post_local_sgd(switch=2, every=3, {})",
+    "hierarchical(nodes=1, inner=1, outer=3, {})",
+    "qsr(alpha=0.0, base=3, {})",
+    "adacomm(start=3, interval=100, {})",
+    "dasgd(every=3, delay=0, {})",
+    "dasgd(every=3, delay=2, {})",
+    "dasgd(every=3, delay='round', {})",
+    "cocod(every=3, delay=2, {})",
+    "a2sgd(every=3, {})",
+]
+
+
+@pytest.mark.parametrize("reduce", ["Mean()", "Quantized(8, least=1)", "ErrorFeedback(TopK(2, least=1))"])
+@pytest.mark.parametrize("start", AVERAGING)
+def test_averaging_methods_show_the_mean_of_the_live_weights(start: str, reduce: str) -> None:
+    """Whatever code they use, and wherever in a period they are asked: no stale anchor."""
+
+    def worker(comm: offbeat.Communicator) -> tuple[list[float], list[float]]:
+        walk = Walk(comm, start.format(f"reduce={reduce}"), slope=lambda rank, step: rank + 1.0 + step % 2)
+        live, shown = [], []
+        for _ in range(8):
+            walk.sync.observe(1.0)
+            live += walk.go()
+            shown.append(walk.shown())
+        return live, shown
+
+    (first, shown), (second, same) = offbeat.simulate(worker, 2)
+    assert shown == same
+    assert shown == pytest.approx([(a + b) / 2 for a, b in zip(first, second, strict=True)], rel=1e-12)

@@ -6,9 +6,12 @@ On slopes the moments do not depend on the weights, so they are known whatever a
 from __future__ import annotations
 
 import functools
+import logging
+from typing import Any
 
 import pytest
 import torch
+from sentences import says
 from slopes import Walk, odd
 
 import offbeat
@@ -142,3 +145,244 @@ def test_averaging_leaves_the_count_of_steps() -> None:
 
     # 0.5 + 0.25 + 0.125 of slope 1, 0.5 + 0.25 of slope 3
     assert offbeat.simulate(worker, 2) == [(3, 1.5625), (2, 1.5625)]
+
+
+# Averaged where all have them.
+
+
+def test_moments_that_all_have_are_averaged(caplog: pytest.LogCaptureFixture) -> None:
+    """Rank 1 never uses weight 1: the moments of weights 0 and 2 are averaged, that of weight 1 stays."""
+
+    def worker(comm: offbeat.Communicator) -> tuple[list[float | None], int]:
+        net = torch.nn.ParameterList([torch.zeros(1) for _ in range(4)])
+        opt = torch.optim.SGD(net.parameters(), lr=0.5, momentum=0.5)
+        sync = offbeat.local_sgd(net, opt, every=1, moments="average", group=comm)
+        for i in (0, 2) if comm.rank == 1 else (0, 1, 2):
+            net[i].grad = torch.full((1,), 2.0 * comm.rank + i + 1)
+        sync.step()
+        found = [opt.state[p]["momentum_buffer"].item() if p in opt.state else None for p in net]
+        return found, sync.totals.bytes_sent
+
+    with caplog.at_level(logging.WARNING, logger="offbeat"):
+        (first, sent), (second, _) = offbeat.simulate(worker, 2)
+    assert first == [2.0, 2.0, 4.0, None]
+    assert second == [2.0, None, 4.0, None]
+    assert {record.message for record in caplog.records} == {
+        "Not all workers have the optimizer moments of 1 of 4 tensors: these are not averaged in this round."
+    }
+    assert sent > 0
+
+
+@pytest.mark.parametrize("every", [1, 3])
+def test_what_all_have_costs_no_further_message(every: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And with a delay it is the moments of the round itself that land."""
+    gathered: list[int] = []
+    gather = offbeat.Metered.gather
+
+    def noted(self: offbeat.Metered, tensor: torch.Tensor) -> Any:
+        gathered.append(tensor.numel())
+        return gather(self, tensor)
+
+    monkeypatch.setattr(offbeat.Metered, "gather", noted)
+
+    def worker(comm: offbeat.Communicator, uses: int) -> list[float]:
+        net = torch.nn.ParameterList([torch.zeros(1) for _ in range(2)])
+        opt = torch.optim.SGD(net.parameters(), lr=0.5, momentum=0.5)
+        sync = offbeat.local_sgd(net, opt, every=every, delay=1, moments="average", group=comm)
+        for _ in range(2 * every):
+            for i in range(uses if comm.rank else 2):
+                net[i].grad = torch.full((1,), 2.0 * comm.rank + i + 1)
+            sync.step()
+        sync.finish()
+        return [opt.state[p]["momentum_buffer"].item() for p in net if p in opt.state]
+
+    offbeat.simulate(lambda comm: worker(comm, 2), 2)
+    assert gathered == []
+    first, second = offbeat.simulate(lambda comm: worker(comm, 1), 2)
+    assert gathered == [2] * 4
+    assert (len(first), len(second)) == (2, 1)
+
+
+# Reset: as in an optimizer that was just built.
+
+
+class Initialised(torch.optim.Optimizer):
+    """A user's own, whose state exists before its first step."""
+
+    def __init__(self, params: Any, lr: float = 0.1, first: float = 2.0) -> None:
+        super().__init__(params, {"lr": lr, "first": first})
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p] = {"scale": torch.full_like(p, group["first"]), "uses": 0}
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    state = self.state[p]
+                    p.sub_(group["lr"] * state["scale"] * p.grad / (1 + state["uses"]))
+                    state["scale"].mul_(0.5)
+                    state["uses"] += 1
+
+
+class Lazy(torch.optim.Adam):
+    """A user's own, whose state is made in its first step."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        super().step()
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                state.setdefault("start", p.clone())
+                p.add_(state["start"], alpha=0.01)
+
+
+class Wrapped(torch.optim.SGD):
+    """One that cannot be built from the options in its groups."""
+
+    def __init__(self, network: torch.nn.Module, lr: float) -> None:
+        super().__init__(network.parameters(), lr=lr, momentum=0.5, dampening=0.5)
+
+
+NEWBORN: list[tuple[type[torch.optim.Optimizer], dict[str, Any]]] = [
+    (torch.optim.Adadelta, {}),
+    (torch.optim.Adadelta, {"rho": 0.5, "weight_decay": 0.1, "foreach": True}),
+    (torch.optim.Adafactor, {}),
+    (torch.optim.Adafactor, {"weight_decay": 0.1}),
+    (torch.optim.Adagrad, {}),
+    (torch.optim.Adagrad, {"initial_accumulator_value": 0.5, "lr_decay": 0.1}),
+    (torch.optim.Adagrad, {"initial_accumulator_value": 0.5, "fused": True}),
+    (torch.optim.Adam, {}),
+    (torch.optim.Adam, {"amsgrad": True, "foreach": True}),
+    (torch.optim.Adam, {"fused": True}),
+    (torch.optim.Adam, {"lr": torch.tensor(0.1)}),
+    (torch.optim.AdamW, {}),
+    (torch.optim.AdamW, {"amsgrad": True, "fused": True}),
+    (torch.optim.Adamax, {}),
+    (torch.optim.Adamax, {"foreach": True}),
+    (torch.optim.ASGD, {"t0": 1.0}),
+    (torch.optim.ASGD, {"t0": 1.0, "lambd": 0.1, "alpha": 0.5, "foreach": True}),
+    (torch.optim.LBFGS, {"max_iter": 2}),
+    (torch.optim.LBFGS, {"max_iter": 3, "history_size": 2}),
+    (torch.optim.NAdam, {}),
+    (torch.optim.NAdam, {"decoupled_weight_decay": True, "weight_decay": 0.1, "foreach": True}),
+    (torch.optim.RAdam, {}),
+    (torch.optim.RAdam, {"foreach": True}),
+    (torch.optim.RMSprop, {}),
+    (torch.optim.RMSprop, {"momentum": 0.5, "centered": True}),
+    (torch.optim.Rprop, {}),
+    (torch.optim.Rprop, {"etas": (0.25, 2.0), "foreach": True}),
+    (torch.optim.SGD, {}),
+    (torch.optim.SGD, {"momentum": 0.5}),
+    (torch.optim.SGD, {"momentum": 0.5, "nesterov": True}),
+    (torch.optim.SGD, {"momentum": 0.5, "dampening": 0.25}),
+    (torch.optim.SGD, {"momentum": 0.5, "dampening": 0.25, "foreach": True}),
+    (torch.optim.SGD, {"momentum": 0.5, "dampening": 0.25, "fused": True}),
+    (torch.optim.SparseAdam, {}),
+    (Initialised, {"first": 3.0}),
+    (Lazy, {}),
+]
+if hasattr(torch.optim, "Muon"):
+    NEWBORN.append((torch.optim.Muon, {}))
+
+
+class Matrices(torch.nn.Module):
+    def __init__(self, complex_too: bool) -> None:
+        super().__init__()
+        g = torch.Generator().manual_seed(3)
+        self.weights = torch.nn.ParameterList(
+            [torch.randn(4, 3, generator=g), torch.randn(2, 5, generator=g)]
+        )
+        if complex_too:
+            self.weights.append(torch.randn(3, dtype=torch.complex64, generator=g))
+
+    def gradients(self, step: int, sparse: bool = False) -> None:
+        g = torch.Generator().manual_seed(step)
+        for p in self.weights:
+            p.grad = torch.randn(p.shape, dtype=p.dtype, generator=g)
+            if sparse:
+                p.grad = p.grad.to_sparse(1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"), NEWBORN, ids=[f"{kind.__name__}-{options}" for kind, options in NEWBORN]
+)
+def test_after_a_reset_optimizers_step_like_new_ones(
+    kind: type[torch.optim.Optimizer], options: dict[str, Any]
+) -> None:
+    options = {"lr": 0.1, **options}
+    real = (torch.optim.Adafactor, torch.optim.LBFGS, torch.optim.SparseAdam, Initialised, Lazy)
+    fits = kind not in real and kind.__name__ != "Muon" and not options.get("fused")
+    net = Matrices(complex_too=fits)
+    opt = kind(net.parameters(), **options)
+    sparse = kind is torch.optim.SparseAdam
+    sync = offbeat.local_sgd(net, opt, every=3, moments="reset")
+
+    def stepped(model: Matrices, optimizer: torch.optim.Optimizer, step: int) -> None:
+        def closure() -> float:
+            model.gradients(step, sparse)
+            return 1.0
+
+        optimizer.step(closure) if kind is torch.optim.LBFGS else (closure(), optimizer.step())
+
+    for step in range(3):
+        sync.step(lambda step=step: stepped(net, opt, step))
+    shapes = tensor_shapes(opt)
+    other = Matrices(complex_too=fits)
+    other.load_state_dict(net.state_dict())
+    new = kind(other.parameters(), **options)
+    moved = 0
+    for step in range(3, 6):
+        before = [p.detach().clone() for p in net.weights]
+        stepped(net, opt, step)
+        stepped(other, new, step)
+        for p, q in zip(net.weights, other.weights, strict=True):
+            assert torch.equal(p, q), f"step {step}"
+        moved += any(not torch.equal(p, b) for p, b in zip(net.weights, before, strict=True))
+    assert moved == 3
+    states = opt.state_dict()["state"], new.state_dict()["state"]
+    assert states[0].keys() == states[1].keys()
+    for i in states[0]:
+        assert states[0][i].keys() == states[1][i].keys()
+    if kind is not torch.optim.LBFGS:
+        assert shapes.items() <= tensor_shapes(opt).items()
+
+
+def tensor_shapes(optimizer: torch.optim.Optimizer) -> dict[str, torch.Size]:
+    """Of what it remembers of its first parameter."""
+    state = optimizer.state_dict()["state"].get(0, {})
+    return {key: value.shape for key, value in state.items() if torch.is_tensor(value)}
+
+
+def test_a_reset_writes_in_place() -> None:
+    """A captured graph goes on with the very tensors."""
+    net = Matrices(complex_too=False)
+    opt = torch.optim.Adam(net.parameters(), fused=True)
+    sync = offbeat.local_sgd(net, opt, every=2, moments="reset")
+    kept = []
+    for step in range(2):
+        net.gradients(step)
+        sync.step()
+        kept.append([value for state in opt.state.values() for value in state.values()])
+    assert all(a is b for a, b in zip(*kept, strict=True))
+    assert not any(value.any() for value in kept[1])
+
+
+def test_an_optimizer_that_cannot_be_built_anew() -> None:
+    """Before its first step its state is known to be made lazily; afterwards nothing is known."""
+    net = Matrices(complex_too=False)
+    opt = Wrapped(net, lr=0.1)
+    sync = offbeat.local_sgd(net, opt, every=1, moments="reset")
+    net.gradients(0)
+    sync.step()
+    assert not opt.state
+    opt.step()
+    sentence = (
+        'moments="reset" with Wrapped, which has state before its first step: how to make that state is not '
+        "known. Make the synchronizer before the optimizer steps or loads a checkpoint."
+    )
+    with says(ValueError, sentence):
+        offbeat.local_sgd(net, opt, every=1, moments="reset")
+    offbeat.local_sgd(net, opt, every=1, moments="average")

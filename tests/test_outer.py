@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 import torch
-from slopes import Method, Slopes, Walk, composed, walked
+from slopes import Slopes, Walk, composed, walked
 from torch import Tensor, nn
 
 import offbeat
@@ -441,16 +441,3 @@ def test_a_bound_outer_optimizer(update: Callable[..., offbeat.Update]) -> None:
         TypeError, match=r"^Outer\(0.7\): what makes an optimizer is needed, such as SGD\(lr=0.7\).$"
     ):
         update(0.7)
-
-
-def test_delay_beyond_a_period_that_is_not_known_beforehand() -> None:
-    """The period has shrunk to one step, and the round of step 4 is still in the air."""
-    method: Method = functools.partial(
-        offbeat.local_sgd, every=offbeat.Then(4, offbeat.Every(4), offbeat.Every(1)), delay=2
-    )
-    sentence = (
-        "The round of step 4 lands at step 6, but Then(switch=4, first=Every(steps=4), "
-        "second=Every(steps=1)) plans the next for step 5: delay must not exceed the period."
-    )
-    with pytest.raises(ValueError, match=f"^{re.escape(sentence)}$"):
-        walked(method, 6)

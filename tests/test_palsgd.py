@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Collection
 
@@ -71,7 +72,7 @@ def test_eta_pulls_harder(hits: set[int]) -> None:
 # The rates.
 
 
-def test_rates_are_scaled_in_the_local_step_only(hits: set[int]) -> None:
+def test_rates_are_scaled_in_the_optimizers_own_step_only(hits: set[int]) -> None:
     hits |= {1, 4}
     net = Slopes(2)
     groups = [
@@ -80,20 +81,25 @@ def test_rates_are_scaled_in_the_local_step_only(hits: set[int]) -> None:
     opt = torch.optim.SGD(groups)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(opt, 0.5)  # multiplies the rate it finds
     sync = offbeat.palsgd(net, opt, p=0.5, every=3)
-    inside, outside = [], []
+    outside, moved = [], []
 
     def local() -> str:
-        inside.append([group["lr"] for group in opt.param_groups])
+        outside.append([group["lr"] for group in opt.param_groups])
+        before = net.weights
         opt.step()
+        moved.append([x - y for x, y in zip(before, net.weights, strict=True)])
+        outside.append([group["lr"] for group in opt.param_groups])
         return "done"
 
     for _ in range(3):
         net(1.0).backward()
         assert sync.step(local) == "done"
+        opt.zero_grad()
         outside.append([group["lr"] for group in opt.param_groups])
         scheduler.step()
-    assert outside == [[0.5, 0.25], [0.25, 0.125], [0.125, 0.0625]]
-    assert inside == [[1.0, 0.5], [0.5, 0.25], [0.25, 0.125]]
+    rates = [[0.5, 0.25], [0.25, 0.125], [0.125, 0.0625]]
+    assert outside == [lr for lr in rates for _ in range(3)]
+    assert moved == [[2 * a, 2 * b] for a, b in rates]
 
 
 def test_a_frameworks_own_step_is_scaled_too() -> None:
@@ -102,25 +108,63 @@ def test_a_frameworks_own_step_is_scaled_too() -> None:
     sync = offbeat.palsgd(net, opt, p=0.5)
     net(1.0).backward()
     sync.before_step()
-    assert opt.param_groups[0]["lr"] == 1.0
+    assert opt.param_groups[0]["lr"] == 0.5
     opt.step()
+    assert net.weights == [-1.0]
     sync.after_step()
     assert opt.param_groups[0]["lr"] == 0.5
 
 
-def test_rates_come_back_after_an_error() -> None:
+def test_nothing_stays_with_the_optimizer() -> None:
+    """Neither after a step nor after an error in it: stepped alone, it has the user's rate again."""
     net = Slopes()
     opt = torch.optim.SGD(net.parameters(), lr=0.5)
     sync = offbeat.palsgd(net, opt, p=0.5)
     net(1.0).backward()
+    sync.step()
+    before = net.weights[0]
+    opt.step()
+    assert before - net.weights[0] == 0.5
 
-    def local() -> None:
-        assert opt.param_groups[0]["lr"] == 1.0
+    def failing() -> None:
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
+        sync.step(failing)
+    before = net.weights[0]
+    opt.step()
+    assert before - net.weights[0] == 0.5
+
+
+class Fragile(torch.optim.SGD):
+    """Fails in the middle of its first step, its rates scaled."""
+
+    failed = False
+
+    def step(self, closure: object = None) -> None:
+        if not self.failed:
+            self.failed = True
+            raise ZeroDivisionError
+        super().step()
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["raised", "tried again"])
+def test_rates_come_back_after_an_error(again: bool) -> None:
+    net = Slopes()
+    opt = Fragile(net.parameters(), lr=0.5)
+    sync = offbeat.palsgd(net, opt, p=0.5)
+    net(1.0).backward()
+
+    def local() -> None:
+        with contextlib.suppress(*[ZeroDivisionError] if again else []):
+            opt.step()
+        if again:
+            opt.step()
+
+    with contextlib.nullcontext() if again else pytest.raises(ZeroDivisionError):
         sync.step(local)
     assert opt.param_groups[0]["lr"] == 0.5
+    assert net.weights == [-1.0 if again else 0.0]
 
 
 def test_rates_come_back_when_another_part_fails() -> None:

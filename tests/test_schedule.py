@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
 from sentences import says
+from slopes import Walk
 from torch import nn
 
 import offbeat
@@ -76,9 +78,13 @@ def test_the_shortest_period() -> None:
     assert Every(5).shortest == 5
     assert Every(5, skip=10).shortest == 5
     assert QSR(alpha=0.1, base=3).shortest == 3
-    assert QSR(alpha=0.1, base=3, total=10).shortest is None
+    assert QSR(alpha=0.1, base=3, total=10).shortest == 3
+    assert Adaptive(start=3, sample=10).shortest == AdaComm(start=3, interval=10).shortest == 3
     assert Never().shortest is None
-    assert Then(3, Every(1), Every(4)).shortest is None
+    assert Then(3, Every(1), Every(4)).shortest == 1
+    assert Then(0, Every(1), Every(4)).shortest == 4
+    assert Then(3, Never(), Every(4)).shortest == 4
+    assert Then(3, Never(), Never()).shortest is None
 
 
 def test_then_hands_each_schedule_its_own_state() -> None:
@@ -95,6 +101,69 @@ def test_then_hands_each_schedule_its_own_state() -> None:
 
     assert rounds(Then(4, Noting(), Noting()), 8) == [2, 4, 6, 8]
     assert seen == [(0, 1), (2, 2), (0, 1), (2, 2)]
+
+
+@pytest.mark.parametrize(
+    ("when", "steps", "expected"),
+    [
+        # The last round ends the run, and the warm-up is the run's: rates of 1/8 before step 20, 1/16 after.
+        (Then(10, Never(), QSR(alpha=0.0, base=4, total=40)), 40, [14, 18, 22, 26, 30, 34, 38, 40]),
+        (Then(10, Never(), Then(6, Never(), QSR(alpha=0.0, base=5, total=30))), 30, [21, 26, 30]),
+        (Then(10, Every(2), QSR(alpha=0.375, base=4, total=70)), 70, [2, 4, 6, 8, 10, 19, 28, 64, 70]),
+        (Then(10, Never(), QSR(alpha=0.375, base=4, warmup=20, total=70)), 70, [14, 18, 22, 58, 70]),
+        (Then(10, Never(), QSR(alpha=0.375, base=4, warmup=9, total=70)), 70, [19, 28, 64, 70]),
+    ],
+    ids=repr,
+)
+def test_after_a_switch_steps_of_the_run_are_those_of_the_whole_run(
+    when: Schedule, steps: int, expected: list[int]
+) -> None:
+    assert rounds(when, steps, lambda step: 0.125 if step < 20 else 0.0625) == expected
+
+
+@pytest.mark.parametrize(
+    "expression",
+    [
+        "post_local_sgd(switch=10, every=QSR(alpha=0.0, base=4, total=40))",
+        "diloco(warmup=10, every=QSR(alpha=0.0, base=4, total=40))",
+        "slowmo(warmup=10, every=QSR(alpha=0.0, base=4, total=40))",
+        "palsgd(p=0.0, warmup=10, every=QSR(alpha=0.0, base=4, total=40))",
+        "qsr(alpha=0.0, base=3, total=40)",
+    ],
+)
+def test_the_last_round_ends_the_run(expression: str) -> None:
+    walk = Walk(offbeat.Solo(), expression)
+    walk.go(40)
+    assert walk.rounds[-1] == 40
+
+
+def asked(when: Schedule, steps: int) -> list[tuple[int, dict[str, Any]]]:
+    """What the second of two schedules knows each time it has planned; all rounds tell drift 1 and loss 1."""
+    state, step, known = when.init(), 0, []
+    while step < steps:
+        heard = {"drift": 1.0, "loss": 1.0, "round_lr": 0.1} if known and known[0][0] != step else {}
+        plan = when.next(Clock(step=step, round=max(0, len(known)), lr=0.1, **heard), state)
+        if plan is not None:
+            known.append((step, dict(state["second"])))
+        step = step + 1 if plan is None else plan
+    return known
+
+
+@pytest.mark.parametrize(
+    ("warmup", "sampled"), [(0, {14, 18, 22, 26}), (10, {14, 18, 22, 26}), (20, {22, 26})]
+)
+def test_after_a_switch_drift_is_sampled_until_a_step_of_the_run(warmup: int, sampled: set[int]) -> None:
+    known = asked(Then(10, Never(), Adaptive(start=4, sample=30, warmup=warmup)), 40)
+    counts = [(step, state["count"]) for step, state in known]
+    assert {step for (_, before), (step, now) in pairwise(counts) if now > before} == sampled
+    assert counts[0] == (10, 0)
+
+
+@pytest.mark.parametrize(("warmup", "ended"), [(0, 18), (10, 18), (12, 22), (20, 30)])
+def test_after_a_switch_intervals_of_losses_begin_there(warmup: int, ended: int) -> None:
+    """The first interval, of eight steps, is over when it is known what losses are compared with."""
+    known = asked(Then(10, Never(), AdaComm(start=4, interval=8, warmup=warmup)), 40)
+    assert next(step for step, state in known if state["first"] is not None) == ended
 
 
 def published(peak: float, total: int, warmup: int, step: int) -> float:
@@ -362,17 +431,6 @@ def test_a_schedule_knows_the_drift_of_the_last_round() -> None:
 def test_delay_sentences(when: Schedule, delay: Any, sentence: str) -> None:
     with says(ValueError, sentence):
         driven(when, [0.5], delay)
-
-
-def test_a_delay_beyond_the_period_is_an_error_when_planned() -> None:
-    when = Then(8, Every(4), Every(2))
-    sentence = (
-        f"The round of step 8 lands at step 11, but {when!r} plans the next for step 10: "
-        "delay must not exceed the period."
-    )
-    with says(ValueError, sentence):
-        driven(when, [0.5] * 12, delay=3)
-    assert driven(Then(8, Every(4), Every(3)), [0.5] * 14, delay=3) == [4, 8, 11]  # equal is fine
 
 
 def test_a_schedule_that_plans_the_past_is_a_mistake() -> None:

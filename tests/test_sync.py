@@ -876,7 +876,9 @@ def test_moments_that_not_all_have(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, logger="offbeat"):
         # Rank 0: −1, then −1.5; rank 1: −3 at last. The mean −2.25.
         assert simulate(worker, 2) == [[-1.0, -2.25], [0.0, -2.25]]
-    sentence = "Not all workers have optimizer moments yet: they are not averaged in this round."
+    sentence = (
+        "Not all workers have the optimizer moments of 1 of 1 tensors: these are not averaged in this round."
+    )
     assert [record.message for record in caplog.records] == [sentence] * 2
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -11,7 +13,7 @@ from sentences import says
 from torch import Tensor, nn
 
 import offbeat
-from offbeat import Every, Exchange, Packed, Synchronizer, grads, params
+from offbeat import Clock, Communicator, Every, Exchange, Packed, Reducer, Synchronizer, grads, params
 from offbeat.tensors import local, named, trainable
 
 
@@ -360,3 +362,47 @@ def test_gradients_are_averaged_in_place() -> None:
             assert torch.equal(p.grad, torch.full_like(p, mean))
 
     offbeat.simulate(worker, 2)
+
+
+class Hoarding(Reducer):
+    """A user's own: half of a payload is kept for the next round."""
+
+    def __init__(self, remembers: bool) -> None:
+        self._remembers = remembers
+
+    @property
+    def remembers(self) -> bool:
+        return self._remembers
+
+    def init(self) -> dict[str, Any]:
+        return {"kept": None}
+
+    def start(self, payload: Packed, comm: Communicator, clock: Clock, state: dict[str, Any]) -> Any:
+        own = payload.cut(2)[0]
+        for i, view in enumerate(own.views):
+            kept = 0.0 if state["kept"] is None else state["kept"][i]
+            view.div_(2)
+            state.setdefault("now", {})[i] = view.clone()
+            view.add_(kept)
+        state["kept"] = state.pop("now")
+        return comm.mean(payload.flats).then(lambda _: payload)
+
+
+@pytest.mark.parametrize("remembers", [True, False])
+def test_what_a_users_reducer_kept_is_not_forgotten(remembers: bool) -> None:
+    """Weight 0 has a gradient in the first step only; half of it arrives in the second, if that is told."""
+
+    def worker(comm: Communicator) -> list[float | None]:
+        model = nn.ParameterList([torch.zeros(1), torch.zeros(1)])
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        exchange = Exchange(grads(model), when=Every(1), among=comm, reduce=Hoarding(remembers))
+        sync = Synchronizer(optimizer, [exchange])
+        seen = []
+        for step in range(3):
+            (model[1] + (8.0 * model[0] if step == 0 else 0.0)).backward()
+            sync.step()
+            seen.append(None if model[0].grad is None else model[0].grad.item())
+            optimizer.zero_grad()
+        return seen
+
+    assert offbeat.simulate(worker, 2) == [[4.0, 4.0 if remembers else None, None]] * 2

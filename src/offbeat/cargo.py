@@ -9,7 +9,7 @@ from torch import Tensor
 from offbeat.flight import Flight
 from offbeat.packed import Packed
 from offbeat.riders import BufferRule, Buffers, MomentRule, Moments, land
-from offbeat.tensors import Live
+from offbeat.tensors import Live, Share
 
 
 class Cargo:
@@ -21,7 +21,7 @@ class Cargo:
         self.live, self._in_place = live, in_place
         self.buffers, self.moments = Buffers(live.model, buffers), Moments(live, moments)
         self._room: Packed | None = None
-        self.late = False  # whether what was kept from rounds before may be in the mean
+        self.late = False  # whether landed tensors may hold values of another round than the notes
 
     @property
     def room(self) -> Packed:
@@ -44,9 +44,13 @@ class Cargo:
         """The update's part of that memory."""
         return self.room.cut(len(self.live.names))[0]
 
-    def pack(self, outgoing: Callable[[Sequence[Tensor], Packed], None]) -> Packed:
-        """The payload: what `outgoing(live, room)` writes, then what rides along."""
-        notes, live, buffers = self.live.notes(), self.live.tensors(), self.buffers.averaged()
+    def pack(
+        self, outgoing: Callable[[Sequence[Tensor], Packed], None], share: Share | None = None
+    ) -> Packed:
+        """The payload: what `outgoing(live, room)` writes, then what rides along. `share` stands for the live
+        tensors and their notes if it was taken earlier."""
+        notes, live = share or (self.live.notes(), self.live.tensors())
+        buffers = self.buffers.averaged()
         own, riders = self.room.cut(len(live))
         outgoing(live, own)
         riders.read([*notes.values(), *buffers.values()])

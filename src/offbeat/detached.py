@@ -42,6 +42,10 @@ class Detached(Anchored, Reducer):
     def lossy(self) -> bool:
         return True
 
+    @property
+    def remembers(self) -> bool:
+        return True
+
     def init(self) -> State:
         return {"anchor": None, "residual": None, "code": self.code.init()}
 

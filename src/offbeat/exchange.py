@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Literal
 
@@ -16,17 +17,17 @@ from offbeat.cargo import Cargo
 from offbeat.checkpoint import copied
 from offbeat.comm import Communicator
 from offbeat.cost import Report
-from offbeat.flight import Flight, halfway, naming, profiled
+from offbeat.flight import Flight, halfway, naming, profiled, soonest
 from offbeat.ledger import Ledger
 from offbeat.metered import Metered
 from offbeat.optimizers import mark, rates
 from offbeat.packed import Packed
 from offbeat.part import Part
 from offbeat.peers import Peers, World
-from offbeat.reduce import ErrorFeedback, Mean, Reducer
+from offbeat.reduce import Mean, Reducer
 from offbeat.riders import BufferRule, MomentRule, send_mean
 from offbeat.schedule import Clock, Schedule, State
-from offbeat.tensors import Live
+from offbeat.tensors import Gradients, Live, Share
 from offbeat.update import Replace, Update
 
 Delay = int | Literal["round"]
@@ -36,9 +37,14 @@ _Distances = tuple[float | None, float | None]
 class Exchange(Part):
     """Tensors that are reduced among peers from time to time.
 
-    `delay` is the number of local steps between sending and applying; "round": it lands just before the next
-    round. `buffers` and `moments` say what becomes of the model's buffers and the optimizer's moments in the
-    same round. `drift=False` spares the pass over the model that measures it.
+    `delay` is the number of local steps between sending and applying; with "round" the mean lands just before
+    the next round. A message still in the air when the next round begins always lands just before it.
+
+    Late gradients: each step sends its own gradients and uses the mean that lands in it. A step in which
+    nothing lands, such as the first, uses its own. This costs one more copy of the gradients.
+
+    `buffers` and `moments` say what becomes of the model's buffers and the optimizer's moments in the same
+    round. `drift=False` spares the pass over the model that measures it.
 
         Exchange(params(model), when=Every(8), update=Correct(), delay=4)
     """
@@ -72,8 +78,13 @@ class Exchange(Part):
         plain = self.reduce == Mean() and self.update == Replace()
         in_place = plain and delay == 0 and not self.drift and not live.early
         self.cargo = Cargo(live, buffers, moments, in_place=in_place)
-        self.cargo.late = isinstance(self.reduce, ErrorFeedback)
+        self.cargo.late = self.reduce.remembers or delay != 0
         _check_delay(delay, when)
+        if live.early and self.update.anchored:
+            raise ValueError(
+                f"update={self.update!r} with {live!r}: it needs an anchor, which gradients do not have; use "
+                "Replace() or Correct(), or params(model)."
+            )
         if delay and isinstance(self.update, Reducer):
             raise ValueError(
                 f"delay={delay!r} with update={self.update!r}: what is done in the meantime would be lost."
@@ -110,7 +121,7 @@ class Exchange(Part):
 
     def bind(self, index: int, optimizers: Sequence[Optimizer], report: Callable[[Report], None]) -> None:
         self._index, self._ledger.hand_in = index, report
-        self.cargo.moments.optimizers = optimizers
+        self.cargo.moments.bind(optimizers)
 
     def communicators(self) -> list[Communicator]:
         return [self.peers.everyone, self.peers.at(self._round)]
@@ -142,23 +153,33 @@ class Exchange(Part):
             self.tick(clock)
 
     def tick(self, clock: Clock) -> None:
-        """Land what is due, then begin the round if this is its step, and land it at once without a delay."""
+        """Land what is due, then begin the round if this is its step, and land it at once without a delay.
+
+        What is in the air lands at the latest when the next round begins. Gradients to be sent are taken
+        first, because what lands overwrites them.
+        """
         self._ledger.settle(wait=False)
         if self._plan is None and self._flight is None:
             self._ledger.mean_loss()  # forgotten: the step belongs to no period
         begins = self._plan == clock.step
-        if self._flight and (self._flight.due == clock.step or (begins and self._flight.due is None)):
+        lands = self._flight is not None and (begins or self._flight.due == clock.step)
+        share = self._taken(copy=lands) if begins and self.delay else None
+        if lands:
             self.land(clock)
         if self._flight and clock.step == self._halfway(self._flight):
             with torch.no_grad(), naming(self._flight.clock):
                 self._flight.advance()
         if begins:
-            self.begin(clock)
+            self.begin(clock, share)
             if self.delay == 0:
                 self.land(clock)
 
+    def _taken(self, *, copy: bool) -> Share | None:
+        """This step's own gradients. None for parameters: these are sent as they are after the landing."""
+        return self.live.taken(copy=copy) if isinstance(self.live, Gradients) else None
+
     def _halfway(self, flight: Flight) -> int | None:
-        return halfway(flight.clock.step, self._plan if flight.due is None else flight.due)
+        return halfway(flight.clock.step, soonest(flight.due, self._plan))
 
     def _ask(self, clock: Clock) -> None:
         """Plan the next round."""
@@ -171,12 +192,6 @@ class Exchange(Part):
         if not self._opened:
             self._open()
         assert self._plan > clock.step, f"{self.when!r} plans step {self._plan} after step {clock.step}"
-        flight = self._flight
-        if flight and flight.due is not None and flight.due > self._plan:
-            raise ValueError(
-                f"The round of step {flight.clock.step} lands at step {flight.due}, but {self.when!r} plans "
-                f"the next for step {self._plan}: delay must not exceed the period."
-            )
 
     @torch.no_grad()
     def _open(self) -> None:
@@ -185,8 +200,8 @@ class Exchange(Part):
         self._opened = True
 
     @torch.no_grad()
-    def begin(self, clock: Clock) -> None:
-        """Send this worker's share of the round."""
+    def begin(self, clock: Clock, share: Share | None = None) -> None:
+        """Send this worker's share of the round: the live tensors, unless it was taken earlier."""
         comm = Metered(self.peers.at(self._round))
         clock = replace(clock, round=self._round, workers=comm.size, rates=self._rates)
         cargo, state = self.cargo, self._states["update"]
@@ -195,9 +210,9 @@ class Exchange(Part):
             began = comm.now()
             head = header(ROUND, self._index, clock, self._marks, self.peers.everyone.rank)
             heads = comm.tell([*head, cargo.moments.mark()]).then(compare_headers)
-            moments = cargo.moments.averaged(heads.wait)
+            moments = cargo.moments.averaged(heads.wait, comm)
             waited = comm.now() - began
-            payload = cargo.pack(lambda live, room: self.update.outgoing(live, room, clock, state))
+            payload = cargo.pack(lambda live, room: self.update.outgoing(live, room, clock, state), share)
             self._flight = Flight(
                 clock=clock,
                 due=None if self.delay == "round" else clock.step + self.delay,
@@ -294,7 +309,9 @@ class Exchange(Part):
         landed = self._flight is not None
         if landed:
             self._look()
-            self.land(clock)
+            # No step is left for gradients in the air: only what rides along with them is applied.
+            with self.live.aside() if isinstance(self.live, Gradients) else nullcontext():
+                self.land(clock)
         self._ledger.settle(wait=True)
         closed = not self.live.early and self._close(clock)
         return landed or closed

@@ -37,12 +37,17 @@ def halfway(begun: int, due: int | None) -> int | None:
     return None if due is None else (begun + due + 1) // 2
 
 
+def soonest(due: int | None, plan: int | None) -> int | None:
+    """The step at which a flight lands: when it is due, or when the next round begins if that is sooner."""
+    return min((step for step in (due, plan) if step is not None), default=None)
+
+
 @dataclass
 class Flight:
     """The messages of one round."""
 
     clock: Clock  # when it began
-    due: int | None  # lands after this many steps; None: just before the next round begins
+    due: int | None  # lands after this many steps, or just before the next round begins if that is sooner
     period: int  # steps since the round before
     comm: Metered
     began: float

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any
+from contextlib import ExitStack
 
 import torch
 from torch.optim import Optimizer
@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from offbeat.cost import Report
 from offbeat.draws import uniform
 from offbeat.exchange import Exchange
-from offbeat.optimizers import rates
+from offbeat.optimizers import group_rates, rates, scaled_steps
 from offbeat.part import Part
 from offbeat.schedule import Clock
 
@@ -41,7 +41,8 @@ class PseudoSync(Part):
         self.follows = exchange
         self.p, self.eta, self.warmup, self.seed, self.shared = p, eta, warmup, seed, shared
         self._optimizers: Sequence[Optimizer] = ()
-        self._rates: list[Any] = []
+        self._rates: list[float] = []  # of the parameter groups in the step under way, not scaled
+        self._scaled = ExitStack()
 
     def __repr__(self) -> str:
         names = ("p", "eta", "warmup", "seed", "shared")
@@ -51,19 +52,15 @@ class PseudoSync(Part):
         self._optimizers = optimizers
 
     def before(self, clock: Clock) -> bool:
-        """Scale the rates for the local step."""
+        """Until `release`, the optimizers' own steps run with scaled rates. Schedulers see the user's."""
+        self._rates = group_rates(self._optimizers)
         if clock.step >= self.warmup:
-            self._rates = [group["lr"] for group in self._groups()]
-            for group in self._groups():
-                group["lr"] = group["lr"] / (1 - self.p)
+            for optimizer in self._optimizers:
+                self._scaled.enter_context(scaled_steps(optimizer, 1 - self.p))
         return True
 
     def release(self) -> None:
-        """Give the user's own rates back."""
-        if self._rates:
-            for group, lr in zip(self._groups(), self._rates, strict=True):
-                group["lr"] = lr
-            self._rates = []
+        self._scaled.close()
 
     def after(self, clock: Clock) -> None:
         if not self.shared and clock.step > self.warmup:
@@ -83,9 +80,7 @@ class PseudoSync(Part):
     def _pull(self) -> None:
         anchors, _ = self.exchange.shown()
         live = self.exchange.live
-        own = rates(live.parameters, self._optimizers)
+        # Those of the step just made: a scheduler may have moved on inside the local step.
+        own = rates(live.parameters, self._optimizers, self._rates)
         for x, a, lr in zip(live.tensors(), anchors.values(), own, strict=True):
             x.lerp_(a.to(x.device, x.dtype), min(1.0, lr * self.eta / self.p))
-
-    def _groups(self) -> list[dict[str, Any]]:
-        return [group for optimizer in self._optimizers for group in optimizer.param_groups]

@@ -56,15 +56,51 @@ def learning_rate(optimizers: Sequence[Optimizer]) -> float:
 
 def mark(optimizers: Sequence[Optimizer]) -> int:
     """A number that tells the learning rates of all groups apart."""
-    found = [float(group["lr"]) for optimizer in optimizers for group in optimizer.param_groups]
-    return zlib.crc32(repr(found).encode())
+    return zlib.crc32(repr(group_rates(optimizers)).encode())
 
 
-def rates(parameters: Sequence[Tensor], optimizers: Sequence[Optimizer]) -> tuple[float, ...]:
-    """The learning rate of each parameter's own group; 0 for one that no optimizer holds."""
+def rates(
+    parameters: Sequence[Tensor], optimizers: Sequence[Optimizer], given: Sequence[float] | None = None
+) -> tuple[float, ...]:
+    """The learning rate of each parameter's own group, as it is now or was `given` for each group; 0 for a
+    parameter that no optimizer holds."""
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-    own = {id(p): float(group["lr"]) for group in groups for p in group["params"]}
+    now = group_rates(optimizers) if given is None else given
+    own = {id(p): lr for group, lr in zip(groups, now, strict=True) for p in group["params"]}
     return tuple(own.get(id(p), 0.0) for p in parameters)
+
+
+def group_rates(optimizers: Sequence[Optimizer]) -> list[float]:
+    """The learning rate of every parameter group."""
+    return [float(group["lr"]) for optimizer in optimizers for group in optimizer.param_groups]
+
+
+@contextmanager
+def scaled_steps(optimizer: Optimizer, divisor: float) -> Iterator[None]:
+    """Inside, the optimizer divides its rates by a number during its own steps, and only there.
+
+    Anything else, such as a scheduler that multiplies the rate it finds, sees the rates of the user.
+    """
+    own: list[tuple[dict[str, Any], Any]] = []  # groups and the rates to be given back
+
+    def scale(*_: object) -> None:
+        restore()  # a step that failed half-way may have left them scaled
+        for group in optimizer.param_groups:
+            own.append((group, group["lr"]))
+            group["lr"] = group["lr"] / divisor
+
+    def restore(*_: object) -> None:
+        while own:
+            group, lr = own.pop()
+            group["lr"] = lr
+
+    hooks = [optimizer.register_step_pre_hook(scale), optimizer.register_step_post_hook(restore)]
+    try:
+        yield
+    finally:
+        restore()
+        for hook in hooks:
+            hook.remove()
 
 
 @contextmanager

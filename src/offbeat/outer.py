@@ -45,6 +45,10 @@ class Anchored(Update):
         """A displacement says nothing without the anchor it starts from."""
         return not self.sends_weights
 
+    @property
+    def anchored(self) -> bool:
+        return True
+
     def init(self) -> State:
         return {"anchor": None}
 

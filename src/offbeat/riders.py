@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Literal, get_args
 
 import torch
@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from offbeat.comm import Communicator
 from offbeat.packed import Packed
 from offbeat.pending import Pending, arrived
+from offbeat.reset import check_reset, reset
 from offbeat.tensors import Live, local, named
 
 BufferRule = Literal["average", "keep", "follow"]
@@ -75,31 +76,47 @@ class Moments:
         self._live, self.rule = live, rule
         self.optimizers: Sequence[Optimizer] = ()
 
+    def bind(self, optimizers: Sequence[Optimizer]) -> None:
+        """Learn the optimizers."""
+        self.optimizers = optimizers
+        if self.rule == "reset":
+            check_reset(optimizers, self._live.parameters)
+
     def mark(self) -> int:
         """Which there are to be averaged, in one number."""
-        return zlib.crc32(" ".join(self.found()).encode()) if self.rule == "average" else 0
+        return _mark(self.found()) if self.rule == "average" else 0
 
-    def averaged(self, marks: Callable[[], list[int]]) -> dict[str, Tensor]:
-        """Those to be averaged in a round.
+    def averaged(self, marks: Callable[[], list[int]], comm: Communicator) -> dict[str, Tensor]:
+        """Those to be averaged in a round: the moments that all workers have.
 
-        They are created lazily, so all ranks first say which they have, and wait for the others' marks: a
-        rank whose first step was skipped has none, and then they stay as they are until the next round.
+        Optimizers create them lazily, so a worker that skipped its first step, or never uses a parameter,
+        lacks some. All workers wait for each other's marks. If these differ, one more message tells which
+        parameters have the same moments everywhere.
         """
         if self.rule != "average":
             return {}
+        mine = self.found()
         if len(set(marks())) == 1:
-            return self.found()
-        logger.warning("Not all workers have optimizer moments yet: they are not averaged in this round.")
-        return {}
+            return mine
+        own: dict[str, list[str]] = {name: [] for name in self._live.names}
+        for key in mine:
+            own[key.rpartition(":")[0]].append(key)
+        heard = torch.stack(comm.gather(torch.tensor([_mark(keys) for keys in own.values()])).wait())
+        common = (heard == heard[0]).all(dim=0).tolist()
+        shared = [keys for keys, alike in zip(own.values(), common, strict=True) if alike]
+        logger.warning(
+            "Not all workers have the optimizer moments of %d of %d tensors: these are not averaged in this "
+            "round.",
+            common.count(False),
+            len(common),
+        )
+        return {key: mine[key] for keys in shared for key in keys}
 
     def reset(self) -> None:
-        """As if the optimizer had just begun, where that is the rule."""
+        """As if the optimizers had just been built, where that is the rule."""
         if self.rule == "reset":
-            for moment in self.found().values():
-                moment.zero_()
-            for state in self._states().values():
-                if "step" in state:
-                    state["step"] = state["step"] * 0  # a number or a tensor, as the optimizer likes it
+            for optimizer in self.optimizers:
+                reset(optimizer, self._live.parameters)
 
     def found(self) -> dict[str, Tensor]:
         """Tensors of the optimizers' state that have a parameter's shape, but for its count of steps."""
@@ -118,6 +135,10 @@ class Moments:
             for optimizer in self.optimizers
             if parameter in optimizer.state
         }
+
+
+def _mark(names: Iterable[str]) -> int:
+    return zlib.crc32(" ".join(names).encode())
 
 
 def send_mean(tensors: dict[str, Tensor], comm: Communicator) -> Pending[Packed]:

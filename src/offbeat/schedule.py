@@ -17,6 +17,7 @@ class Clock:
     Asked for a plan, `lr` is the rate of the coming step; at a round, that of the step just done, and `rates`
     are those of the live tensors, each of its own parameter group. `drift`, `loss` and `round_lr` are of the
     last round known: the spread of the workers' weights, the mean loss since the round before, the rate.
+    Inside `Then`, `step` counts from the switch and `origin` is the switch: the run is at origin + step.
     """
 
     step: int
@@ -27,6 +28,12 @@ class Clock:
     drift: float | None = None
     loss: float | None = None
     round_lr: float | None = None
+    origin: int = 0
+
+    @property
+    def absolute(self) -> int:
+        """Iterations completed since the run began."""
+        return self.origin + self.step
 
 
 class Schedule:
@@ -34,7 +41,10 @@ class Schedule:
 
     @property
     def shortest(self) -> int | None:
-        """The least number of steps between two rounds; None if it cannot be known beforehand."""
+        """The shortest regular period, or None if it is not known beforehand. A longer delay is refused.
+
+        A single period may be shorter: a message in the air then lands early, just before the next round.
+        """
         return None
 
     @property
@@ -108,7 +118,8 @@ class Never(Schedule):
 class Then(Schedule):
     """`first` rules the steps 1 … switch, `second` those after, counting from the switch.
 
-    A period belongs wholly to the schedule in force at its first step.
+    A period belongs wholly to the schedule in force at its first step. Fields that name a step of the run,
+    `warmup`, `sample` and `total`, still count from the beginning of the run.
     """
 
     switch: int
@@ -117,6 +128,11 @@ class Then(Schedule):
 
     def __post_init__(self) -> None:
         _whole(self, switch=0)
+
+    @property
+    def shortest(self) -> int | None:
+        inside = [self.first, self.second] if self.switch else [self.second]
+        return min((s.shortest for s in inside if s.shortest is not None), default=None)
 
     @property
     def needs(self) -> frozenset[str]:
@@ -128,7 +144,8 @@ class Then(Schedule):
     def next(self, clock: Clock, state: State) -> int | None:
         if clock.step < self.switch:
             return self.first.next(clock, state["first"])
-        due = self.second.next(replace(clock, step=clock.step - self.switch), state["second"])
+        later = replace(clock, step=clock.step - self.switch, origin=clock.origin + self.switch)
+        due = self.second.next(later, state["second"])
         return None if due is None else due + self.switch
 
 
@@ -165,13 +182,13 @@ class QSR(Schedule):
             raise ValueError(f"{self!r}: power must be positive.")
 
     @property
-    def shortest(self) -> int | None:
-        return self.base if self.total is None else None
+    def shortest(self) -> int:
+        return self.base
 
     def next(self, clock: Clock, state: State) -> int | None:
-        period = self._period(self.peak if clock.step < self.warmup else clock.lr)
-        if self.total is not None and clock.step < self.total:
-            period = max(1, min(period, self.total - clock.step))
+        period = self._period(self.peak if clock.absolute < self.warmup else clock.lr)
+        if self.total is not None and clock.absolute < self.total:
+            period = max(1, min(period, self.total - clock.absolute))
         return clock.step + period
 
     def _period(self, lr: float | None) -> int:
@@ -204,6 +221,10 @@ class Adaptive(Schedule):
             raise ValueError(f"{self!r}: warmup must be below sample.")
 
     @property
+    def shortest(self) -> int:
+        return self.start
+
+    @property
     def needs(self) -> frozenset[str]:
         return frozenset({"drift"})
 
@@ -213,7 +234,7 @@ class Adaptive(Schedule):
     def next(self, clock: Clock, state: State) -> int | None:
         if clock.drift is not None and clock.round_lr and clock.round > state["seen"]:
             state["seen"] = clock.round
-            self._learn(clock.step, clock.drift, clock.round_lr, state)
+            self._learn(clock.absolute, clock.drift, clock.round_lr, state)
         return clock.step + int(state["period"])
 
     def _learn(self, step: int, drift: float, lr: float, state: State) -> None:
@@ -250,6 +271,10 @@ class AdaComm(Schedule):
         _whole(self, start=1, interval=1, warmup=0)
 
     @property
+    def shortest(self) -> int:
+        return self.start
+
+    @property
     def needs(self) -> frozenset[str]:
         return frozenset({"loss"})
 
@@ -257,12 +282,13 @@ class AdaComm(Schedule):
         return {"period": self.start, "seen": 0, "at": 0, "total": 0.0, "steps": 0, "ended": 0, "first": None}
 
     def next(self, clock: Clock, state: State) -> int | None:
-        if clock.loss is not None and clock.round > state["seen"] and clock.step > self.warmup:
+        if clock.loss is not None and clock.round > state["seen"] and clock.absolute > self.warmup:
             steps = clock.step - state["at"]
             state["total"] += clock.loss * steps
             state["steps"] += steps
         state["seen"], state["at"] = clock.round, clock.step
-        ended = max(0, clock.step - self.warmup) // self.interval
+        # Intervals count from the end of the warm-up, or from the first step this schedule rules.
+        ended = max(0, clock.absolute - max(self.warmup, clock.origin)) // self.interval
         if ended > state["ended"] and state["steps"]:
             self._learn(state["total"] / state["steps"], clock.round_lr or 0.0, state)
             state.update(total=0.0, steps=0, ended=ended)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -10,6 +11,9 @@ from torch.distributed.tensor import DTensor
 
 _WRAPPERS = ("_orig_mod", "module")
 PRESENT = "present"  # the note that tells which gradients exist
+
+Share = tuple[dict[str, Tensor], list[Tensor]]
+"""What a worker contributes to a round: notes, and tensors."""
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -69,8 +73,8 @@ class Live:
         return {}
 
     def landed(self, notes: Sequence[Tensor], *, late: bool = False) -> None:
-        """The mean of everyone's notes is here, and the tensors have been written; `late`: what was kept from
-        rounds before may be among them."""
+        """The mean of everyone's notes is here, and the tensors have been written. `late`: they may hold
+        values of another round than the notes do."""
 
 
 class Gradients(Live):
@@ -90,6 +94,27 @@ class Gradients(Live):
     def notes(self) -> dict[str, Tensor]:
         """1 for each gradient that exists here; the mean tells which exist anywhere."""
         return {PRESENT: torch.tensor([float(p.grad is not None) for p in self.parameters])}
+
+    def taken(self, *, copy: bool) -> Share:
+        """What this step's own gradients contribute, missing ones as zeros. With `copy`, `.grad` may then be
+        overwritten. Unlike `tensors`, it leaves a missing gradient missing."""
+        notes, missing = self.notes(), [p for p in self.parameters if p.grad is None]
+        own = [tensor.clone() if copy else tensor for tensor in self.tensors()]
+        for p in missing:
+            p.grad = None
+        return notes, own
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Inside, there are no gradients; those from before come back on leaving."""
+        before = [p.grad for p in self.parameters]
+        for p in self.parameters:
+            p.grad = None
+        try:
+            yield
+        finally:
+            for p, grad in zip(self.parameters, before, strict=True):
+                p.grad = grad
 
     def landed(self, notes: Sequence[Tensor], *, late: bool = False) -> None:
         """Forget the gradients no worker has, so that the optimizer skips them as it would alone."""

@@ -34,6 +34,11 @@ class Update:
         """Whether it needs the members of a round to have the same anchor, so that groups must not change."""
         return False
 
+    @property
+    def anchored(self) -> bool:
+        """Whether it keeps an anchor, the weights of an earlier step. If so, it is not for gradients."""
+        return False
+
     def init(self) -> State:
         """What it remembers, at first."""
         return {}

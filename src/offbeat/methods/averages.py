@@ -2,15 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
 from offbeat.methods.record import Options
 from offbeat.outer import SGD, Outer, Rebase
+from offbeat.packed import Packed
 from offbeat.reduce import Reducer
+from offbeat.schedule import State
 from offbeat.update import Correct, Replace, Update
+
+
+@dataclass(frozen=True)
+class Averaging(Outer):
+    """`Replace` for reducers that lose something: an outer step of rate 1 takes the anchor to the mean.
+
+    The anchor is only a way to send less. `averaged()` shows the mean of the live weights, as without a code.
+    """
+
+    def shown(self, live: Sequence[Tensor], room: Packed, state: State) -> None:
+        """The mean of the live weights is the consensus: the anchor is behind it."""
 
 
 def average(options: Options, keep: float = 0.0) -> Update:
     """Parameters become the mean, blended with what they are."""
-    return Outer(SGD(lr=1.0), keep=keep) if loses(options) else Replace(keep)
+    return Averaging(SGD(lr=1.0), keep=keep) if loses(options) else Replace(keep)
 
 
 def correct(options: Options) -> Update:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from offbeat.exchange import Exchange
-from offbeat.flight import halfway
+from offbeat.flight import halfway, soonest
 from offbeat.part import Part
 from offbeat.plan.job import Job
 from offbeat.schedule import Clock
@@ -96,21 +96,16 @@ def _rounds(
             act(step + 1, "ask", number - 1)
         begins = plan if plan is not None and plan <= end else None
         if flying is not None:
-            at = begins if due is None else due
-            half = halfway(step, plan if due is None else due)
-            advanced = half is not None and half <= end and (at is None or half < at)
+            at = soonest(due, plan)
+            half = halfway(step, at)
+            advanced = half is not None and at is not None and half <= end and half < at
             if half is not None and advanced:
                 act(half, "advance", flying)
-            if at is not None and at <= end and (begins is None or at <= begins):
+            if at is not None and at <= end:
                 land(at, flying, advanced, acts)
                 flying = None
         if begins is None:
             break
-        if flying is not None:
-            raise ValueError(
-                f"The round of step {step} lands at step {due}, but {part.when!r} plans the next for step "
-                f"{begins}: delay must not exceed the period."
-            )
         act(begins, "begin", number)
         if part.delay == 0:
             act(begins, "land", number)

@@ -37,6 +37,10 @@ class ErrorFeedback(Reducer):
     def lossy(self) -> bool:
         return True
 
+    @property
+    def remembers(self) -> bool:
+        return True
+
     def init(self) -> State:
         return {"residual": None, "code": self.code.init()}
 

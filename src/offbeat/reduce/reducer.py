@@ -27,6 +27,12 @@ class Reducer:
         """Whether all ranks get the same, to the bit."""
         return True
 
+    @property
+    def remembers(self) -> bool:
+        """Whether the mean may hold what was kept from earlier rounds, so that it can be nonzero where no
+        worker sends anything now."""
+        return False
+
     def init(self) -> State:
         """What it remembers, at first."""
         return {}
