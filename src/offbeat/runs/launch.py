@@ -24,11 +24,11 @@ from offbeat.comm import Communicator
 from offbeat.errors import OffbeatError
 from offbeat.lab import Lab
 from offbeat.runs.folder import cache_of, finished, setting_of
-from offbeat.runs.link import parse_link
 from offbeat.runs.loop import Loop
 from offbeat.runs.setting import Setting
 from offbeat.runs.worker import STOPPED, work
 from offbeat.simulate import Network, simulate
+from offbeat.units import parse_link
 
 
 class RunFailed(OffbeatError):
