@@ -11,6 +11,7 @@ from typing import Any
 
 from offbeat import detached, methods, outer, overlap, reduce, schedule, update
 from offbeat.errors import shown
+from offbeat.methods.record import check_numbers
 from offbeat.server import rules
 from offbeat.sync import Synchronizer
 
@@ -126,13 +127,16 @@ def _value(node: ast.expr, expression: str) -> Any:
     if isinstance(node, ast.Tuple | ast.List):
         return tuple(_value(item, expression) for item in node.elts)
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in VALUES:
-        args = [_value(arg, expression) for arg in node.args]
+        kind = VALUES[node.func.id]
+        args, given = [_value(arg, expression) for arg in node.args], _keywords(node, expression)
+        kinds = {name: p.annotation for name, p in inspect.signature(kind).parameters.items()}
         try:
-            return VALUES[node.func.id](*args, **_keywords(node, expression))
+            check_numbers(node.func.id, kinds, dict(zip(kinds, args, strict=False)) | given)
+            return kind(*args, **given)
         except TypeError as error:
-            text = str(error).replace(".__init__()", "()")
+            text = str(error).replace(".__init__()", "()").removesuffix(".")
             raise ValueError(f"method({shown(expression)}): {text}.") from None
     raise ValueError(
-        f"method({shown(expression)}): {shown(ast.unparse(node), 80)} is not understood; use numbers, strings and "
-        f"{', '.join(sorted(VALUES))}."
+        f"method({shown(expression)}): {shown(ast.unparse(node), 80)} is not understood; use numbers, "
+        f"strings and {', '.join(sorted(VALUES))}."
     )
