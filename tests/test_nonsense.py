@@ -24,8 +24,7 @@ from offbeat.plan.imagined import Imagined
 
 COMMANDS: dict[str, Any] = typer.main.get_command(offbeat.cli.app.app).commands  # type: ignore[attr-defined]
 NONSENSE = (
-    "", " ", "-1", "-0", "nan", "inf", "-inf", "1e308", "1e999", "1e-400", "9" * 20, "-" + "9" * 20,
-    "9" * 400, "9" * 5000, "٣", "²", "0x10", "1e3", "True", "None",
+    "", "-1", "nan", "inf", "1e308", "1e999", "9" * 20, "-" + "9" * 20, "9" * 5000, "٣", "²", "None",
 )  # fmt: skip
 CALLS = {
     "train": ["ddp()", "--checkpoint-dir=here", "--workers=2", "--steps=2", "--model=tiny"],
@@ -79,6 +78,7 @@ def test_an_option_is_read_or_refused_in_a_sentence(
     monkeypatch.chdir(tmp_path)
     for module in (offbeat.cli.train, offbeat.cli.compare, offbeat.cli.study):
         monkeypatch.setattr(module, "launch", ready)
+    monkeypatch.setattr(offbeat.runs.setting, "_check_method", lambda setting, task: None)  # it is slow
     monkeypatch.setattr(offbeat.cli.lab, "Lab", Unopened)
     monkeypatch.setattr(offbeat.cli.lab, "unavailable", lambda: None)
     for number, text in enumerate(NONSENSE):
