@@ -190,7 +190,7 @@ def broken_task(place: Path, text: str) -> str:
         (["--workers", "9999"], "offbeat: --workers 9999: there are 1438 pictures to train on"),
         (["--workers", "two"], "Invalid value for '--workers': "),
         (["--link", "100bananas"], "--link '100bananas': a link is a rate and perhaps a latency"),
-        (["--straggler", "sometimes"], "--straggler 'sometimes': write rank=1,delay=0.3,every=4"),
+        (["--straggler", "sometimes"], "--straggler 'sometimes': write rank=1,delay=300ms,every=4"),
         (["--steps", "0"], "--steps 0: at least 1 is needed."),
     ],
 )

@@ -21,67 +21,12 @@ from offbeat.runs import summary
 from offbeat.runs.folder import prepare
 from offbeat.runs.grid import with_period
 from offbeat.runs.launch import launch
-from offbeat.runs.link import Link, parse_link
 from offbeat.runs.record import Record, cut, entries, log_path
 from offbeat.runs.setting import Setting, check
 from offbeat.runs.shelf import Shelf
 from offbeat.runs.stop import LOOK, Stop
-from offbeat.runs.straggler import Straggler, parse_straggler
 from offbeat.runs.tally import Tally
 from offbeat.runs.watch import Stopwatch, Watched
-
-
-@pytest.mark.parametrize(
-    ("text", "link"),
-    [
-        ("100mbit", Link(12.5e6)),
-        ("100mbit,20ms", Link(12.5e6, 0.02)),
-        ("1gbit, 0.5s", Link(125e6, 0.5)),
-        ("12.5mbps,100us", Link(12.5e6, 1e-4)),
-    ],
-)
-def test_links(text: str, link: Link) -> None:
-    found = parse_link(text)
-    assert (found.rate, found.latency) == pytest.approx((link.rate, link.latency))
-
-
-@pytest.mark.parametrize(
-    ("text", "sentence"),
-    [
-        (
-            "100bananas",
-            "--link '100bananas': a link is a rate and perhaps a latency, such as 100mbit or 100mbit,20ms.",
-        ),
-        ("", "--link '': a link is a rate and perhaps a latency, such as 100mbit or 100mbit,20ms."),
-        ("1gbit,soon", "--link '1gbit,soon': 'soon' is no time; write it as 20ms or 0.5s."),
-        ("1gbit,-5ms", "--link '1gbit,-5ms': '-5ms' is no time; write it as 20ms or 0.5s."),
-    ],
-)
-def test_bad_links(text: str, sentence: str) -> None:
-    with pytest.raises(ValueError, match=f"^{re.escape(sentence)}$"):
-        parse_link(text)
-
-
-def test_stragglers() -> None:
-    fixed = parse_straggler("rank=1,delay=0.3,every=4", workers=2)
-    assert fixed == Straggler(delay=0.3, rank=1, every=4)
-    assert [step for step in range(12) if fixed.seconds(1, step)] == [3, 7, 11]
-    assert not any(fixed.seconds(0, step) for step in range(12))
-    drawn = parse_straggler("share=0.25, delay=200ms", workers=4)
-    late = [(rank, step) for rank in range(4) for step in range(500) if drawn.seconds(rank, step) == 0.2]
-    assert 400 < len(late) < 600
-    assert {rank for rank, _ in late} == {0, 1, 2, 3}
-    assert drawn.seconds(2, 7) == drawn.seconds(2, 7)
-
-
-@pytest.mark.parametrize(
-    "text",
-    ["", "rank=1", "delay=1", "rank=9,delay=1", "rank=x,delay=1", "rank=0,share=1,delay=1", 
-     "rank=0,delay=1,every=0", "share=2,delay=1", "rank=0,delay=soon", "who=1,delay=1"],
-)  # fmt: skip
-def test_bad_stragglers(text: str) -> None:
-    with pytest.raises(ValueError, match=rf"^--straggler {re.escape(repr(text))}: .*\.$"):
-        parse_straggler(text, workers=2)
 
 
 def test_a_torn_log_can_be_read_and_cut(tmp_path: Path) -> None:
@@ -396,17 +341,17 @@ def test_periods_are_put_into_methods() -> None:
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"workers": 0}, "--workers 0: at least 1 is needed."),
-        ({"steps": 0}, "--steps 0: at least 1 is needed."),
-        ({"batch": 0}, "--batch 0: at least 1 is needed."),
-        ({"lr": -1.0}, "--lr -1.0: a positive number is needed."),
-        ({"optimizer": "lion"}, "--optimizer 'lion': name one of adamw, sgd."),
+        ({"workers": 0}, "workers=0: at least 1 is needed."),
+        ({"steps": 0}, "steps=0: at least 1 is needed."),
+        ({"batch": 0}, "batch=0: at least 1 is needed."),
+        ({"lr": -1.0}, "lr=-1.0: a positive number is needed."),
+        ({"optimizer": "lion"}, "optimizer='lion': name one of adamw, sgd."),
         ({"method": "local_sgd(every=0)"}, "Every(steps=0): steps must be at least 1."),
         ({"method": "hierarchical(nodes=3)"}, "Subgroups(3): 4 workers cannot be cut into groups of 3; list"),
         ({"method": "torch_ddp()", "where": "simulation"}, "torch_ddp needs processes of its own:"),
         (
             {"link": "1gbit,5ms", "where": "netns"},
-            "--link '1gbit,5ms': with --netns a link has a rate alone,",
+            "link='1gbit,5ms': with --netns a link has a rate alone,",
         ),
         ({"workers": 5000}, "batches(workers=5000): there are 1438 pictures to train on, and every worker"),
     ],

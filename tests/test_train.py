@@ -230,11 +230,14 @@ def test_torch_ddp_and_ours_end_alike_also_behind_a_link(tmp_path: Path) -> None
     theirs, ours, local = json.loads(done.stdout)
     assert theirs["loss"] == pytest.approx(ours["loss"], rel=1e-4)
     assert theirs["megabytes"] == pytest.approx(ours["megabytes"], rel=0.02)
-    # 30 steps of 39 kB at 2.5 MB/s and two hops of 1 ms.
+    # 30 steps of 39 kB at 2.5 MB/s and two hops of 1 ms: no machine is faster than that.
     least = 30 * (39_208 / 2.5e6 + 0.002)
-    assert least <= theirs["exposed"] <= theirs["seconds"]
-    assert least <= ours["exposed"] <= ours["seconds"]
-    assert local["exposed"] < ours["exposed"] / 2
+    for row in (theirs, ours):
+        assert least <= row["seconds"]
+        assert 0 < row["exposed"] <= row["seconds"]
+        assert row["rounds"] == 30
+    assert local["rounds"] == 3
+    assert local["megabytes"] < ours["megabytes"] / 5
 
 
 def test_a_task_of_ones_own(tmp_path: Path) -> None:

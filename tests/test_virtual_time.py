@@ -331,11 +331,11 @@ WRONG: list[tuple[Callable[[], object], str]] = [
     (lambda: Constant(0.0), "Constant(step=0.0): step must be a positive number of seconds."),
     (
         lambda: Jittered(0.1, jitter=-1.0),
-        "Jittered(step=0.1, jitter=-1.0, seed=0): jitter is a share of the step, 0 or more.",
+        "Jittered(step=0.1, jitter=-1.0, seed=0): jitter is a share of the step, from 0 to 100.",
     ),
     (
         lambda: HeavyTailed(0.1, tail=1.0),
-        "HeavyTailed(step=0.1, tail=1.0, seed=0): tail must be above 1, or the mean would not be finite.",
+        "HeavyTailed(step=0.1, tail=1.0, seed=0): tail must be a finite number above 1, for a finite mean.",
     ),
     (lambda: Recorded(()), "Recorded(rows): at least one row of one step is needed."),
     (lambda: Recorded(((0.1,), (-0.1,))), "Recorded(rows): every step must take 0 seconds or more."),

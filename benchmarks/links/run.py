@@ -19,9 +19,9 @@ from pathlib import Path
 from offbeat.lab import unavailable
 from offbeat.runs.folder import prepare, slug
 from offbeat.runs.launch import launch
-from offbeat.runs.link import parse_link
 from offbeat.runs.setting import Setting
 from offbeat.runs.summary import read, summarize
+from offbeat.units import parse_link
 
 METHODS = ["torch_ddp()", "ddp()", "local_sgd(every=2)", "cocod(every=4, delay=2)"]
 RESULTS = Path(__file__).parent / "results.jsonl"

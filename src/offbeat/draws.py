@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -20,7 +21,20 @@ def uniform(*key: object) -> float:
 
 def shuffled(length: int, *key: object) -> list[int]:
     """The numbers below `length` in random order."""
-    return sorted(range(length), key=lambda i: whole(*key, i))
+    return list(_shuffled(length, repr(key)))
+
+
+@lru_cache(maxsize=8)
+def _shuffled(length: int, key: str) -> tuple[int, ...]:
+    """In the order of whole(*key, i); what all have in common is hashed once."""
+    start = hashlib.blake2b(key.removesuffix(")").removesuffix(",").encode() + b", ", digest_size=8)
+
+    def drawn(i: int) -> int:
+        own = start.copy()
+        own.update(b"%d)" % i)
+        return int.from_bytes(own.digest(), "little")
+
+    return tuple(sorted(range(length), key=drawn))
 
 
 def uniforms(these: Tensor, those: Tensor, *key: object) -> Tensor:

@@ -7,7 +7,8 @@ OffbeatError (a RuntimeError)
 ├── Deadlock            in a simulation, nobody can move
 └── CheckpointMismatch  a checkpoint that is damaged, or of another run, method, rank or number of workers
 
-Bad arguments are ValueError or TypeError, raised where they are given.
+Bad arguments are ValueError or TypeError, raised where they are given. BadArgument is a ValueError that keeps
+the argument's name, its value and the reason apart, so that a command can tell it in its own words.
 """
 
 from __future__ import annotations
@@ -40,3 +41,22 @@ class Deadlock(OffbeatError):
 
 class CheckpointMismatch(OffbeatError):
     """The checkpoint is damaged, or belongs to another run, method, rank or number of workers."""
+
+
+class BadArgument(ValueError):
+    """An argument that cannot be used: its name, its value, and why."""
+
+    def __init__(self, name: str, value: object, reason: str) -> None:
+        super().__init__(name, value, reason)
+        self.name, self.value, self.reason = name, value, reason
+
+    def __str__(self) -> str:
+        return f"{self.name}={shown(self.value)}: {self.reason}"
+
+
+def shown(value: object, most: int = 200) -> str:
+    """The value as one would type it; of a very long one, its two ends."""
+    if isinstance(value, int) and value.bit_length() > 8 * most:
+        return f"a number of {value.bit_length()} bits"  # too long to be printed at all
+    text = repr(value)
+    return text if len(text) <= most else f"{text[: most // 2]}…{text[-most // 4 :]}"

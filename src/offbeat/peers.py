@@ -144,6 +144,11 @@ class Subgroups:
                     "of each group for uneven ones."
                 )
             return [list(range(start, start + self.ranks)) for start in range(0, size, self.ranks)]
+        lists = isinstance(self.ranks, Sequence) and all(
+            isinstance(group, list | tuple) for group in self.ranks
+        )
+        if not lists or not all(isinstance(rank, int) for group in self.ranks for rank in group):
+            raise TypeError(f"{self!r}: how many ranks a group has, or a list of ranks for each, is needed.")
         if sorted(rank for group in self.ranks for rank in group) != list(range(size)):
             raise ValueError(f"{self!r}: each of the ranks 0 to {size - 1} must be in exactly one group.")
         return [list(group) for group in self.ranks]

@@ -6,6 +6,8 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
+from offbeat.errors import shown
+
 State = dict[str, Any]
 """What a value remembers between rounds: tensors, numbers and strings, owned and saved by its exchange."""
 
@@ -73,6 +75,8 @@ def _whole(value: Schedule, **least: int) -> None:
         if given < low:
             must = f"be at least {low}" if low else "not be negative"
             raise ValueError(f"{value!r}: {name} must {must}.")
+        if given.bit_length() > 63:
+            raise ValueError(f"{type(value).__name__}({name}={shown(given)}): {name} must be below 2**63.")
 
 
 @dataclass(frozen=True)
@@ -128,6 +132,9 @@ class Then(Schedule):
 
     def __post_init__(self) -> None:
         _whole(self, switch=0)
+        for name in ("first", "second"):
+            if not isinstance(getattr(self, name), Schedule):
+                raise TypeError(f"{self!r}: {name} must be a schedule, such as Every(8).")
 
     @property
     def shortest(self) -> int | None:

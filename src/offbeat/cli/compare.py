@@ -17,10 +17,10 @@ from offbeat.lab import unavailable
 from offbeat.report.page import write_page
 from offbeat.runs import folder as folders
 from offbeat.runs.launch import launch
-from offbeat.runs.link import parse_seconds
 from offbeat.runs.setting import Setting, Where, check
 from offbeat.runs.summary import read, summarize
 from offbeat.tasks import Task
+from offbeat.units import check_whole, parse_seconds
 
 
 def compare(
@@ -57,7 +57,7 @@ def compare(
 
         offbeat compare torch_ddp 'local_sgd(every=8)' 'diloco(every=32)' --link 100mbit
 
-        offbeat compare ddp 'cocod(every=8, delay=4)' --task bytes --seeds 3 --straggler share=0.1,delay=0.2
+        offbeat compare ddp 'cocod(every=8, delay=4)' --task bytes --seeds 3 --straggler share=0.1,delay=200ms
 
         sudo offbeat compare torch_ddp 'local_sgd(every=16)' --link 50mbit --netns
 
@@ -68,13 +68,12 @@ def compare(
             raise Refused("--netns and --simulate exclude each other.")
         if netns and (reason := unavailable()):
             raise Refused(f"--netns: {reason}")
-        if seeds < 1:
-            raise Refused(f"--seeds {seeds}: at least 1 is needed.")
+        check_whole("seeds", seeds, 1, 1000)
         where: Where = "netns" if netns else "simulation" if simulate else "processes"
         first = Setting(
             method=methods[0], task=task, model=model, data=data, workers=workers, steps=steps, batch=batch,
             lr=lr, optimizer=optimizer, evaluations=evaluations, link=link,
-            straggler=tuple(straggler or ()), where=where, compute=parse_seconds("--compute", compute),
+            straggler=tuple(straggler or ()), where=where, compute=parse_seconds(compute, "compute"),
         )  # fmt: skip
         place = out or Path("runs") / f"compare-{time.strftime('%Y%m%d-%H%M%S')}"
         found = prepared(place, first, list(dict.fromkeys(methods)), range(seeds))

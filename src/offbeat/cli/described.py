@@ -7,8 +7,19 @@ from typing import Any
 from offbeat.cli.measured import Found
 from offbeat.cli.refusal import option
 from offbeat.plan import Cluster, Cosine, Flat, Job
-from offbeat.plan.units import parse_count, parse_level, parse_link, parse_seconds
-from offbeat.simulate import Compute, Constant, Failures, HeavyTailed, Jittered, Network, Recorded, Stragglers
+from offbeat.simulate import (
+    Compute,
+    Constant,
+    Failures,
+    HeavyTailed,
+    Jittered,
+    Level,
+    Network,
+    Recorded,
+    Stragglers,
+)
+from offbeat.simulate.compute import Late
+from offbeat.units import check_number, parse_count, parse_level, parse_link, parse_seconds, parse_straggler
 
 
 def compute_of(
@@ -16,7 +27,8 @@ def compute_of(
     step: str | None,
     jitter: float,
     tail: float | None,
-    straggler: str | None,
+    straggler: list[str],
+    workers: int | None,
     recorded: Path | None,
 ) -> Compute | None:
     compute: Compute | None = found.compute
@@ -24,15 +36,13 @@ def compute_of(
         compute = Recorded.read(recorded)
     elif step is not None:
         compute = _steps(step, jitter, tail)
-    if straggler is None or compute is None:
-        return compute
-    chance, _, delay = straggler.partition(",")
-    try:
-        return Stragglers(compute, float(chance), parse_seconds(delay))
-    except ValueError as error:
-        raise ValueError(
-            f"--straggler {straggler}: write CHANCE,DELAY such as 0.03,320ms ({error})"
-        ) from None
+    for text in straggler:
+        late = parse_straggler(text, workers=workers)
+        if compute is not None and late.share is not None:
+            compute = Stragglers(compute, late.share, late.delay, late.seed)
+        elif compute is not None and late.rank is not None:
+            compute = Late(compute, late.rank, late.delay, late.every)
+    return compute
 
 
 def _steps(step: str, jitter: float, tail: float | None) -> Compute:
@@ -51,13 +61,15 @@ def network_of(found: Found, link: str | None, levels: list[str], reduce: Any) -
     if link is None:
         return found.network if not levels else None
     with option("--link", link):
-        bandwidth, latency = parse_link(link)
-        network = Network(latency, bandwidth)
+        own = parse_link(link)
+        network = Network(own.latency, own.rate)
     with option("--reduce", reduce):
         network = replace(network, reduce=reduce)
     for level in levels:
         with option("--level", level):
-            network = replace(network, levels=(*network.levels, parse_level(level)))
+            size, uplink = parse_level(level)
+            added = Level(size, uplink.rate, uplink.latency)
+            network = replace(network, levels=(*network.levels, added))
     return network
 
 
@@ -115,9 +127,7 @@ def job_of(
     for name, value in given.items():
         with option(f"--{name}", value):
             Job(**{"steps": 1, "parameters": 1, name: value})
-    with option("--lr", lr):
-        rate: Cosine | Flat = Flat(lr)
-    if cosine and steps > warmup:
-        with option("--warmup", warmup):
-            rate = Cosine(lr, steps, warmup)
-    return Job(**given, rate=rate)
+    check_number("lr", lr, 1e6)
+    with option("--warmup", warmup):
+        falling = Cosine(lr, steps, warmup)
+    return Job(**given, rate=falling if cosine else Flat(lr))

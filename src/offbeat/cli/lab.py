@@ -10,6 +10,7 @@ import typer
 from offbeat.cli import options, show
 from offbeat.cli.refusal import Refused, option, reading
 from offbeat.lab import Job, Lab, unavailable
+from offbeat.units import LONGEST, check_number
 
 
 def lab(
@@ -44,8 +45,8 @@ def lab(
             Lab(workers)
         with option("--rate", rate):
             cluster = Lab(workers, rate=rate)
-        if timeout is not None and not timeout > 0:
-            raise Refused(f"--timeout {timeout:g}: a positive number of seconds is needed.")
+        if timeout is not None:
+            check_number("timeout", timeout, LONGEST, "a positive number of seconds")
     with cluster:
         job = cluster.start(command)
         ended = _follow(job, quiet=json, timeout=timeout)

@@ -25,7 +25,7 @@ Link = Annotated[
 ]
 Straggler = Annotated[
     list[str] | None,
-    typer.Option(help="A late worker: 'rank=1,delay=0.3,every=4', or 'share=0.1,delay=0.3' for random ones."),
+    typer.Option(help="A late worker: rank=1,delay=300ms,every=4, or share=0.1,delay=300ms for any."),
 ]
 Netns = Annotated[
     bool, typer.Option("--netns", help="Workers in network namespaces on really shaped links (Linux, root).")

@@ -74,7 +74,7 @@ def plan_command(
         where = where or cluster_of(
             found,
             workers=workers,
-            compute=compute_of(found, step, jitter, tail, straggler, recorded),
+            compute=compute_of(found, step, jitter, tail, straggler or [], workers, recorded),
             network=network_of(found, link, level or [], reduce),
             failures=failures_of(failures, restart, checkpoint),
         )

@@ -30,7 +30,9 @@ Workers = Annotated[int | None, _cluster("How many.")]
 Step = Annotated[str | None, _cluster("A worker's step: 250ms.")]
 Jitter = Annotated[float, _cluster("Its deviation, as a share of it.")]
 Tail = Annotated[float | None, _cluster("A Pareto tail instead; 3 is mild.")]
-Straggler = Annotated[str | None, _cluster("CHANCE,DELAY of a late step.")]
+Straggler = Annotated[
+    list[str] | None, _cluster("A late worker: rank=1,delay=300ms,every=4, or share=0.1,delay=300ms for any.")
+]
 Recorded = Annotated[Path | None, _cluster("Steps of a real run, as JSON.")]
 Link = Annotated[str | None, _cluster("Each worker's link: 1gbit or 1gbit,5ms.")]
 Level = Annotated[list[str] | None, _cluster("Groups that share an uplink, innermost first: 8:100gbit,5us.")]

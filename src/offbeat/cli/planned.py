@@ -10,7 +10,7 @@ from offbeat.cli import show
 from offbeat.cli.measured import Found
 from offbeat.plan import Flat, Plan, Prediction
 from offbeat.plan.draw import chart
-from offbeat.plan.units import as_bytes, as_rate, as_time
+from offbeat.units import as_bytes, as_rate, as_time
 
 
 def as_dict(made: Plan, found: Found) -> dict[str, Any]:

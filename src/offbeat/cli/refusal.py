@@ -4,6 +4,8 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from offbeat.errors import BadArgument, shown
+
 
 class Refused(Exception):
     """What the user gave cannot be used, in one sentence."""
@@ -14,6 +16,8 @@ def reading() -> Iterator[None]:
     """Around the reading of what the user gave: errors inside are theirs, and are told in a sentence."""
     try:
         yield
+    except BadArgument as error:
+        raise Refused(f"--{error.name.replace('_', '-')} {shown(error.value)}: {error.reason}") from error
     except (ValueError, TypeError) as error:
         raise Refused(_as_options(str(error))) from error
     except OSError as error:
@@ -35,8 +39,10 @@ def option(name: str, given: object) -> Iterator[None]:
     """Around the reading of one option: a refusal begins with the option as it was typed."""
     try:
         yield
+    except BadArgument as error:
+        raise Refused(f"{name} {shown(given)}: {error.reason}") from error
     except (ValueError, TypeError) as error:
         call, _, reason = str(error).partition(": ")
         # Most sentences begin with the call and its values, which the user has not written.
         told = reason if reason and (str(given) in call or call.endswith(")")) else str(error)
-        raise Refused(f"{name} {given}: {told}") from error
+        raise Refused(f"{name} {shown(given)}: {told}") from error

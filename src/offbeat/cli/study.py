@@ -11,12 +11,14 @@ from rich.progress import track
 from offbeat.cli import options, show
 from offbeat.cli.compare import begin
 from offbeat.cli.refusal import Refused, reading
+from offbeat.errors import BadArgument
 from offbeat.report.page import Curve, write_page
 from offbeat.runs import folder as folders
 from offbeat.runs.grid import Cell, cells
 from offbeat.runs.launch import launch
-from offbeat.runs.setting import Setting, check
+from offbeat.runs.setting import MOST, Setting, check
 from offbeat.runs.summary import Logged, read
+from offbeat.units import check_whole
 
 
 def study(
@@ -47,14 +49,15 @@ def study(
     """
     with reading():
         place = out or Path("runs") / "study"
+        check_whole("samples", samples, 1, 10**12)
         first = Setting(
             method=methods[0], task=task, model=model, data=data, batch=batch, lr=lr, optimizer=optimizer,
             seed=seed, evaluations=1, where="simulation",
         )  # fmt: skip
         found = first.find_task(folders.cache_of(place / "any"))
         wanted = cells(
-            first, found, expressions=methods, workers=numbers("--workers", workers),
-            periods=numbers("--every", every), samples=samples,
+            first, found, expressions=methods, workers=numbers("workers", workers, MOST["workers"]),
+            periods=numbers("every", every, MOST["steps"]), samples=samples,
         )  # fmt: skip
         prepared: dict[Path, Setting] = {}
         for cell in wanted:
@@ -79,14 +82,16 @@ def study(
     return told(wanted, runs, place / "report.html", json=json)
 
 
-def numbers(option: str, text: str) -> list[int]:
+def numbers(name: str, text: str, most: int) -> list[int]:
     """Whole numbers with commas between them."""
     try:
         found = [int(word) for word in text.split(",")]
     except ValueError:
-        raise Refused(f"{option} {text!r}: whole numbers with commas between them are needed.") from None
+        raise BadArgument(name, text, "whole numbers with commas between them are needed.") from None
     if min(found) < 1:
-        raise Refused(f"{option} {text!r}: at least 1 is needed.")
+        raise BadArgument(name, text, "at least 1 is needed.")
+    if max(found) > most:
+        raise BadArgument(name, text, f"at most {most} is possible.")
     return found
 
 

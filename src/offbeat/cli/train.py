@@ -3,6 +3,7 @@
 import os
 import sys
 import time
+from dataclasses import fields
 from pathlib import Path
 from typing import Annotated
 
@@ -15,9 +16,10 @@ from offbeat.cli.refusal import Refused, reading
 from offbeat.cli.result import columns, rows
 from offbeat.runs import folder as folders
 from offbeat.runs.launch import agreed, join, joined, launch
-from offbeat.runs.setting import Setting, check
+from offbeat.runs.setting import MOST, Setting, check
 from offbeat.runs.shelf import Shelf
 from offbeat.runs.summary import read, summarize
+from offbeat.units import check_whole
 
 
 def train(
@@ -63,8 +65,7 @@ def train(
     """
     with reading():
         workers = int(os.environ["WORLD_SIZE"]) if joined() else workers
-        if checkpoint_every < 0:
-            raise Refused(f"--checkpoint-every {checkpoint_every}: 0 or more is needed.")
+        check_whole("checkpoint_every", checkpoint_every, 0, MOST["checkpoint_every"])
         if resume and checkpoint_dir is None:
             raise Refused("--resume: name the run's folder with --checkpoint-dir.")
         place = (
@@ -108,7 +109,8 @@ def _prepare(place: Path, setting: Setting, *, resume: bool) -> None:
             raise Refused(f"--resume: there is no run in {str(place)!r}.")
         before = folders.setting_of(place)
         if before != full:
-            changed = [name for name in vars(full) if getattr(full, name) != getattr(before, name)]
+            names = [field.name for field in fields(full)]
+            changed = [name for name in names if getattr(full, name) != getattr(before, name)]
             told = ", ".join(f"{name} was {getattr(before, name)!r}" for name in changed)
             raise Refused(f"--resume: the run in {str(place)!r} is another: {told}.")
     elif exists and os.environ.get("RANK", "0") == "0":

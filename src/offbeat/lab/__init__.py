@@ -18,9 +18,10 @@ SIGKILL ended has left behind goes when the next one opens.
 A lab needs Linux, root and iproute2 (`ip` and `tc`); `unavailable()` says which of them is missing.
 """
 
+from offbeat.units import parse_rate
+
 from .job import Job, Run
 from .lab import Lab
 from .network import unavailable
-from .rate import parse_rate
 
 __all__ = ["Job", "Lab", "Run", "parse_rate", "unavailable"]

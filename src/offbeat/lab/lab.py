@@ -5,9 +5,10 @@ import os
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 
+from offbeat.units import parse_rate
+
 from .job import Job, Run
 from .network import INTERFACE, MOST_HOSTS, Network, remove_stale, unavailable
-from .rate import parse_rate
 from .signals import held, unwinding
 
 _FIRST_PORT = 29500

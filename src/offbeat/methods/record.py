@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, ParamSpec, TypedDict
 
@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from offbeat.agreement import compare_lines
-from offbeat.errors import OffbeatError
+from offbeat.errors import OffbeatError, shown
 from offbeat.exchange import Exchange
 from offbeat.peers import communicator
 from offbeat.reduce import Reducer
@@ -41,11 +41,13 @@ class Options(Riders, total=False):
 def recorded(function: Callable[P, Synchronizer]) -> Callable[P, Synchronizer]:
     """Record the call, as one would type it, for repr, checkpoints and the comparison of all workers."""
     known = arguments(function)
+    kinds = {name: p.annotation for name, p in inspect.signature(function).parameters.items()}
 
     @functools.wraps(function)
     def method(*args: P.args, **kwargs: P.kwargs) -> Synchronizer:
         try:
             call = _call(function.__name__, known, kwargs)
+            check_numbers(function.__name__, kinds, kwargs)
             _check_model(function.__name__, kwargs.get("model", args[0] if args else None))
             sync = function(*args, **kwargs)
         except (TypeError, ValueError) as error:
@@ -77,6 +79,21 @@ def _canonical(value: Any, default: Any) -> Any:
     if isinstance(default, float) and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     return tuple(value) if isinstance(value, list) else value
+
+
+def check_numbers(name: str, kinds: Mapping[str, str], given: Mapping[str, Any]) -> None:
+    """Refuse what is no number where the annotation wants one; whether it is a good one, the parts know."""
+    for key, value in given.items():
+        wanted = set(kinds.get(key, "").split(" | "))
+        if not wanted & {"int", "float"} or not wanted <= {"int", "float", "None"}:
+            continue
+        if "None" in wanted and value is None:
+            continue
+        if not isinstance(value, int | float) or (key == "seed" and not isinstance(value, int)):
+            kind = "a whole number" if "float" not in wanted else "a number"
+            raise TypeError(f"{name}({key}={shown(value)}): {key} must be {kind}.")
+        if isinstance(value, int) and value.bit_length() > 63:
+            raise ValueError(f"{name}({key}={shown(value)}): {key} must be a number of at most 63 bits.")
 
 
 def _check_model(name: str, model: Any) -> None:

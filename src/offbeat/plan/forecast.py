@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import groupby, pairwise
 
 import torch
@@ -124,7 +125,7 @@ class Forecast:
         self._go(clocks, first, last)
         return _spent(clocks)
 
-    @property
+    @cached_property
     def _lead(self) -> int:
         """Moments without which a window would begin too well."""
         exchanges = [part for part in self._seen.sync.parts if isinstance(part, Exchange)]

@@ -74,7 +74,17 @@ class Groups:
             return times.amax(-1, keepdim=True)
         if times.shape[-1] == 1:
             return times  # the same for all
-        return times[..., self.members].amax(-1)[..., self.number]
+        shape = self.members.shape
+        if self._in_order:
+            most = times.unflatten(-1, shape).amax(-1, keepdim=True)
+            return most.expand(*most.shape[:-1], shape[1]).flatten(-2)
+        ordered = times.index_select(-1, self.members.flatten()).unflatten(-1, shape)
+        return ordered.amax(-1).index_select(-1, self.number)
+
+    @cached_property
+    def _in_order(self) -> bool:
+        """Whether the groups are equally many ranks each, one after the other."""
+        return self.members is not None and torch.equal(self.members.flatten(), torch.arange(self.workers))
 
     def spans(self, width: int) -> Spans:
         """How they lie over uplinks of so many workers each."""

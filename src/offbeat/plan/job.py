@@ -15,6 +15,7 @@ from offbeat.simulate import Compute, Failures, Network
 
 Dtype = Literal["float32", "float64", "bfloat16", "float16"]
 Optimizer = Literal["sgd", "momentum", "adamw"]
+MOST = {"workers": 10**6, "steps": 10**6, "parameters": 10**15, "layers": 1000}
 T = TypeVar("T")
 
 
@@ -74,6 +75,8 @@ class Job:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"Job({name}={value!r}): a whole number, at least 1, is needed.")
+            if value > MOST[name]:
+                raise ValueError(f"Job({name}={value!r}): at most {MOST[name]} is possible.")
         for name, kind in (("dtype", Dtype), ("optimizer", Optimizer)):
             if getattr(self, name) not in get_args(kind):
                 known = ", ".join(map(repr, get_args(kind)))
@@ -99,6 +102,8 @@ class Cluster:
     def __post_init__(self) -> None:
         if isinstance(self.workers, bool) or not isinstance(self.workers, int) or self.workers < 1:
             raise ValueError(f"Cluster(workers={self.workers!r}): a whole number, at least 1, is needed.")
+        if self.workers > MOST["workers"]:
+            raise ValueError(f"Cluster(workers={self.workers}): at most {MOST['workers']} is possible.")
         if not isinstance(self.compute, Compute):
             raise TypeError(f"Cluster(compute={self.compute!r}): a value such as Constant(0.2) is needed.")
         self.network.check(self.workers)

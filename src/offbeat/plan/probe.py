@@ -22,6 +22,7 @@ from offbeat.weights import replace_by_mean
 
 Build = Callable[..., Synchronizer]
 _SMALL = 16  # up to so many workers, the imagined ones are as many as the real
+_MANY = 64  # workers who are imagined one by one where few do not tell what many do
 _LOOKS = 32  # steps in which memory is looked at
 
 
@@ -80,6 +81,13 @@ def probe(build: Build, job: Job, workers: int) -> Seen:
     """Build the method on stand-ins of three sizes among imagined workers, and note what its parts do."""
     sizes = _worlds(build, job, workers)
     watches = [_watch(build, job, size, width) for size in sizes for width in WIDTHS]
+    if len(sizes) > 1 and not _alike(watches):  # such as messages that go round a ring of all
+        if workers > _MANY:
+            raise ValueError(
+                f"Cluster(workers={workers}): the more workers, the more messages this method sends; it can "
+                f"be planned for up to {_MANY}."
+            )
+        watches = [_watch(build, job, workers, width) for width in WIDTHS]
     first = watches[0]
     width = real_width(job)
 
@@ -108,6 +116,12 @@ def probe(build: Build, job: Job, workers: int) -> Seen:
         sizes=acts(lambda watch: [event for events in watch.steps for event in events]).sizes,
         copies=max(watch.copies for watch in watches if watch.width == WIDTHS[-1]),
     )
+
+
+def _alike(watches: list[_Watch]) -> bool:
+    """Whether as many messages of the same kinds were sent in all of them."""
+    kinds = [[event.kind for events in watch.steps for event in sent_in(events)] for watch in watches]
+    return all(these == kinds[0] for these in kinds)
 
 
 def _worlds(build: Build, job: Job, workers: int) -> list[int]:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from offbeat import methods
+from offbeat.expression import parse
 from offbeat.runs.setting import Setting
 from offbeat.tasks import Task
 
@@ -26,10 +27,7 @@ def with_period(expression: str, every: int) -> str | None:
     >>> with_period("slowmo(momentum=0.5)", 8)
     'slowmo(momentum=0.5, every=8)'
     """
-    try:
-        tree = ast.parse(expression.strip(), mode="eval").body
-    except SyntaxError:
-        raise ValueError(f"method({expression!r}): this is not an expression.") from None
+    tree = parse(expression)
     call = tree if isinstance(tree, ast.Call) else ast.Call(func=tree, args=[], keywords=[])
     name = ast.unparse(call.func)
     if name not in methods.__all__:

@@ -28,11 +28,11 @@ from offbeat.errors import OffbeatError
 from offbeat.lab import Lab
 from offbeat.lab.process import Process
 from offbeat.runs.folder import cache_of, finished, setting_of
-from offbeat.runs.link import parse_link
 from offbeat.runs.loop import Loop
 from offbeat.runs.setting import Setting
 from offbeat.runs.worker import LOST, STOPPED, work
 from offbeat.simulate import Network, simulate
+from offbeat.units import parse_link
 
 HERE = "127.0.0.1"
 LOOK = 0.05  # seconds between looks at the workers

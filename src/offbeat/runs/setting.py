@@ -7,6 +7,7 @@ import math
 import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,17 +15,20 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from offbeat.errors import BadArgument
 from offbeat.expression import method
-from offbeat.runs.link import parse_link
-from offbeat.runs.straggler import parse_straggler
 from offbeat.simulate import simulate
 from offbeat.sync import Synchronizer
 from offbeat.tasks import Task, find_task
 from offbeat.tasks.task import adamw, heavy_ball
+from offbeat.units import Straggler, check_number, check_whole, parse_link, parse_straggler
 
 Where = Literal["processes", "netns", "simulation"]
 OPTIMIZERS = {"adamw": adamw, "sgd": heavy_ball}
 TORCH_DDP = "torch_ddp()"
+MOST = {
+    "workers": 10_000, "steps": 10**9, "batch": 10**6, "evaluations": 10**9, "checkpoint_every": 10**9
+}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,9 +91,13 @@ class Setting:
         """Whether the model is evaluated after this step, the last one aside."""
         return 0 < step < self.steps and step % max(1, round(self.steps / self.evaluations)) == 0
 
+    @cached_property
+    def stragglers(self) -> tuple[Straggler, ...]:
+        """Parsed once, since every step of every rank asks."""
+        return tuple(parse_straggler(text, workers=self.workers) for text in self.straggler)
+
     def late(self, rank: int, step: int) -> float:
-        stragglers = [parse_straggler(text, workers=self.workers) for text in self.straggler]
-        return sum(straggler.seconds(rank, step) for straggler in stragglers)
+        return sum(straggler.seconds(rank, step) for straggler in self.stragglers)
 
 
 def write_whole(path: Path, text: str) -> None:
@@ -101,17 +109,18 @@ def write_whole(path: Path, text: str) -> None:
 
 def check(setting: Setting, task: Task) -> None:
     """Raise in one sentence if such a run cannot be; nothing is started yet."""
-    for name, least in (("workers", 1), ("steps", 1), ("batch", 1), ("evaluations", 1)):
+    for name, most in MOST.items():
         value = getattr(setting, name)
-        if value is not None and value < least:
-            raise ValueError(f"--{name} {value}: at least {least} is needed.")
-    if setting.lr is not None and not setting.lr > 0:
-        raise ValueError(f"--lr {setting.lr}: a positive number is needed.")
+        if value is not None:
+            check_whole(name, value, 1, most)
+    if abs(setting.seed) >= 2**63:
+        raise BadArgument("seed", setting.seed, "a whole number of at most 63 bits is needed.")
+    if setting.lr is not None:
+        check_number("lr", setting.lr, 1e6)
     if setting.optimizer is not None and setting.optimizer not in OPTIMIZERS:
-        raise ValueError(f"--optimizer {setting.optimizer!r}: name one of {', '.join(OPTIMIZERS)}.")
+        raise BadArgument("optimizer", setting.optimizer, f"name one of {', '.join(OPTIMIZERS)}.")
     _check_link(setting)
-    for text in setting.straggler:
-        parse_straggler(text, workers=setting.workers)
+    _ = setting.stragglers  # parsed here, so that a bad one is refused here
     full = setting.filled(task)
     assert full.batch is not None
     for rank in range(setting.workers):
@@ -124,7 +133,7 @@ def _check_link(setting: Setting) -> None:
         return
     link = parse_link(setting.link)
     if setting.where == "netns" and link.latency:
-        raise ValueError(f"--link {setting.link!r}: with --netns a link has a rate alone, such as 100mbit.")
+        raise BadArgument("link", setting.link, "with --netns a link has a rate alone, such as 100mbit.")
 
 
 def _check_method(setting: Setting, task: Task) -> None:

@@ -22,10 +22,10 @@ from offbeat.comm import Communicator
 from offbeat.distributed import Torch
 from offbeat.errors import OffbeatError, PeerLost
 from offbeat.runs.folder import cache_of, setting_of
-from offbeat.runs.link import parse_link
 from offbeat.runs.loop import Loop
 from offbeat.runs.setting import Setting
 from offbeat.throttle import Throttled
+from offbeat.units import parse_link
 
 STOPPED = 3  # the exit code of a worker that Ctrl-C ended after its checkpoint
 LOST = 4  # and of one that has lost another, which knows why

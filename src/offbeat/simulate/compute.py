@@ -70,8 +70,8 @@ class Jittered(Compute):
 
     def __post_init__(self) -> None:
         _positive(self, self.step)
-        if not (math.isfinite(self.jitter) and self.jitter >= 0):
-            raise ValueError(f"{self!r}: jitter is a share of the step, 0 or more.")
+        if not 0 <= self.jitter <= 100:
+            raise ValueError(f"{self!r}: jitter is a share of the step, from 0 to 100.")
 
     def seconds(self, ranks: Tensor, steps: Tensor) -> Tensor:
         variance = math.log1p(self.jitter**2)
@@ -89,8 +89,8 @@ class HeavyTailed(Compute):
 
     def __post_init__(self) -> None:
         _positive(self, self.step)
-        if not self.tail > 1:
-            raise ValueError(f"{self!r}: tail must be above 1, or the mean would not be finite.")
+        if not 1 < self.tail < math.inf:
+            raise ValueError(f"{self!r}: tail must be a finite number above 1, for a finite mean.")
 
     def seconds(self, ranks: Tensor, steps: Tensor) -> Tensor:
         least = self.step * (self.tail - 1) / self.tail
@@ -170,6 +170,20 @@ class Stragglers(Compute):
 
     def seconds(self, ranks: Tensor, steps: Tensor) -> Tensor:
         late = uniforms(ranks, steps, self.seed, "straggler") < self.chance
+        return self.base.seconds(ranks, steps) + late * self.delay
+
+
+@dataclass(frozen=True)
+class Late(Compute):
+    """One worker is `delay` seconds late in every `every`-th of its steps."""
+
+    base: Compute
+    rank: int
+    delay: float
+    every: int = 1
+
+    def seconds(self, ranks: Tensor, steps: Tensor) -> Tensor:
+        late = (ranks == self.rank) & ((steps + 1) % self.every == 0)
         return self.base.seconds(ranks, steps) + late * self.delay
 
 

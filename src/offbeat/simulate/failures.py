@@ -26,6 +26,8 @@ class Failures:
             value = getattr(self, name)
             if not (math.isfinite(value) and value >= 0):
                 raise ValueError(f"{self!r}: {name} must be a finite number, 0 or more.")
+        if self.per_hour > 3600:
+            raise ValueError(f"{self!r}: per_hour must be at most 3600, one failure per second.")
 
     @property
     def cost(self) -> float:
