@@ -7,22 +7,66 @@ from typing import Any
 
 import pytest
 import torch
+from calls import SENDS
 from conftest import Pool
 from problems import Dyadic, data, optimizer_for
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import offbeat
 
 
 class Talk(offbeat.Metered):
-    """Words may be sent, but no tensors of the training."""
+    """Words may be sent, but no tensors of the training, however they are sent."""
 
-    def mean(self, tensors: Sequence[Tensor]) -> offbeat.Pending[list[Tensor]]:
-        raise AssertionError("a mean was sent")
+    def split(self, groups: Sequence[Sequence[int]]) -> offbeat.Communicator:
+        return Talk(self.comm.split(groups))
 
-    def broadcast(self, tensors: Sequence[Tensor], src: int = 0) -> offbeat.Pending[list[Tensor]]:
-        raise AssertionError("a broadcast was sent")
+    def twin(self) -> offbeat.Communicator:
+        return Talk(self.comm.twin())
+
+    def companion(self) -> offbeat.companion.Companion:
+        raise AssertionError("a companion was asked for")
+
+
+def refusing(call: str) -> Callable[..., Any]:
+    def refuse(self: Talk, *args: Any) -> Any:
+        raise AssertionError(f"{call} was called")
+
+    return refuse
+
+
+for name in SENDS - {"tell"}:
+    setattr(Talk, name, refusing(name))
+
+
+def one_round(comm: offbeat.Communicator, method: str) -> str:
+    model = nn.Sequential(nn.Linear(2, 1), nn.BatchNorm1d(1))
+    try:
+        sync = offbeat.method(method)(model, torch.optim.SGD(model.parameters(), lr=0.1), group=comm)
+        model(torch.rand(4, 2)).sum().backward()
+        sync.step()
+    except AssertionError as error:
+        return str(error)
+    return "nothing was sent"
+
+
+@pytest.mark.parametrize("call", sorted(SENDS - {"tell"}))
+def test_the_guard_guards_every_call(call: str) -> None:
+    for comm in (Talk(offbeat.Solo()), Talk(offbeat.Solo()).split([[0]]), Talk(offbeat.Solo()).twin()):
+        with pytest.raises(AssertionError, match=f"^{call} was called$"):
+            getattr(comm, call)(torch.ones(1))
+
+
+def test_the_guard_stops_a_round() -> None:
+    """Which begins with rank 0's weights, a broadcast; let through, the mean is next."""
+    assert one_round(Talk(offbeat.Solo()), "local_sgd(every=1)") == "broadcast was called"
+
+    class Weights(Talk):
+        def broadcast(self, tensors: Any, src: int = 0) -> Any:
+            return self.comm.broadcast(tensors, src)
+
+    assert one_round(Weights(offbeat.Solo()), "local_sgd(every=1)") == "total was called"
 
 
 def build(comm: offbeat.Communicator, method: str = "local_sgd", **options: Any) -> offbeat.Synchronizer:

@@ -1,17 +1,36 @@
-"""One contract for every communicator: alone, simulated, over gloo, and metered."""
+"""One contract for every communicator: alone, simulated, over gloo, and inside each of the wrappers."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import pytest
 import torch
+from calls import CALLS, SENDS
 from conftest import Pool
+from links import throttled
+from torch import Tensor
 
 import offbeat
 from offbeat import Communicator
 from offbeat.farewell import Farewell
+from offbeat.metered import traffic
+from offbeat.plan.imagined import Imagined, Sent
+from offbeat.runs.watch import Watched
+
+
+class Noting:
+    """Another communicator, and a note of what it was asked for."""
+
+    def __init__(self, comm: Communicator) -> None:
+        self._comm, self.asked = comm, set[str]()
+
+    def __getattr__(self, name: str) -> Any:
+        self.asked.add(name)
+        return getattr(self._comm, name)
 
 
 def ranks_sum(comm: Communicator) -> int:
@@ -31,6 +50,30 @@ def mean_is_the_sum_times_one_over_the_number(comm: Communicator) -> None:
         assert torch.equal(here, got)  # in place
         assert got.dtype == whole.dtype
     assert [t.data_ptr() for t in given] == places
+
+
+def total_is_the_sum(comm: Communicator) -> None:
+    given = [torch.arange(3.0) + comm.rank, torch.tensor([comm.rank + 1], dtype=torch.int64)]
+    places = [t.data_ptr() for t in given]
+    result = comm.total(given).wait()
+    others = ranks_sum(comm) - comm.size  # 0 + 1 + … + (size − 1)
+    assert torch.equal(result[0], torch.arange(3.0) * comm.size + others)
+    assert result[1].tolist() == [ranks_sum(comm)]
+    assert [t.data_ptr() for t in result] == places == [t.data_ptr() for t in given]
+
+
+def total_of_tensors_made_on_the_way(comm: Communicator) -> None:
+    filled = []
+
+    def tensors() -> Iterable[Tensor]:
+        for number in range(3):
+            filled.append(number)
+            yield torch.full((2,), float(number + comm.rank))
+
+    message = comm.total(tensors())
+    assert filled == [0, 1, 2]  # all are sent before the call returns
+    others = float(ranks_sum(comm) - comm.size)
+    assert [t.tolist() for t in message.wait()] == [[n * comm.size + others] * 2 for n in range(3)]
 
 
 def gather_is_in_rank_order(comm: Communicator) -> None:
@@ -72,7 +115,8 @@ def scatter_mean_gives_each_rank_its_slice(comm: Communicator) -> None:
 
 
 def scatter_mean_refuses_uneven_slices(comm: Communicator) -> None:
-    if comm.size == 1:
+    if comm.size == 1:  # one slice is never uneven
+        assert comm.scatter_mean(torch.ones(5)).wait().tolist() == [1.0] * 5
         return
     n = comm.size + 1
     sentence = f"^scatter_mean: {n} values cannot be cut into {comm.size} equal slices: pad.$"
@@ -91,6 +135,24 @@ def broadcast_from_every_rank(comm: Communicator) -> None:
         assert scalar.item() == src
     one = torch.tensor([float(comm.rank)])
     assert comm.broadcast([one]).wait()[0].item() == 0.0  # rank 0 unless said otherwise
+
+
+def shift_passes_to_the_next_rank(comm: Communicator) -> None:
+    before = (comm.rank - 1) % comm.size
+    mine = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]]) + comm.rank
+    kept = mine.clone()
+    for given in (mine, mine.t(), mine[:, 1:], mine[0, 0], mine[:0], mine.bfloat16(), mine.to(torch.uint8)):
+        got = comm.shift(given).wait()
+        assert got.dtype == given.dtype
+        assert torch.equal(got, given + (before - comm.rank))
+    assert torch.equal(mine, kept)
+
+
+def shift_goes_round(comm: Communicator) -> None:
+    now = torch.full((2,), float(comm.rank))
+    for step in range(1, comm.size + 1):
+        now = comm.shift(now).wait()
+        assert now.tolist() == [float((comm.rank - step) % comm.size)] * 2
 
 
 def tell_carries_whole_numbers(comm: Communicator) -> None:
@@ -157,10 +219,24 @@ def waiting_twice_is_waiting_once(comm: Communicator) -> None:
 
 def done_after_waiting(comm: Communicator) -> None:
     for message in (comm.mean([torch.ones(2)]), comm.gather(torch.ones(2)), comm.tell([1])):
-        assert message.done() in (True, False)
         message.wait()
         assert message.done() is True
         assert message.then(lambda value: value).done() is True
+
+
+def not_done_before_all_have_sent(comm: Communicator) -> None:
+    if comm.size == 1:
+        assert comm.gather(torch.ones(1)).done()
+        return
+    signal = comm.twin()
+    if comm.rank == 0:
+        message = comm.gather(torch.ones(1))
+        assert not message.done()
+        signal.tell([]).wait()
+    else:
+        signal.tell([]).wait()  # rank 0 has looked
+        message = comm.gather(torch.ones(1))
+    message.wait()
 
 
 def the_kinds_of_numbers(comm: Communicator) -> None:
@@ -205,58 +281,217 @@ def the_given_is_kept_by_gather(comm: Communicator) -> None:
     assert torch.equal(mine, before)
 
 
-def arrival_is_not_before_the_beginning(comm: Communicator) -> None:
-    began = comm.now()
-    message = comm.mean([torch.ones(1)])
+def twins_have_an_order_of_their_own(comm: Communicator) -> None:
+    one, two = comm.twin(), comm.twin()
+    for other in (one, two):
+        assert (other.rank, other.size) == (comm.rank, comm.size)
+    worlds = {"comm": comm, "one": one, "two": two}
+    order = list(worlds) if comm.rank % 2 else list(reversed(worlds))
+    base = {"comm": 0, "one": 100, "two": 200}
+    messages = {name: worlds[name].gather(torch.tensor([base[name] + comm.rank])) for name in order}
+    for name in sorted(messages):
+        assert [part.item() for part in messages[name].wait()] == [base[name] + r for r in range(comm.size)]
+
+
+def a_courier_works_in_order_beside(comm: Communicator) -> None:
+    courier, twin, done = comm.courier(), comm.twin(), []
+
+    def job(number: int) -> float:
+        total = twin.total([torch.tensor([float(number)])]).wait()[0].item()
+        done.append(number)
+        return total
+
+    jobs = [courier.give(lambda n=n: job(n)) for n in range(3)]
+    assert comm.total([torch.ones(1)]).wait()[0].item() == comm.size
+    assert jobs[2].wait() == 2.0 * comm.size
+    assert done == [0, 1, 2]
+    assert [job.wait() for job in jobs] == [0.0, 1.0 * comm.size, 2.0 * comm.size]
+
+    def bad() -> None:
+        raise KeyError("trouble")
+
+    for later in (bad, lambda: done.append(9)):
+        with pytest.raises(KeyError, match="trouble"):
+            courier.give(later).wait()
+    assert done == [0, 1, 2]
+    courier.close()
+
+
+def a_companion_works_beside(comm: Communicator) -> None:
+    if comm.size == 1:
+        with pytest.raises(NotImplementedError, match=r"^Solo\.companion\(\): only Torch and simulated"):
+            comm.companion()
+        return
+    companion, found = comm.companion(), []
+    assert (companion.comm.rank, companion.comm.size, companion.heard) == (comm.rank, comm.size, -1)
+
+    def work() -> None:
+        world = companion.comm.split([list(range(comm.size))])
+        total = world.total([torch.tensor([comm.rank + 1.0])]).wait()[0].item()
+        with companion.locked():
+            found.append(total)
+            companion.until(lambda: companion.heard >= 7, "a call")
+            found.append(companion.heard)
+
+    companion.start(work)
+    with companion.locked():
+        companion.until(lambda: len(found) >= 1, "the sum")
+        if comm.rank == comm.size - 1:
+            companion.announce(7)
+        companion.until(lambda: len(found) == 2, "the call")
+    companion.check()
+    companion.stop()
+    assert found == [ranks_sum(comm), 7]
+
+
+def messages_arrive_between_the_beginning_and_now(comm: Communicator) -> None:
+    for call, send, _ in ROWS:
+        began = comm.now()
+        message = send(comm)
+        message.wait()
+        assert message.then(lambda value: value).arrived() == message.arrived(), call
+        assert comm.size == 1 or began <= message.arrived() <= comm.now(), call
+
+
+def computing_takes_virtual_time(comm: Communicator) -> None:
+    """Where time is virtual; others look at what has arrived meanwhile."""
+    message, began = comm.gather(torch.ones(1)), comm.now()
+    assert comm.computed(3) is None
+    base = inner(comm)
+    if base == "Virtual":
+        assert comm.now() == began + 3
+    elif base == "Torch" and "Throttled" not in layers(comm):
+        deadline = time.monotonic() + 20
+        while not message.arrived():
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+            comm.computed(4)
     message.wait()
-    assert began <= comm.now()
-    assert message.then(lambda value: value).arrived() == message.arrived()
-    if comm.size > 1:
-        assert message.arrived() == 0.0 or began <= message.arrived() <= comm.now()
 
 
-LAWS = [
-    mean_is_the_sum_times_one_over_the_number,
-    gather_is_in_rank_order,
-    exchange_delivers_chunk_j_to_rank_j,
-    exchange_of_turned_matrices,
-    exchange_of_long_chunks,
-    scatter_mean_gives_each_rank_its_slice,
-    scatter_mean_refuses_uneven_slices,
-    broadcast_from_every_rank,
-    tell_carries_whole_numbers,
-    split_makes_worlds_of_their_own,
-    split_takes_the_order_of_the_list,
-    messages_are_waited_for_in_any_order,
-    waiting_twice_is_waiting_once,
-    done_after_waiting,
-    the_kinds_of_numbers,
-    nothing_at_all,
-    the_given_is_kept_by_gather,
-    arrival_is_not_before_the_beginning,
+def who_leaves_is_not_waited_for(comm: Communicator) -> None:
+    """Rank 1 leaves after a message that still arrives; the others wait for one that never will."""
+    early = comm.mean([torch.tensor([float(comm.rank)])])
+    if comm.size == 1:
+        assert comm.leave(Farewell("leaves")) is None
+        return
+    if comm.rank == 1:
+        comm.leave(Farewell.of(ValueError("no more data")))
+        comm.leave(Farewell("says something else"))  # only the first counts
+    expected = torch.tensor(float(ranks_sum(comm) - comm.size)).mul(1 / comm.size).item()
+    assert early.wait()[0].item() == expected
+    if comm.rank != 1:
+        with pytest.raises(offbeat.PeerLost, match=r"rank 1 failed \(ValueError: no more data\)\.$"):
+            comm.gather(torch.zeros(2)).wait()
+
+
+def layers(comm: Any) -> list[str]:
+    """What a communicator is made of, from the outside."""
+    comm = comm._comm if isinstance(comm, Noting) else comm
+    names = [type(comm).__name__]
+    while hasattr(comm, "comm"):
+        comm = comm.comm
+        names.append(type(comm).__name__)
+    return names
+
+
+def inner(comm: Any) -> str:
+    return layers(comm)[-1]
+
+
+# Every call, and what holds of it. After who has left, nothing works any more.
+LAWS: dict[str, list[Callable[[Communicator], None]]] = {
+    "total": [total_is_the_sum, total_of_tensors_made_on_the_way],
+    "mean": [
+        mean_is_the_sum_times_one_over_the_number,
+        messages_are_waited_for_in_any_order,
+        waiting_twice_is_waiting_once,
+        done_after_waiting,
+        the_kinds_of_numbers,
+        nothing_at_all,
+    ],
+    "gather": [gather_is_in_rank_order, the_given_is_kept_by_gather, not_done_before_all_have_sent],
+    "exchange": [exchange_delivers_chunk_j_to_rank_j, exchange_of_turned_matrices, exchange_of_long_chunks],
+    "scatter_mean": [scatter_mean_gives_each_rank_its_slice, scatter_mean_refuses_uneven_slices],
+    "broadcast": [broadcast_from_every_rank],
+    "shift": [shift_passes_to_the_next_rank, shift_goes_round],
+    "tell": [tell_carries_whole_numbers],
+    "split": [split_makes_worlds_of_their_own, split_takes_the_order_of_the_list],
+    "twin": [twins_have_an_order_of_their_own],
+    "courier": [a_courier_works_in_order_beside],
+    "companion": [a_companion_works_beside],
+    "now": [messages_arrive_between_the_beginning_and_now],
+    "computed": [computing_takes_virtual_time],
+    "leave": [who_leaves_is_not_waited_for],
+}
+
+# Bytes one of three or four ranks hands over: an all-reduce of n bytes 4n/3 or 6n/4, a gather of n bytes 2n
+# or 3n, an all-to-all and a broadcast of n bytes 2n/3 or 3n/4, a shift n; a word is 64 bytes to each other.
+ROWS: list[tuple[str, Callable[[Communicator], Any], dict[int, int]]] = [
+    ("total", lambda comm: comm.total([torch.ones(2), torch.ones(1)]), {1: 0, 3: 16, 4: 18}),
+    ("mean", lambda comm: comm.mean([torch.ones(2), torch.ones(1)]), {1: 0, 3: 16, 4: 18}),
+    ("mean", lambda comm: comm.mean([torch.ones(3).double()]), {1: 0, 3: 32, 4: 36}),
+    ("gather", lambda comm: comm.gather(torch.ones(3)), {1: 0, 3: 24, 4: 36}),
+    ("gather", lambda comm: comm.gather(torch.ones(3).byte()), {1: 0, 3: 6, 4: 9}),
+    ("exchange", lambda comm: comm.exchange(list(torch.ones(12).chunk(comm.size))), {1: 0, 3: 32, 4: 36}),
+    ("scatter_mean", lambda comm: comm.scatter_mean(torch.ones(12)), {1: 0, 3: 32, 4: 36}),
+    (
+        "broadcast",
+        lambda comm: comm.broadcast([torch.ones(2), torch.ones(1)], 1 % comm.size),
+        {1: 0, 3: 8, 4: 9},
+    ),
+    ("shift", lambda comm: comm.shift(torch.ones(3)), {1: 0, 3: 12, 4: 12}),
+    ("tell", lambda comm: comm.tell([1, 2]), {1: 0, 3: 128, 4: 192}),
 ]
 
-WORLDS = ["Solo", *[f"{kind}-{size}" for kind in ("Virtual", "Torch") for size in (2, 3, 4)]]
+
+def test_no_call_is_forgotten() -> None:
+    assert set(LAWS) == CALLS
+    assert {call for call, _, _ in ROWS} == SENDS
 
 
-def held(comm: Communicator, law: Callable[[Communicator], None], metered: bool) -> str:
-    law(offbeat.Metered(comm) if metered else comm)
-    return type(comm).__name__
+WORLDS = [("Solo", 1), *[(kind, size) for kind in ("Virtual", "Torch") for size in (2, 3, 4)]]
+WRAPPERS: dict[str, Callable[[Communicator], Communicator]] = {
+    "plain": lambda comm: comm,
+    "metered": offbeat.Metered,
+    "throttled": lambda comm: throttled(comm, rate=1e9, latency=1e-5),
+    "watched": Watched,
+    # As rounds of `offbeat train --link` see it.
+    "all": lambda comm: offbeat.Metered(Watched(throttled(comm, rate=1e9, latency=1e-5))),
+}
 
 
-@pytest.mark.parametrize("law", LAWS, ids=lambda law: law.__name__)
-@pytest.mark.parametrize("metered", [False, True], ids=["plain", "metered"])
-@pytest.mark.parametrize("world", WORLDS)
-def test_contract(pool: Pool, world: str, metered: bool, law: Callable[[Communicator], None]) -> None:
-    kind, _, number = world.partition("-")
-    workers = int(number or 1)
+def held(comm: Communicator, wrapper: str) -> tuple[list[str], set[str]]:
+    """Every law on one communicator: what it is made of, and which laws made the calls they are about."""
+    wrapped, made = WRAPPERS[wrapper](comm), set()
+    for call, laws in LAWS.items():
+        for law in laws:
+            noting = Noting(wrapped)
+            try:
+                law(noting)  # type: ignore[arg-type]
+            except BaseException as error:
+                comm.leave(Farewell.of(error))  # so that the others do not wait
+                raise AssertionError(f"{law.__name__}: {traceback.format_exc()}") from None
+            made |= {law.__name__} if call in noting.asked else set()
+    return layers(wrapped), made
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+@pytest.mark.parametrize(("kind", "workers"), WORLDS, ids=str)
+def test_contract(pool: Pool, kind: str, workers: int, wrapper: str) -> None:
     if kind == "Solo":
-        kinds = [held(offbeat.Solo(), law, metered)]
+        found = [held(offbeat.Solo(), wrapper)]
     elif kind == "Virtual":
-        kinds = offbeat.simulate(lambda comm: held(comm, law, metered), workers)
+        network = offbeat.Network(latency=0.25, bandwidth=1e6)
+        found = offbeat.simulate(
+            lambda comm: held(comm, wrapper), workers, network=network, compute=lambda rank, step: float(step)
+        )
     else:
-        kinds = pool.run(held, law, metered, workers=workers)
-    assert kinds == [kind] * workers
+        found = pool.run(held, wrapper, workers=workers, fresh=True)
+    assert [names[-1] for names, _ in found] == [kind] * workers
+    assert len(found[0][0]) == {"plain": 1, "all": 4}.get(wrapper, 2)
+    made = set[str]().union(*(made for _, made in found))
+    assert made == {law.__name__ for laws in LAWS.values() for law in laws}
 
 
 def test_a_mean_is_not_a_division() -> None:
@@ -278,52 +513,53 @@ def test_gloo_messages_arrive_without_being_waited_for(pool: Pool) -> None:
     assert pool.run(polled) == [True] * 4
 
 
-def late(comm: Communicator) -> bool:
-    comm.tell([]).wait()
-    if comm.rank == 1:
-        time.sleep(0.5)
-    message = comm.mean([torch.ones(1)])
-    done = message.done()
-    message.wait()
-    return done
-
-
-def test_gloo_messages_are_not_done_before_all_have_sent(pool: Pool) -> None:
-    assert pool.run(late, workers=2)[0] is False
-
-
-# Bytes one of four ranks hands over: an all-reduce of n bytes 2n·3/4, a gather of n bytes 3n, an all-to-all
-# and a broadcast of n bytes n·3/4; a word is 64 bytes to each of the others. Of three: 4n/3, 2n, 2n/3.
-BYTES = {
-    "mean": (lambda comm: comm.mean([torch.ones(2), torch.ones(1)]), {1: 0, 3: 16, 4: 18}),
-    "mean of doubles": (lambda comm: comm.mean([torch.ones(3).double()]), {1: 0, 3: 32, 4: 36}),
-    "gather": (lambda comm: comm.gather(torch.ones(3)), {1: 0, 3: 24, 4: 36}),
-    "gather of bytes": (lambda comm: comm.gather(torch.ones(3).byte()), {1: 0, 3: 6, 4: 9}),
-    "exchange": (lambda comm: comm.exchange(list(torch.ones(12).chunk(comm.size))), {1: 0, 3: 32, 4: 36}),
-    "scatter_mean": (lambda comm: comm.scatter_mean(torch.ones(12)), {1: 0, 3: 32, 4: 36}),
-    "broadcast": (
-        lambda comm: comm.broadcast([torch.ones(2), torch.ones(1)], 1 % comm.size),
-        {1: 0, 3: 8, 4: 9},
-    ),
-    "tell": (lambda comm: comm.tell([1, 2]), {1: 0, 3: 128, 4: 192}),
-}
-
-
 @pytest.mark.parametrize("workers", [1, 3, 4])
-@pytest.mark.parametrize("kind", BYTES)
-def test_metered_bytes(kind: str, workers: int) -> None:
-    call, expected = BYTES[kind]
+@pytest.mark.parametrize("row", range(len(ROWS)), ids=[call for call, _, _ in ROWS])
+def test_metered_bytes(row: int, workers: int) -> None:
+    _, send, expected = ROWS[row]
 
     def worker(comm: Communicator) -> list[int]:
         metered = offbeat.Metered(comm)
         assert (metered.sent, metered.received) == (0, 0)
-        call(metered).wait()
+        send(metered).wait()
         once = (metered.sent, metered.received)
-        call(metered).wait()
+        send(metered).wait()
         assert (metered.sent, metered.received) == (2 * once[0], 2 * once[1])
         return list(once)
 
     assert offbeat.simulate(worker, workers) == [[expected[workers]] * 2] * workers
+
+
+@pytest.mark.parametrize("row", range(len(ROWS)), ids=[call for call, _, _ in ROWS])
+def test_waiting_for_any_message_is_watched(row: int) -> None:
+    def worker(comm: Communicator) -> tuple[float, float]:
+        watched = Watched(comm)
+        ROWS[row][1](watched).wait()
+        return watched.waited, comm.now()
+
+    for waited, now in offbeat.simulate(worker, 3, network=offbeat.Network(latency=0.25)):
+        assert waited == now == 0.25
+
+
+def plain(value: Any) -> Any:
+    """Tensors as lists, with their dtypes."""
+    if isinstance(value, Tensor):
+        return [str(value.dtype), value.tolist()]
+    return [plain(entry) for entry in value] if isinstance(value, list) else value
+
+
+@pytest.mark.parametrize("workers", [1, 3, 4])
+@pytest.mark.parametrize("row", range(len(ROWS)), ids=[call for call, _, _ in ROWS])
+def test_imagined_workers_answer_as_simulated_ones(row: int, workers: int) -> None:
+    """All send the same; the bytes they note are those that a meter counts."""
+    _, send, sent = ROWS[row]
+    imagined = Imagined(workers)
+    found = send(imagined)
+    assert not found.done()
+    expected = offbeat.simulate(lambda comm: plain(send(comm).wait()), workers)
+    assert plain(found.wait()) == expected[0]
+    (noted,) = [event for event in imagined.log.events if isinstance(event, Sent)]
+    assert traffic(noted.kind, noted.size, noted.given) == sent[workers]
 
 
 def test_a_split_meter_counts_for_itself() -> None:

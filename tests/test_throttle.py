@@ -1,155 +1,173 @@
-"""Throttled: messages are as late as a slow link makes them, and otherwise the same."""
+"""Throttled: messages are as late as a slow link makes them, and otherwise the same. In virtual time."""
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
+from calls import SENDS
 from conftest import Pool
+from links import throttled
 
 import offbeat
+from offbeat import Communicator
 from offbeat.throttle import FRAMING
 
 MEGABYTE = 250_000  # values of four bytes
+RATE = 4e6
+ONE = 1e6 * FRAMING / RATE  # seconds of a megabyte
 
 
-def takes(expected: float, measured: Callable[[], list[float]], *, slack: float = 0.002) -> None:
-    """Never less than expected, and not much more; a busy machine has several tries."""
-    for _ in range(5):
-        seconds = measured()
-        assert min(seconds) >= expected - slack
-        if max(seconds) <= expected + 0.1:
-            return
-    raise AssertionError(f"{seconds}, not {expected:.3f} s")
+def megabyte(comm: Communicator) -> torch.Tensor:
+    return torch.full((MEGABYTE,), float(comm.rank))
 
 
-def timed(
-    comm: offbeat.Communicator, kind: str, rate: float, latency: float, burst: int
-) -> tuple[float, float]:
-    """Seconds of one message, and its value."""
-    slow = offbeat.Throttled(comm, rate=rate, latency=latency, burst=burst)
-    comm.tell([0]).wait()
-    tensor = torch.full((MEGABYTE,), float(comm.rank))
-    start = time.perf_counter()
-    if kind == "mean":
-        value = slow.mean([tensor]).wait()[0]
-    elif kind == "gather":
-        value = slow.gather(tensor).wait()[-1]
-    elif kind == "exchange":
-        value = slow.exchange(list(tensor.chunk(comm.size))).wait()[-1]
-    elif kind == "broadcast":
-        value = slow.broadcast([tensor], src=1).wait()[0]
-    else:
-        value = torch.tensor(slow.tell([comm.rank]).wait())[:, :1].float()
-    return time.perf_counter() - start, value.mean().item()
+# Every message of a megabyte among four: how many megabytes one worker sends, how many hops follow each
+# other, and what arrives, on average over its values and the workers.
+MESSAGES: dict[str, tuple[Callable[[Communicator], Any], float, int, float]] = {
+    "total": (lambda comm: comm.total([megabyte(comm)]).then(lambda sums: sums[0]), 1.5, 6, 6.0),
+    "mean": (lambda comm: comm.mean([megabyte(comm)]).then(lambda means: means[0]), 1.5, 6, 1.5),
+    "gather": (lambda comm: comm.gather(megabyte(comm)).then(torch.cat), 3, 3, 1.5),
+    "exchange": (lambda comm: comm.exchange(list(megabyte(comm).chunk(4))).then(torch.cat), 0.75, 1, 1.5),
+    "scatter_mean": (lambda comm: comm.scatter_mean(megabyte(comm)), 0.75, 1, 1.5),
+    "broadcast": (lambda comm: comm.broadcast([megabyte(comm)], 1).then(lambda got: got[0]), 0.75, 2, 1.0),
+    "shift": (lambda comm: comm.shift(megabyte(comm)), 1, 1, 1.5),
+    # Words pass the queue by.
+    "tell": (lambda comm: comm.tell([comm.rank]).then(lambda heard: torch.tensor(heard)[:, :1]), 0, 3, 1.5),
+}
 
 
-@pytest.mark.parametrize(
-    ("kind", "latency", "burst", "expected", "value"),
-    [
-        ("mean", 0.0, 0, 1.5 * FRAMING, 1.5),
-        ("mean", 0.1, 0, 1.5 * FRAMING + 6 * 0.1, 1.5),
-        ("mean", 0.0, 1_000_000, 1.5 * FRAMING - 1.0, 1.5),
-        ("gather", 0.0, 0, 3 * FRAMING, 3.0),
-        ("exchange", 0.2, 0, 0.75 * FRAMING + 0.2, 3.0),
-        ("broadcast", 0.2, 0, 0.75 * FRAMING + 0.4, 1.0),
-        ("tell", 0.2, 0, 0.6, 1.5),
-    ],
-)
-def test_a_message_takes_its_time(
-    pool: Pool, kind: str, latency: float, burst: int, expected: float, value: float
-) -> None:
-    """One megabyte at four megabytes per second, among four."""
-
-    def seconds() -> list[float]:
-        answers = pool.run(timed, kind, 4e6, latency / 4, burst, workers=4)
-        assert [mean for _, mean in answers] == [value] * 4
-        return [seconds for seconds, _ in answers]
-
-    takes(expected / 4, seconds)
+def test_no_message_is_forgotten() -> None:
+    assert set(MESSAGES) == SENDS
 
 
-def queued(comm: offbeat.Communicator) -> list[float]:
-    slow = offbeat.Throttled(comm, rate=4e6)
-    comm.tell([0]).wait()
-    start = time.perf_counter()
-    first, second = (slow.mean([torch.zeros(MEGABYTE)]) for _ in range(2))
-    early = second.done()
+def landing(send: Callable[[Communicator], Any], *, latency: float = 0.0, burst: int = 0) -> list[float]:
+    """When a message of four workers arrives, which begin one after the other, the last at 3 s."""
+
+    def worker(comm: Communicator) -> tuple[float, float]:
+        comm.computed(comm.rank)
+        message = send(throttled(comm, rate=RATE, latency=latency, burst=burst))
+        value = message.wait()
+        assert message.arrived() == pytest.approx(comm.now())
+        return comm.now(), value.float().mean().item()
+
+    ends, values = zip(*offbeat.simulate(worker, 4, compute=lambda rank, step: float(step)), strict=True)
+    return [*ends, sum(values) / 4]
+
+
+@pytest.mark.parametrize("latency", [0.0, 0.125])
+@pytest.mark.parametrize("call", MESSAGES)
+def test_a_message_takes_its_time_from_its_last_rank_on(call: str, latency: float) -> None:
+    send, megabytes, hops, value = MESSAGES[call]
+    expected = 3 + megabytes * ONE + hops * latency
+    assert landing(send, latency=latency) == pytest.approx([*[expected] * 4, value], abs=1e-6)
+
+
+def test_a_burst_passes_at_once() -> None:
+    send = MESSAGES["mean"][0]
+    assert landing(send, burst=1_000_000)[0] == pytest.approx(3 + 1.5 * ONE - 0.25)
+    assert landing(send, burst=10_000_000)[0] == pytest.approx(3)
+
+
+def queued(comm: Communicator) -> tuple[list[bool], list[float]]:
+    slow = throttled(comm, rate=RATE)
+    first, second = (slow.mean([megabyte(comm)]) for _ in range(2))
+    seen = [first.done(), second.done()]
     second.wait()
-    assert first.done()
-    arrivals = [message.arrived() - start for message in (first, second)]
-    return [float(early), *arrivals, time.perf_counter() - start]
+    seen += [first.done(), second.done()]
+    return seen, [first.arrived(), second.arrived(), comm.now()]
 
 
-def test_messages_queue_on_the_link(pool: Pool) -> None:
-    one = 1.0 * FRAMING / 4  # between two workers an average sends every byte once
-
-    def arrivals() -> list[float]:
-        answers = pool.run(queued, workers=2)
-        for early, _, second, waited in answers:
-            assert not early
-            assert waited >= second
-        return [time for _, first, second, _ in answers for time in (first, second - one)]
-
-    takes(one, arrivals)
+def test_messages_queue_on_the_link() -> None:
+    for seen, times in offbeat.simulate(queued, 2):
+        assert seen == [False, False, True, True]
+        # Between two workers an average sends every byte once.
+        assert times == pytest.approx([ONE, 2 * ONE, 2 * ONE], abs=1e-6)
 
 
-def late(comm: offbeat.Communicator) -> float:
-    slow = offbeat.Throttled(comm, rate=4e6)
-    comm.tell([0]).wait()
-    start = time.perf_counter()
-    if comm.rank == 1:
-        time.sleep(0.5)
-    slow.mean([torch.zeros(MEGABYTE)]).wait()
-    return time.perf_counter() - start
-
-
-def test_a_message_begins_with_its_last_rank(pool: Pool) -> None:
-    # The ranks do not begin to count at quite the same time.
-    takes(0.5 + FRAMING / 4, lambda: pool.run(late, workers=2), slack=0.1)
-
-
-def hidden(comm: offbeat.Communicator) -> tuple[float, bool]:
-    slow = offbeat.Throttled(comm, rate=4e6)
-    comm.tell([0]).wait()
-    message = slow.mean([torch.zeros(MEGABYTE)])
-    time.sleep(0.5)
-    start, done = time.perf_counter(), message.done()
+def hidden(comm: Communicator) -> tuple[list[bool], list[float]]:
+    slow = throttled(comm, rate=RATE)
+    message, seen, times = slow.mean([megabyte(comm)]), [], []
+    for step in (0, 1):
+        comm.computed(step)
+        seen.append(message.done())
     message.wait()
-    return time.perf_counter() - start, done
+    times += [comm.now(), message.arrived()]
+    return seen, times
 
 
-def test_time_behind_computation_is_not_waited_for(pool: Pool) -> None:
-    def seconds() -> list[float]:
-        return [seconds if done else math.inf for seconds, done in pool.run(hidden, workers=2)]
-
-    takes(0, seconds)
-
-
-def shared(comm: offbeat.Communicator) -> tuple[bool, float]:
-    slow = offbeat.Throttled(comm, rate=4e6)
-    part = slow.split([[0, 1], [2, 3]])
-    comm.tell([0]).wait()
-    start = time.perf_counter()
-    everyone, pair = slow.mean([torch.zeros(MEGABYTE)]), part.mean([torch.zeros(MEGABYTE)])
-    everyone.wait(), pair.wait()
-    return part is slow.split([[0, 1], [2, 3]]), time.perf_counter() - start
+def test_time_behind_computation_is_not_waited_for() -> None:
+    for seen, times in offbeat.simulate(hidden, 2, compute=lambda rank, step: ONE * (0.5 + step)):
+        assert seen == [False, True]
+        assert times == pytest.approx([2 * ONE, ONE], abs=1e-6)
 
 
-def test_groups_share_the_link(pool: Pool) -> None:
-    for same, seconds in pool.run(shared, workers=4):
+def shared(comm: Communicator, kind: str) -> tuple[bool, list[float]]:
+    slow = throttled(comm, rate=RATE)
+    groups = [[0, 1], [2, 3]]
+    other = slow.split(groups) if kind == "split" else slow.twin()
+    messages = [slow.mean([megabyte(comm)]), other.mean([megabyte(comm)])]
+    for message in messages:
+        message.wait()
+    return slow.split(groups) is slow.split(groups), [message.arrived() for message in messages]
+
+
+@pytest.mark.parametrize(("kind", "second"), [("split", 1.0), ("twin", 1.5)])
+def test_groups_and_twins_share_the_link(kind: str, second: float) -> None:
+    for same, times in offbeat.simulate(lambda comm: shared(comm, kind), 4):
         assert same
-        assert seconds >= (1.5 + 1.0) * FRAMING / 4 - 0.002
+        assert times == pytest.approx([1.5 * ONE, (1.5 + second) * ONE], abs=1e-6)
 
 
-def trained(comm: offbeat.Communicator, expression: str, throttled: bool) -> tuple[list[float], int, float]:
+def accompanied(comm: Communicator) -> list[float]:
+    slow = throttled(comm, rate=RATE)
+    companion, lands = slow.companion(), []
+
+    def work() -> None:
+        message = companion.comm.split([[0, 1]]).mean([megabyte(comm)])
+        message.wait()
+        with companion.locked():
+            lands.append(message.arrived())
+
+    companion.start(work)
+    with companion.locked():
+        companion.until(lambda: bool(lands), "the companion")
+    mine = slow.mean([megabyte(comm)])
+    mine.wait()
+    companion.stop()
+    return [*lands, mine.arrived()]
+
+
+def test_companions_share_the_link() -> None:
+    assert offbeat.simulate(accompanied, 2) == [pytest.approx([ONE, 2 * ONE], abs=1e-6)] * 2
+
+
+def really(comm: Communicator) -> list[tuple[float, float, float]]:
+    """Every message on the real clock: when it began, when it should be here, and when it was."""
+    slow, times = offbeat.Throttled(comm, rate=1e9, latency=0.001), []
+    for send, _, _, _ in MESSAGES.values():
+        began = time.perf_counter()
+        message = send(slow)
+        message.wait()
+        times.append((began, message.arrived(), time.perf_counter()))
+    return times
+
+
+def test_real_workers_see_nothing_before_its_time(pool: Pool) -> None:
+    for times in pool.run(really):
+        for (began, arrived, ended), (_, megabytes, hops, _) in zip(times, MESSAGES.values(), strict=True):
+            assert ended >= arrived
+            assert arrived - began >= megabytes * 1e6 * FRAMING / 1e9 + hops * 0.001 - 1e-6
+
+
+def trained(comm: Communicator, expression: str, slow: bool) -> tuple[list[float], int, float]:
     torch.manual_seed(0)
     model = torch.nn.Linear(100, 10)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    group = offbeat.Throttled(comm, rate=1e6, latency=0.001) if throttled else comm
+    group = throttled(comm, rate=1e6, latency=0.001) if slow else comm
     sync = offbeat.method(expression)(model, optimizer, group=group)
     torch.manual_seed(comm.rank)
     for _ in range(6):
@@ -160,14 +178,27 @@ def trained(comm: offbeat.Communicator, expression: str, throttled: bool) -> tup
     return model.weight.flatten().tolist(), sync.totals.bytes_sent, sync.totals.seconds_waited
 
 
-@pytest.mark.parametrize("expression", ["ddp()", "local_sgd(every=2, delay=1)", "noloco(every=2)"])
-def test_training_is_the_same_but_slower(pool: Pool, expression: str) -> None:
-    plain = pool.run(trained, expression, False, workers=2)
-    slow = pool.run(trained, expression, True, workers=2)
+def same_but_slower(plain: Sequence[Any], slow: Sequence[Any]) -> None:
     for (weights, sent, _), (late_weights, late_sent, waited) in zip(plain, slow, strict=True):
         assert weights == late_weights
         assert sent == late_sent
         assert waited > 0.004
+
+
+EXPRESSIONS = ["ddp()", "local_sgd(every=2, delay=1)", "noloco(every=2)", "ssd_sgd(every=2, warmup=2)"]
+
+
+@pytest.mark.parametrize("expression", EXPRESSIONS)
+def test_training_is_the_same_but_slower(expression: str) -> None:
+    plain, slow = (
+        offbeat.simulate(lambda comm, slow=slow: trained(comm, expression, slow), 2) for slow in (False, True)
+    )
+    same_but_slower(plain, slow)
+
+
+def test_training_of_processes_is_the_same_but_slower(pool: Pool) -> None:
+    plain, slow = (pool.run(trained, EXPRESSIONS[-1], slow, workers=2) for slow in (False, True))
+    same_but_slower(plain, slow)
 
 
 def test_alone_nothing_is_late() -> None:

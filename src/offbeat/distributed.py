@@ -141,9 +141,12 @@ class Torch(Communicator):
         return lambda pg: pg.alltoall_base(heard, given, theirs, ours)
 
     def shift(self, tensor: Tensor) -> Pending[Tensor]:
-        given, got = tensor.contiguous(), torch.empty_like(tensor)
+        given = tensor.contiguous().view(-1)
+        got = torch.empty_like(given)
         calls = [(tensor, self._pass(given, (self.rank + 1) % self.size, got, self.rank - 1))]
-        return self._send(calls, lambda: got, lambda: f"the rank before's {nbytes([tensor]):,} bytes")
+        return self._send(
+            calls, lambda: got.view(tensor.shape), lambda: f"the rank before's {nbytes([tensor]):,} bytes"
+        )
 
     def broadcast(self, tensors: Sequence[Tensor], src: int = 0) -> Pending[list[Tensor]]:
         calls = [(t, lambda pg, t=t: pg.broadcast(t, root=src)) for t in tensors]

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from offbeat.collective import COLLECTIVES
 from offbeat.comm import WORDS, Communicator
 from offbeat.companion import Companion
 from offbeat.farewell import Farewell
@@ -21,20 +22,8 @@ def nbytes(tensors: Sequence[Tensor]) -> int:
 
 
 def traffic(kind: str, size: int, given: int) -> int:
-    """Bytes one rank hands to the network for `given` bytes in a collective among `size` ranks.
-
-    A ring or halving all-reduce sends each byte twice but for the own share, an all-gather sends the own
-    part to all others, an all-to-all all but the own chunk. The bytes of a broadcast are the average.
-    """
-    others = size - 1
-    share = {
-        "mean": 2 * others / size,
-        "gather": others,
-        "exchange": others / size,
-        "broadcast": others / size,
-        "shift": 1 if others else 0,
-    }
-    return round(given * share[kind])
+    """Bytes one rank hands to the network for `given` bytes in a collective among `size` ranks."""
+    return round(given * COLLECTIVES[kind].share(size))
 
 
 class Wrapped(Communicator):

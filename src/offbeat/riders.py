@@ -46,9 +46,22 @@ class Buffers:
         return self.rule != "keep" or not any(_smooth(buffer) for buffer in self._present().values())
 
     def follow(self, comm: Communicator) -> Pending[list[Tensor]]:
-        """Rank 0's values, on their way."""
-        mine = [buffer.clone() for buffer in self.followed().values()]
-        return comm.broadcast(mine) if mine else arrived([])
+        """Rank 0's values, on their way: one vector per dtype and device, for each is a message."""
+        mine = list(self.followed().values())
+        groups: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+        for buffer in mine:
+            groups.setdefault((buffer.dtype, buffer.device), []).append(buffer)
+        flats = {kind: torch.cat([b.reshape(-1) for b in group]) for kind, group in groups.items()}
+
+        def cut(_: object) -> list[Tensor]:
+            parts = {
+                kind: iter(torch.split(flats[kind], [b.numel() for b in group]))
+                for kind, group in groups.items()
+            }
+            return [next(parts[b.dtype, b.device]).view(b.shape) for b in mine]
+
+        filled = [flat for flat in flats.values() if flat.numel()]
+        return comm.broadcast(filled).then(cut) if filled else arrived(cut(None))
 
     def _pick(self, wanted: Callable[[Tensor], bool]) -> dict[str, Tensor]:
         return {name: local(b) for name, b in self._present().items() if wanted(b)}

@@ -5,17 +5,15 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from torch import Tensor
 
+from offbeat.collective import COLLECTIVES
 from offbeat.comm import Communicator
 from offbeat.companion import Companion
 from offbeat.metered import Wrapped, nbytes, traffic
 from offbeat.pending import Pending
-
-if TYPE_CHECKING:
-    from offbeat.companion import Companion
 
 T = TypeVar("T")
 
@@ -24,8 +22,7 @@ FRAMING = 1514 / 1448  # a full Ethernet frame to the payload that TCP has in it
 
 def hops(kind: str, size: int) -> int:
     """Messages between neighbours that follow each other in a collective, as gloo runs it."""
-    tree = (size - 1).bit_length()
-    return {"mean": 2 * (size - 1), "gather": size - 1, "exchange": 1, "broadcast": tree}[kind]
+    return COLLECTIVES[kind].hops(size)
 
 
 class Throttled(Wrapped):
@@ -50,14 +47,14 @@ class Throttled(Wrapped):
         rate: float,
         latency: float = 0.0,
         burst: int = 0,
-        link: _Link | None = None,
+        link: Link | None = None,
     ) -> None:
         if not rate > 0:
             raise ValueError(f"Throttled(rate={rate}): rate must be a positive number of bytes per second.")
         if not latency >= 0 or not burst >= 0:
             raise ValueError(f"Throttled(latency={latency}, burst={burst}): neither may be negative.")
         super().__init__(comm)
-        self._link = link or _Link(rate, latency, burst)
+        self._link = link or Link(rate, latency, burst)
         self._children: dict[int, Throttled] = {}
 
     def __repr__(self) -> str:
@@ -73,7 +70,7 @@ class Throttled(Wrapped):
                 given += nbytes([tensor])
                 yield tensor
 
-        began = time.perf_counter_ns()
+        began = self._link.now()
         message = self.comm.total(counted())
         return self._late(message, "mean", given, began)
 
@@ -94,7 +91,7 @@ class Throttled(Wrapped):
         if not self._link.latency or self.size == 1:
             return word
         late = self._link.latency * hops("gather", self.size)
-        return _held(word, lambda: word.arrived() + late, word.done)
+        return self._link.held(word, lambda: word.arrived() + late, word.done)
 
     def split(self, groups: Sequence[Sequence[int]]) -> Communicator:
         part = self.comm.split(groups)
@@ -115,16 +112,17 @@ class Throttled(Wrapped):
         link = self._link
         return Throttled(comm, rate=link.rate, latency=link.latency, burst=link.burst, link=link)
 
-    def _late(self, message: Pending[T], kind: str, given: int, began: int | None = None) -> Pending[T]:
+    def _late(self, message: Pending[T], kind: str, given: int, began: float | None = None) -> Pending[T]:
         if self.size == 1:
             return message
-        began = time.perf_counter_ns() if began is None else began
-        passage = self._link.send(
-            begun=self.comm.tell([began]),
-            seconds=traffic(kind, self.size, given) * FRAMING / self._link.rate,
-            flight=self._link.latency * hops(kind, self.size),
+        link = self._link
+        began = link.now() if began is None else began
+        passage = link.send(
+            begun=self.comm.tell([round(began * 1e9)]),
+            seconds=traffic(kind, self.size, given) * FRAMING / link.rate,
+            flight=link.latency * hops(kind, self.size),
         )
-        return _held(message, lambda: self._link.landing(passage), lambda: self._link.knows(passage))
+        return link.held(message, lambda: link.landing(passage), lambda: link.knows(passage))
 
 
 class _Passage:
@@ -135,11 +133,23 @@ class _Passage:
         self.lands: float | None = None
 
 
-class _Link:
-    """A queue that every message of one rank passes, whichever communicator it belongs to."""
+class Link:
+    """A queue that every message of one rank passes, whichever communicator it belongs to.
 
-    def __init__(self, rate: float, latency: float, burst: int) -> None:
+    Tests give it a clock and a sleep of their own.
+    """
+
+    def __init__(
+        self,
+        rate: float,
+        latency: float,
+        burst: int,
+        *,
+        clock: Callable[[], float] = time.perf_counter,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
         self.rate, self.latency, self.burst = rate, latency, burst
+        self.now, self._sleep = clock, sleep
         self._free = 0.0  # when the last byte of what has begun will have passed
         self._ahead: list[_Passage] = []
         self._lock = threading.Lock()  # parts may send from threads of their own
@@ -171,16 +181,17 @@ class _Link:
         passage.lands = max(start, self._free) + passage.flight
         self._ahead.remove(passage)
 
+    def held(
+        self, message: Pending[T], landing: Callable[[], float], known: Callable[[], bool]
+    ) -> Pending[T]:
+        """The message, not to be seen before it lands."""
 
-def _held(message: Pending[T], landing: Callable[[], float], known: Callable[[], bool]) -> Pending[T]:
-    """The message, not to be seen before it lands."""
+        def wait() -> T:
+            value = message.wait()
+            self._sleep(max(0.0, landing() - self.now()))
+            return value
 
-    def wait() -> T:
-        value = message.wait()
-        time.sleep(max(0.0, landing() - time.perf_counter()))
-        return value
+        def done() -> bool:
+            return message.done() and known() and landing() <= self.now()
 
-    def done() -> bool:
-        return message.done() and known() and landing() <= time.perf_counter()
-
-    return Pending(wait, done, landing, message.advance if message.answers else None)
+        return Pending(wait, done, landing, message.advance if message.answers else None)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import itertools
 import math
-from typing import Literal, get_args
+from typing import get_args
 
+from offbeat.collective import COLLECTIVES, Algorithm, Crossing
 from offbeat.metered import traffic
 
-Algorithm = Literal["ideal", "ring", "tree", "direct"]
 ALGORITHMS: tuple[str, ...] = get_args(Algorithm)
-KINDS = ("mean", "gather", "exchange", "broadcast")
+KINDS = tuple(COLLECTIVES)
 
 
 def own_bytes(algorithm: Algorithm, kind: str, size: int, given: int) -> int:
@@ -18,7 +18,8 @@ def own_bytes(algorithm: Algorithm, kind: str, size: int, given: int) -> int:
 
     A tree sends everything up and everything down, where a ring keeps the own share.
     """
-    return 2 * given if algorithm == "tree" and kind == "mean" and size > 1 else traffic(kind, size, given)
+    both_ways = COLLECTIVES[kind].ways == 2
+    return 2 * given if algorithm == "tree" and both_ways and size > 1 else traffic(kind, size, given)
 
 
 def uplink_bytes(
@@ -29,24 +30,7 @@ def uplink_bytes(
     The workers come from `groups` groups. A ring in the order of ranks enters and leaves a group once, a
     direct exchange sends from each worker in it to each outside; the ideal is to reduce inside first.
     """
-    outside = size - inside
-    if kind == "exchange":  # every worker has another chunk for every other: nothing can be shared
-        return given * inside * outside / size
-    if kind == "mean":
-        return {
-            "ideal": 2 * given * (groups - 1) / groups,
-            "ring": 2 * given * (size - 1) / size,
-            "tree": 2 * given,
-            "direct": 2 * given * inside * outside / size,
-        }[algorithm]
-    if kind == "gather":
-        return {
-            "ideal": given * max(inside, outside),
-            "ring": given * (size - 1),
-            "tree": given * max(inside, outside),
-            "direct": given * inside * outside,
-        }[algorithm]
-    return given  # a broadcast enters or leaves once, a shift in the order of ranks too
+    return COLLECTIVES[kind].crosses(algorithm, Crossing(given, size, inside, groups))
 
 
 def hops(algorithm: Algorithm, kind: str, counts: list[int]) -> list[float]:
@@ -55,13 +39,13 @@ def hops(algorithm: Algorithm, kind: str, counts: list[int]) -> list[float]:
     `counts` are the workers, then on each level the groups that they come from. Round a ring each link adds
     its own latency, twice for a mean; up and down a tree the groups of one level meet before the next.
     """
-    ways = 2 if kind == "mean" else 1
+    ways, local = COLLECTIVES[kind].ways, COLLECTIVES[kind].local
     size = counts[0]
-    if algorithm == "ring" and kind != "shift":
+    if algorithm == "ring" and not local:
         crossing = [count if count > 1 else 0 for count in [*counts, 1]]
         edges = [below - above for below, above in itertools.pairwise(crossing)]
         return [ways * (size - 1) / size * count for count in edges]
-    if algorithm == "tree" and kind != "shift":
+    if algorithm == "tree" and not local:
         fans = [below / above for below, above in zip(counts, [*counts[1:], 1], strict=True)]
         return [float(ways * math.ceil(math.log2(fan))) for fan in fans]
     top = max((level for level, count in enumerate(counts) if count > 1), default=0)

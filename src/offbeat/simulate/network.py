@@ -8,7 +8,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from offbeat.simulate.collective import ALGORITHMS, KINDS, Algorithm, hops, own_bytes, uplink_bytes
+from offbeat.collective import Algorithm
+from offbeat.simulate.collective import ALGORITHMS, KINDS, hops, own_bytes, uplink_bytes
 
 Link = tuple[int, int]
 """A level, 0 for the workers' own links, and the worker or group it belongs to."""

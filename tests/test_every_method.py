@@ -1,0 +1,47 @@
+"""Every named method on the command line, behind a slow link: none may be broken there and nowhere else."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from table import CODES, METHODS
+
+import offbeat
+
+ROOT = Path(__file__).parent.parent
+STEPS = 8
+
+
+def one_of_each() -> list[str]:
+    """The first call of every method in the tables."""
+    found: dict[str, str] = {}
+    for expression in (*METHODS, *CODES):
+        found.setdefault(expression.partition("(")[0], expression)
+    assert sorted(found) == offbeat.methods.__all__
+    return list(found.values())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("where", ["simulation", "processes"])
+def test_every_method_trains_behind_a_link(tmp_path: Path, where: str) -> None:
+    """All in one comparison, for which workers are started once."""
+    methods = [*one_of_each(), *(["torch_ddp()"] if where == "processes" else [])]
+    words = ["--task", "digits", "--model", "tiny", "--workers", "2", "--steps", str(STEPS)]
+    words += ["--evaluations", "1", "--link", "1gbit,10us", "--out", str(tmp_path / "runs"), "--json"]
+    words += ["--simulate"] if where == "simulation" else []
+    command = [sys.executable, "-m", "offbeat", "compare", *methods, *words]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
+    assert (done.returncode, done.stderr) == (0, "")
+    rows: list[dict[str, Any]] = json.loads(done.stdout)
+    assert [row["method"] for row in rows] == methods
+    for row in rows:
+        assert row["rounds"] >= 1, row["method"]
+        assert row["megabytes"] > 0, row["method"]
+        assert row["loss"] < 10, row["method"]  # which is not true of NaN
