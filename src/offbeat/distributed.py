@@ -32,6 +32,7 @@ T = TypeVar("T")
 
 _GLANCE = 0.25  # seconds between two looks at who has left
 _STORE_GONE = 3.0  # seconds to wait on after the store, which rank 0 may host, has vanished
+_LATER = 5.0  # seconds by which torch gives up after us: we can say who is missing
 _LONG = 2**15  # bytes of a chunk from which on chunks go one after the other
 _PIECES, _PIECE = 4, 2**19  # of a chunk, at most: each costs the latency of the link; and bytes, at least
 
@@ -91,7 +92,7 @@ class Torch(Communicator):
         def connect() -> Any:
             with self._bulletin.lend(shared=True) as client:
                 store = PrefixStore(f"{self._key}/{lane}", client)
-                return connected(kind, store, self.rank, self.size, self._timeout)
+                return connected(kind, store, self.rank, self.size, self._timeout + _LATER)
 
         self._lookout.arrive(lane, 0)
         connecting, wait = start(connect, "offbeat-connect"), _Wait(self, lane, -1, what)

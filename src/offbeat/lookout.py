@@ -21,9 +21,7 @@ _ANSWER = 1.0  # seconds in which a healthy store answers
 _PROBE = 2**31 - 1  # a tag that nobody listens to
 
 STORE_GONE = "lost the process group's store: its host, usually rank 0, is gone"
-STORE_SILENT = (
-    "and the process group's store does not answer: its host, usually rank 0, is stopped or cut off"
-)
+STORE_SILENT = "and the process group's store is silent: its host, usually rank 0, is stopped or cut off"
 
 
 class Lookout:
