@@ -182,3 +182,24 @@ def send_much(pipe: Connection, values: int) -> None:
     while True:
         sync.step()
         pipe.send(("step", sync.steps))
+
+
+def halt(pipe: Connection, expression: str, victim: int, timeout: float) -> None:
+    """The victim stands still after some steps; the others wait for it no longer than the timeout."""
+    net = Dyadic()
+    opt = optimizer_for(net)
+    sync = offbeat.method(expression)(net, opt, group=offbeat.Torch(timeout=timeout))
+    for step in range(12):
+        if dist.get_rank() == victim and step == 3:
+            pipe.send(("here", None))
+            time.sleep(120)
+        net(data(dist.get_rank(), step)).backward()
+        sync.step()
+
+
+def stay_away(pipe: Connection, victim: int, timeout: float) -> None:
+    """The victim never connects."""
+    if dist.get_rank() == victim:
+        pipe.send(("here", None))
+        time.sleep(120)
+    offbeat.Torch(timeout=timeout)

@@ -249,7 +249,7 @@ def test_another_round() -> None:
     assert told(worker) == "Workers disagree: rank 0 is at round 3 (step 2), rank 2 at round 7 (step 2)."
 
 
-BATCHES = "Have all workers the same number of batches?"
+BATCHES = "Do all workers have the same number of batches?"
 
 
 def test_finish_early() -> None:

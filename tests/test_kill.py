@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import os
 import random
+import signal
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from conftest import processes
-from killable import SOON, Crew, send_much, stall, train
+from conftest import Pool, processes
+from killable import SOON, Crew, halt, send_much, stall, stay_away, train
 from table import METHODS, SELDOM
+
+import offbeat
+from offbeat.bulletin import Bulletin, Silent
+from offbeat.farewell import Farewell
 
 STEPS = 12
 KILLS = 4
@@ -110,7 +117,7 @@ def lost(expression: str, where: str, victim: int) -> list[str]:
 def test_a_killed_worker_is_noticed(expression: str, where: str, place: str, victim: int) -> None:
     for sentence in lost(expression, where, victim):
         assert sentence.startswith(place), sentence
-        assert "lost a connection (" in sentence or "heard nothing" in sentence, sentence
+        assert f" lost the connection to rank {victim} (" in sentence, sentence
         assert "\n" not in sentence
 
 
@@ -127,6 +134,91 @@ def test_a_worker_killed_while_tensors_are_on_their_way(victim: int) -> None:
         if rank != victim:
             assert (kind, what[0]) == ("error", "PeerLost")
             assert what[1].startswith("Round "), what
+            assert f" lost the connection to rank {victim} (" in what[1], what
+
+
+def stopped(function: Callable[..., None], victim: int, *args: Any) -> list[str]:
+    """What the two others of three raise when the victim's process is stopped: alive, but silent."""
+    crew = Crew(processes(), 3, function, *args)
+    assert crew.hear(victim, lambda word: word[0] == "here") == ("here", None)
+    pid = crew.processes[victim].pid
+    assert pid is not None
+    os.kill(pid, signal.SIGSTOP)
+    words = [crew.hear(rank, lambda word: False) for rank in range(3) if rank != victim]
+    crew.kill([victim])
+    crew.last_words()
+    assert [(kind, what[0]) for kind, what in words] == [("error", "PeerLost")] * 2, words
+    return [what[1] for _, what in words]
+
+
+WAITING = "local_sgd(every=2)", "eager_sgd(every=2)"
+
+
+@pytest.mark.parametrize("expression", WAITING)
+def test_a_timeout_holds_when_the_host_of_the_store_is_silent(expression: str) -> None:
+    for sentence in stopped(halt, 0, expression, 0, 3.0):
+        assert sentence.endswith(
+            " heard nothing for 3 s, and the process group's store is silent: its host, usually rank 0, is "
+            "stopped or cut off."
+        )
+
+
+@pytest.mark.parametrize("expression", WAITING)
+def test_a_timeout_names_who_has_not_come(expression: str) -> None:
+    for sentence in stopped(halt, 2, expression, 2, 3.0):
+        assert sentence.endswith(" heard nothing for 3 s: rank 2 has not come.")
+
+
+@pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.slow), 2])
+def test_a_timeout_while_connecting_names_who_has_not_come(victim: int) -> None:
+    reason = (
+        ": rank 2 has not come."
+        if victim
+        else ", and the process group's store is silent: its host, usually rank 0, is stopped or cut off."
+    )
+    for sentence in stopped(stay_away, victim, victim, 3.0):
+        assert sentence.startswith("Waiting for everybody to connect: rank ")
+        assert sentence.endswith(f" heard nothing for 3 s{reason}")
+
+
+def fail_before_the_pairs_connect(comm: offbeat.Communicator) -> list[list[int]]:
+    if comm.rank == 2:
+        comm.leave(Farewell.of(ValueError("no data")))
+        return []
+    return comm.split([[0, 1], [2, 3]]).tell([comm.rank]).wait()
+
+
+def test_who_connects_hears_of_those_who_have_left(pool: Pool) -> None:
+    first, second, _, last = pool.attempt(fail_before_the_pairs_connect)
+    assert [words[0] for words in first] == [words[0] for words in second] == [0, 1]
+    assert str(last) == "Waiting for everybody to connect: rank 2 failed (ValueError: no data)."
+
+
+class Mute:
+    """A store whose host does not answer."""
+
+    def __init__(self) -> None:
+        self.free = threading.Event()
+
+    def clone(self) -> Mute:
+        return self
+
+    def check(self, keys: list[str]) -> bool:
+        return self.free.wait()
+
+
+def test_a_silent_store_holds_up_nobody() -> None:
+    store: Any = Mute()
+    bulletin = Bulletin(store)
+    first = bulletin.post(lambda client: client.check(["a"]))
+    with pytest.raises(Silent):
+        bulletin.ask(lambda client: client.check(["b"]), 0.01)
+    assert not first.done()
+    store.free.set()
+    assert first.result(60)
+    assert bulletin.ask(lambda client: client.check(["c"]), 60)
+    with pytest.raises(ZeroDivisionError):
+        bulletin.ask(lambda client: 1 / 0, 60)
 
 
 SCRIPT = """

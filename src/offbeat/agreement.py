@@ -12,6 +12,7 @@ from torch import nn
 
 from offbeat.comm import Communicator
 from offbeat.errors import Disagreement
+from offbeat.place import BATCHES
 from offbeat.schedule import Clock
 from offbeat.tensors import local, named
 
@@ -20,6 +21,11 @@ ROUND, AVERAGED, FINISH = range(3)
 
 
 _COMPARED = 6  # the words of a header in which all ranks must agree
+
+
+def name(kind: int) -> str:
+    """What a kind of meeting is called."""
+    return _KINDS[kind]
 
 
 def header(kind: int, part: int, clock: Clock, rates: int, rank: int) -> list[int]:
@@ -43,7 +49,7 @@ def compare_headers(headers: Sequence[Sequence[int]]) -> list[int]:
 
 _SENTENCES = (
     "Workers disagree: rank {rank} is in {kind} at step {step}, rank {o_rank} in {o_kind} at step {o_step}. "
-    "Have all workers the same number of batches?",
+    f"{BATCHES}",
     "Workers disagree: rank {rank} is at exchange {part} of the method, rank {o_rank} at {o_part}.",
     "Workers disagree: rank {rank} is at round {round} (step {step}), rank {o_rank} at round {o_round} "
     "(step {o_step}).",

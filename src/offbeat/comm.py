@@ -16,6 +16,7 @@ from offbeat.pending import Pending, arrived
 
 if TYPE_CHECKING:
     from offbeat.courier import Courier
+    from offbeat.place import Track
 
 T = TypeVar("T")
 S = TypeVar("S")
@@ -95,6 +96,10 @@ class Communicator(ABC):
     def shift(self, tensor: Tensor) -> Pending[Tensor]:
         """The tensor of the rank before, the last one's at the first; this rank's goes to the one after."""
         return self.gather(tensor).then(lambda parts: parts[self.rank - 1])
+
+    def follow(self, track: Track) -> None:
+        """A run begins whose place others may ask for while they wait; on all ranks in the same order."""
+        return None
 
     def now(self) -> float:
         """Seconds on this worker's clock."""

@@ -5,25 +5,25 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import timedelta
+from typing import TypeVar
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import Store
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
+from offbeat.bulletin import Bulletin, Silent
 from offbeat.comm import Communicator
 from offbeat.companion import Companion, Stopped
 from offbeat.errors import PeerLost
+from offbeat.lookout import STORE_GONE, STORE_SILENT
+
+T = TypeVar("T")
 
 _LISTENER = "offbeat-listen"
 _LONG = timedelta(days=365)  # a listener is never tired
+_WAKE = 2.0  # seconds in which the store must take a word
 _END = 10.0  # seconds in which a thread ends; each of them looks up four times a second
-
-
-def clone(store: Store) -> Store:
-    """A client of the same store for another thread."""
-    copy: Store = store.clone()  # type: ignore[attr-defined]  # missing in torch's annotations
-    return copy
 
 
 class Threads(Companion):
@@ -33,17 +33,18 @@ class Threads(Companion):
     thread: no two threads ever share any. Threads are daemons: they never keep a process alive.
     """
 
-    def __init__(self, comm: Communicator, store: Store, stopped: threading.Event) -> None:
-        self.comm, self._heard = comm, -1
+    def __init__(
+        self, comm: Communicator, bulletin: Bulletin, key: str, stopped: threading.Event, timeout: float
+    ) -> None:
+        self.comm, self._heard, self._timeout = comm, -1, timeout
+        self._bulletin, self._key = bulletin, key
         self._stopped = stopped
         self._shared = threading.Condition()
         self._error: BaseException | None = None
         self._threads: list[threading.Thread] = []
-        self._outbox, self._inbox = clone(store), clone(store)
-        self._inbox.set_timeout(_LONG)
         try:
-            self._outbox.queue_len(str(comm.rank))
-        except (AttributeError, RuntimeError) as error:
+            self._ask(lambda store: self._queues(store).queue_len(str(comm.rank)), timeout)
+        except (AttributeError, NotImplementedError) as error:
             raise ValueError(
                 "The process group's store has no queues, through which workers call each other to a round: "
                 "use torchrun, or init_process_group with tcp:// or env://, and torch 2.8 or newer."
@@ -68,16 +69,29 @@ class Threads(Companion):
             with self.locked():
                 self._error = self._error or error
 
+    def _queues(self, store: Store) -> Store:
+        return PrefixStore(self._key, store)
+
     def _listen(self) -> None:
-        while not self._stopped.is_set():
-            try:
-                number = int(self._inbox.queue_pop(str(self.comm.rank)))
-            except dist.DistError as error:
-                if self._stopped.is_set():
-                    return
-                raise PeerLost(f"Rank {self.comm.rank} lost the process group's store.") from error
-            with self.locked():
-                self._heard = max(self._heard, number)
+        try:
+            with self._bulletin.lend(shared=False) as client:
+                client.set_timeout(_LONG)
+                while not self._stopped.is_set():
+                    number = int(self._queues(client).queue_pop(str(self.comm.rank)))
+                    with self.locked():
+                        self._heard = max(self._heard, number)
+        except dist.DistError as error:
+            if not self._stopped.is_set():
+                raise PeerLost(f"Rank {self.comm.rank} {STORE_GONE}.") from error
+
+    def _ask(self, call: Callable[[Store], T], seconds: float) -> T:
+        try:
+            return self._bulletin.ask(call, seconds)
+        except Silent:
+            silence = f"heard nothing for {seconds:g} s, {STORE_SILENT}"
+            raise PeerLost(f"Rank {self.comm.rank} {silence}.") from None
+        except dist.DistError as error:
+            raise PeerLost(f"Rank {self.comm.rank} {STORE_GONE}.") from error
 
     @contextmanager
     def locked(self) -> Iterator[None]:
@@ -101,12 +115,13 @@ class Threads(Companion):
     def announce(self, number: int) -> None:
         self.check()  # a listener that has lost the store has said so
         self._heard = max(self._heard, number)
-        try:
+
+        def push(store: Store) -> None:
             for rank in range(self.comm.size):
                 if rank != self.comm.rank:
-                    self._outbox.queue_push(str(rank), str(number))
-        except dist.DistError as error:
-            raise PeerLost(f"Rank {self.comm.rank} lost the process group's store.") from error
+                    self._queues(store).queue_push(str(rank), str(number))
+
+        self._ask(push, self._timeout)
 
     def check(self) -> None:
         if self._error is not None:
@@ -116,10 +131,15 @@ class Threads(Companion):
         self._stopped.set()
         with self.locked():
             pass  # wakes the worker
+        woken, me = True, str(self.comm.rank)
         if any(thread.name == _LISTENER and thread.is_alive() for thread in self._threads):
-            with suppress(dist.DistError):
-                self._outbox.queue_push(str(self.comm.rank), "-1")  # wakes it
+            try:
+                self._bulletin.ask(lambda store: self._queues(store).queue_push(me, "-1"), _WAKE)
+            except Silent:
+                woken = False  # it waits for a store that does not answer, and is left behind
+            except dist.DistError:
+                pass  # it ends by itself
         for thread in self._threads:
             # The garbage collector may end a forgotten run, in whatever thread it happens to work.
-            if thread is not threading.current_thread():
+            if thread is not threading.current_thread() and (woken or thread.name != _LISTENER):
                 thread.join(_END)

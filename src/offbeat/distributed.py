@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import functools
-import json
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent import futures
 from datetime import timedelta
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary, WeakSet
@@ -14,21 +14,25 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import PrefixStore, _get_default_store, get_backend_config
+from torch.distributed.distributed_c10d import PrefixStore, get_backend_config
 
+from offbeat.bulletin import Silent, bulletin, start
 from offbeat.comm import WORDS, Communicator, words
 from offbeat.companion import Companion, Stopped
-from offbeat.companion_threads import Threads, clone
-from offbeat.errors import PeerLost
+from offbeat.companion_threads import Threads
+from offbeat.errors import OffbeatError, PeerLost
 from offbeat.farewell import Farewell
 from offbeat.lanes import Lane, connected
+from offbeat.lookout import STORE_GONE, STORE_SILENT, Lookout, listed
 from offbeat.metered import nbytes
 from offbeat.pending import Pending
+from offbeat.place import Track
 
 T = TypeVar("T")
 
 _GLANCE = 0.25  # seconds between two looks at who has left
-_STORE_GONE = 5.0  # seconds to wait on after the store, which rank 0 may host, has vanished
+_STORE_GONE = 3.0  # seconds to wait on after the store, which rank 0 may host, has vanished
+_LATER = 5.0  # seconds by which torch gives up after us: we can say who is missing
 _LONG = 2**15  # bytes of a chunk from which on chunks go one after the other
 _PIECES, _PIECE = 4, 2**19  # of a chunk, at most: each costs the latency of the link; and bytes, at least
 
@@ -54,12 +58,13 @@ class Torch(Communicator):
         backends = dict(item.split(":") for item in str(get_backend_config(group)).split(","))
         self._names = list(range(len(ranks)))  # what the ranks are called in errors
         self._ranks, self._backends, self._timeout = ranks, backends, timeout
-        self._store, self._stopped = _get_default_store(), threading.Event()
+        self._stopped, self._bulletin = threading.Event(), bulletin()
         self._join(f"offbeat/{group.group_name}/{ranks}/{_made[group]}", ("control", "cpu"))
 
-    def _join(self, key: str, lanes: tuple[str, ...]) -> Torch:
+    def _join(self, key: str, lanes: tuple[str, ...], above: Lookout | None = None) -> Torch:
         self.rank, self.size = self._ranks.index(dist.get_rank()), len(self._ranks)
         self._key, self._first_lanes = key, lanes
+        self._lookout = Lookout(key, self._names, self.rank, self._bulletin, above)
         self._lanes: dict[str, Lane] = {}
         self._children: dict[tuple[int, ...], Torch] = {}
         self._beside: WeakSet[Torch] = WeakSet()  # twins and companions
@@ -76,13 +81,27 @@ class Torch(Communicator):
         `new_group` is of no use: it numbers groups per process, and hangs where some ranks have made others.
         """
         if name not in self._lanes:
-            kind = "gloo" if name in ("control", "cpu") else self._backends[name]
-            store = PrefixStore(f"{self._key}/{name}", self._store)
-            try:
-                self._lanes[name] = Lane(connected(kind, store, self.rank, self.size, self._timeout))
-            except RuntimeError as error:
-                raise self._lost("everybody to connect", error) from error
+            self._lanes[name] = Lane(self._connected(name))
         return self._lanes[name]
+
+    def _connected(self, lane: str) -> Any:
+        """Connections to all others. torch waits for them without looking up: a thread of its own does."""
+        kind = "gloo" if lane in ("control", "cpu") else self._backends[lane]
+        what = "everybody to connect"
+
+        def connect() -> Any:
+            with self._bulletin.lend(shared=True) as client:
+                store = PrefixStore(f"{self._key}/{lane}", client)
+                return connected(kind, store, self.rank, self.size, self._timeout + _LATER)
+
+        self._lookout.arrive(lane, 0)
+        connecting, wait = start(connect, "offbeat-connect"), _Wait(self, lane, -1, what)
+        while not futures.wait([connecting], _GLANCE).done:
+            wait.look()
+        try:
+            return connecting.result()
+        except RuntimeError as error:
+            raise self._lookout.lost(what, error, None) from error
 
     def total(self, tensors: Iterable[Tensor]) -> Pending[list[Tensor]]:
         sent: list[Tensor] = []
@@ -163,7 +182,9 @@ class Torch(Communicator):
     def split(self, groups: Sequence[Sequence[int]]) -> Communicator:
         mine = tuple(next(group for group in groups if self.rank in group))
         if mine not in self._children:
-            self._children[mine] = self._like(mine)._join(f"{self._key}/{mine}", self._first_lanes)
+            self._children[mine] = self._like(mine)._join(
+                f"{self._key}/{mine}", self._first_lanes, self._lookout
+            )
         return self._children[mine]
 
     def twin(self) -> Communicator:
@@ -171,16 +192,16 @@ class Torch(Communicator):
 
     def companion(self) -> Companion:
         other = self._like(range(self.size))
-        other._store, other._stopped = clone(self._store), threading.Event()
+        other._stopped = threading.Event()
         # It speaks to the groups it is split into, and to nobody else.
         aside = self._aside("companion", other, ())
         aside._first_lanes = self._first_lanes
-        return Threads(aside, PrefixStore(f"{aside._key}/queue", self._store), aside._stopped)
+        return Threads(aside, self._bulletin, f"{aside._key}/queue", aside._stopped, self._timeout)
 
     def _aside(self, kind: str, other: Torch, lanes: tuple[str, ...]) -> Torch:
         self._made_beside += 1
         self._beside.add(other)
-        return other._join(f"{self._key}/{kind} {self._made_beside}", lanes)
+        return other._join(f"{self._key}/{kind} {self._made_beside}", lanes, self._lookout)
 
     def _like(self, members: Iterable[int]) -> Torch:
         """Another communicator, of some of these ranks, that has yet to connect to them."""
@@ -188,22 +209,23 @@ class Torch(Communicator):
         other._ranks = [self._ranks[rank] for rank in members]
         other._names = [self._names[rank] for rank in members]
         other._backends, other._timeout = self._backends, self._timeout
-        other._store, other._stopped = self._store, self._stopped
+        other._stopped, other._bulletin = self._stopped, self._bulletin
         return other
 
+    def follow(self, track: Track) -> None:
+        self._lookout.follow(track)
+
     def leave(self, farewell: Farewell) -> None:
-        for other in (*self._children.values(), *self._beside):
-            other.leave(farewell)
-        if self._left:
-            return
+        if not self._left:
+            self._lookout.leave(farewell, self._begun())
+
+    def _begun(self) -> dict[str, dict[str, int]]:
+        """How many messages were begun here and on all communicators made from this one, which is left."""
         self._left = True
-        begun = {name: lane.begun for name, lane in self._lanes.items()}
-        note = json.dumps({"text": farewell.text, "shared": farewell.shared, "begun": begun})
-        try:
-            self._store.set(f"{self._key}/left/{self.rank}", note)
-            self._store.set(f"{self._key}/left", "yes")
-        except dist.DistError:
-            pass  # the store went with its host, and who waits for us sees our connections close
+        begun = {self._key: {name: lane.begun for name, lane in self._lanes.items()}}
+        for other in (*self._children.values(), *self._beside):
+            begun.update(other._begun())
+        return begun
 
     def computed(self, step: int) -> None:
         """See what arrived behind the computation: times of arrival are as fine as steps are."""
@@ -227,8 +249,10 @@ class Torch(Communicator):
             number = self._lane(name).begun
             try:
                 sent.append((self._lane(name).begin(call), name, number))
+            except OffbeatError:
+                raise
             except RuntimeError as error:
-                raise self._lost(what(), error) from error
+                raise self._lookout.lost(what(), error, self._control) from error
 
         def wait() -> T:
             for message, name, number in sent:
@@ -243,8 +267,8 @@ class Torch(Communicator):
         )
 
     def _await(self, work: dist.Work, lane: str, number: int, what: str) -> None:
-        """Wait in short slices, looking up between them whether somebody we wait for has left."""
-        deadline, trouble = time.perf_counter() + self._timeout, f"heard nothing for {self._timeout:g} s"
+        """Wait in short slices, looking up between them whether the message can still come."""
+        wait = _Wait(self, lane, number, what)
         while True:
             over = work.is_completed()
             try:
@@ -253,33 +277,59 @@ class Torch(Communicator):
             except RuntimeError as error:
                 # One that ends just as the wait does is looked at again: its own answer counts.
                 if over:
-                    raise self._lost(what, error) from error
+                    raise self._lookout.lost(what, error, self._control) from error
                 if work.is_completed():
                     continue
-            if self._stopped.is_set():
-                raise Stopped
-            try:
-                self._look_for_leavers(lane, number, what)
-            except dist.DistError:
-                trouble = "lost the process group's store"
-                deadline = min(deadline, time.perf_counter() + _STORE_GONE)
-            if time.perf_counter() > deadline:
-                raise PeerLost(f"Waiting for {what}: rank {self._names[self.rank]} {trouble}.")
+            wait.look()
 
-    def _look_for_leavers(self, lane: str, number: int, what: str) -> None:
-        if not self._store.check([f"{self._key}/left"]):
-            return
-        for rank in range(self.size):
-            if rank != self.rank and self._store.check([f"{self._key}/left/{rank}"]):
-                note = json.loads(self._store.get(f"{self._key}/left/{rank}"))
-                # What it sent before it left still arrives, unless a worker on the way is lost.
-                if number >= note["begun"].get(lane, 0) or note["shared"] == PeerLost.__name__:
-                    raise Farewell(note["text"], note["shared"]).error(self._names[rank], what)
+    @property
+    def _control(self) -> Any | None:
+        """The connections that tell who is there."""
+        lane = self._lanes.get("control")
+        return None if lane is None else lane.backend
 
-    def _lost(self, what: str, error: Exception) -> PeerLost:
-        reason = str(error).splitlines()[0].split("] ", 1)[-1].split(". ")[0]
-        me = self._names[self.rank]
-        return PeerLost(f"Waiting for {what}: rank {me} lost a connection ({reason}).")
+
+class _Wait:
+    """One wait for a message, or for everybody to connect: when it is in vain it ends."""
+
+    def __init__(self, comm: Torch, lane: str, number: int, what: str) -> None:
+        self._comm, self._lane, self._number, self._what = comm, lane, number, what
+        self._deadline, self._trouble = time.perf_counter() + comm._timeout, ""
+        self._arrived = False
+
+    def look(self) -> None:
+        comm, lookout = self._comm, self._comm._lookout
+        if comm._stopped.is_set():
+            raise Stopped
+        if not self._arrived and self._lane in comm._lanes:
+            lookout.arrive(self._lane, comm._lanes[self._lane].begun)
+            self._arrived = True
+        try:
+            self._trouble = ""
+            lookout.look(self._lane, self._number, self._what)
+        except Silent:
+            self._trouble = STORE_SILENT
+        except dist.DistError as error:
+            if comm._control is not None and lookout.closed(comm._control):
+                raise lookout.lost(self._what, error, comm._control) from error
+            self._trouble = STORE_GONE
+            self._deadline = min(self._deadline, time.perf_counter() + _STORE_GONE)
+        if time.perf_counter() > self._deadline:
+            raise PeerLost(f"Waiting for {self._what}: rank {lookout.name} {self._why()}.")
+
+    def _why(self) -> str:
+        if self._trouble == STORE_GONE:
+            return STORE_GONE
+        silence = f"heard nothing for {self._comm._timeout:g} s"
+        if self._trouble:
+            return f"{silence}, {self._trouble}"
+        try:
+            absent = self._comm._lookout.absent(self._lane, self._number)
+        except (Silent, dist.DistError):
+            return silence
+        if not absent:
+            return silence
+        return f"{silence}: {listed(absent)} {'has' if len(absent) == 1 else 'have'} not come"
 
 
 def _joined(chunks: Sequence[Tensor]) -> Tensor:

@@ -12,6 +12,7 @@ from offbeat.comm import WORDS, Communicator
 from offbeat.companion import Companion
 from offbeat.farewell import Farewell
 from offbeat.pending import Pending
+from offbeat.place import Track
 
 if TYPE_CHECKING:
     from offbeat.courier import Courier
@@ -65,6 +66,9 @@ class Wrapped(Communicator):
 
     def leave(self, farewell: Farewell) -> None:
         self.comm.leave(farewell)
+
+    def follow(self, track: Track) -> None:
+        self.comm.follow(track)
 
     def now(self) -> float:
         return self.comm.now()

@@ -18,6 +18,7 @@ from offbeat.farewell import Farewell
 from offbeat.metered import Metered
 from offbeat.optimizers import check_fit, held_still, learning_rate, listed, mark
 from offbeat.part import Part
+from offbeat.place import Track
 from offbeat.riders import floating_buffers
 from offbeat.schedule import Clock, State
 from offbeat.tensors import named, trainable
@@ -54,6 +55,7 @@ class Synchronizer:
         check_fit(self.optimizers, self.model)
         self._lr = learning_rate(self.optimizers)
         self._comm = Metered(self.parts[0].peers.everyone)
+        self._track = Track(self._comm.rank)
         self._agreed = self._started = self._inside_step = self._inside_averaged = False
         self._lockstep = self._equal = True
         self._nonce = self._run = 0  # rank 0's, of which nobody else has the same; and that of the whole run
@@ -77,6 +79,7 @@ class Synchronizer:
             lines = agreement.describe(self.method, self.model)
             nonce = round(self._comm.now() * 1e9)
             self._nonce = agreement.compare_lines(lines, self._comm, nonce=nonce)
+            self._comm.follow(self._track)
             for part in self.parts:
                 part.communicators()  # connects to its peers, while everybody is here
             self._agreed = True
@@ -115,6 +118,7 @@ class Synchronizer:
         with self._failing():
             self._start()
             self._inside_step = True
+            self._track.at(self.steps + 1)
             self._comm.computed(self.steps)
             self._lr = learning_rate(self.optimizers)
             self._must_train_the_same()
@@ -148,6 +152,7 @@ class Synchronizer:
     def _complete(self) -> None:
         """One more iteration is complete: the parts act on the moved parameters."""
         self.steps += 1
+        self._track.at(self.steps)
         for part in self.parts:
             part.after(self._clock())
         # Equal weights stay equal under equal gradients only while the optimizers' moments never went apart.
@@ -289,11 +294,13 @@ class Synchronizer:
 
     def _meet(self, kind: int) -> None:
         """All workers are at the same place, or all raise."""
+        self._track.meet(agreement.name(kind), self.steps)
         where = agreement.header(kind, 0, self._clock(), mark(self.optimizers), self._comm.rank)
         talks = {id(comm): Metered(comm) for part in self.parts for comm in part.communicators()}
         # On all of them at once: a worker that is elsewhere waits for us on one.
         for message in [comm.tell(where) for comm in talks.values()]:
             agreement.compare_headers(message.wait())
+        self._track.met()
         self._comm.sent += sum(comm.sent for comm in talks.values())
         self._comm.received += sum(comm.received for comm in talks.values())
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 import threading
 from collections.abc import Callable
+from weakref import WeakSet
 
 import torch
 
@@ -12,6 +13,7 @@ from offbeat.comm import Communicator
 from offbeat.courier import Lazy
 from offbeat.errors import Deadlock, Disagreement
 from offbeat.farewell import Farewell
+from offbeat.place import Track, find_disagreement
 from offbeat.simulate.call import Call, describe
 from offbeat.simulate.failures import Failures, Uptime
 from offbeat.simulate.network import Network, Traffic
@@ -37,6 +39,7 @@ class Stage:
         self.calls: dict[tuple[Path, str, int], Call] = {}
         self.farewells: dict[int, Farewell] = {}
         self.failure: BaseException | None = None
+        self.tracks: WeakSet[Track] = WeakSet()  # of all runs
         self.heard: dict[tuple[Path, int], int] = {}  # numbers announced, by companion
         self.views: dict[tuple[Path, int], Communicator] = {}
         self.waiting: dict[int, Call | Until | None] = dict.fromkeys(range(workers))  # None: may run
@@ -144,7 +147,7 @@ class Stage:
             deliver(when)
             first = self._first()
         if first is None and self.waiting:
-            self.failure = self.failure or Deadlock(self._standstill())
+            self.failure = self.failure or self._why_nobody()
             first = min((self.clocks[actor], actor) for actor in self.waiting)
         if first is not None:
             when, actor = first
@@ -165,6 +168,11 @@ class Stage:
 
     def _over(self, call: Call) -> bool:
         return not call.missing or not call.missing.isdisjoint(self.farewells)
+
+    def _why_nobody(self) -> BaseException:
+        """Nobody can move: workers are in different places, or wait for each other."""
+        apart = find_disagreement(sorted(self.tracks, key=lambda track: track.rank))
+        return Deadlock(self._standstill()) if apart is None else Disagreement(apart)
 
     def _standstill(self) -> str:
         waits = [

@@ -13,6 +13,7 @@ from offbeat.companion import Companion
 from offbeat.courier import Courier, Lazy
 from offbeat.farewell import Farewell
 from offbeat.pending import Pending
+from offbeat.place import Track
 from offbeat.simulate.call import Call, Settle
 from offbeat.simulate.stage import Path, Stage
 from offbeat.simulate.understudy import Understudy
@@ -26,7 +27,7 @@ class Virtual(Communicator):
         self._members = path[-1]
         self.rank, self.size = self._members.index(me), len(self._members)
         self._number = {"data": 0, "control": 0}
-        self._twins = 0
+        self._twins = self._runs = 0
 
     def total(self, tensors: Iterable[Tensor]) -> Pending[list[Tensor]]:
         given = list(tensors)
@@ -102,6 +103,11 @@ class Virtual(Communicator):
 
     def leave(self, farewell: Farewell) -> None:
         self._stage.farewells.setdefault(self._me, farewell)
+
+    def follow(self, track: Track) -> None:
+        self._runs += 1
+        track.key = f"{self._path}/run {self._runs}"
+        self._stage.tracks.add(track)
 
     def now(self) -> float:
         return self._stage.clocks[self._actor]
