@@ -217,7 +217,7 @@ def test_the_planner_is_judged_by_the_runs_that_are_logged(page: str) -> None:
     assert set(table) == rows
 
 
-# Sections of docs/benchmarks.md whose tables are copied from a log. The others are computed from .jsonl files.
+# Sections of docs/benchmarks.md whose tables are copied from a log; others come from .jsonl files.
 COPIED = {
     "Loss against time": "curves",
     "A round": "round",
