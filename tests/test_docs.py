@@ -7,9 +7,11 @@ import io
 import json
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
+from statistics import mean, stdev
 from typing import Any
 
 import pytest
@@ -102,17 +104,45 @@ def test_no_code_escapes(page: str) -> None:
     assert kinds.count("python") == len(list(BLOCK.finditer(text)))
 
 
+def anchors(page: Path) -> set[str]:
+    """The headings of a page, as GitHub writes them in links."""
+    prose = FENCES.sub("", page.read_text())
+    titles = re.findall(r"^#+ (.+)$", prose, re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", title).lower().replace(" ", "-") for title in titles}
+
+
 @pytest.mark.parametrize("page", PAGES)
 def test_links_lead_somewhere(page: str) -> None:
-    for target in re.findall(r"\]\((?!https?:)([^)#]+)", (ROOT / page).read_text()):
-        assert ((ROOT / page).parent / target).exists(), target
+    for target, _, anchor in re.findall(r"\]\((?!https?:)([^)#]*)(#([^)]*))?\)", (ROOT / page).read_text()):
+        file = (ROOT / page).parent / target if target else ROOT / page
+        assert file.exists(), target
+        assert not anchor or anchor in anchors(file), f"{target}#{anchor}"
 
 
-def test_every_method_stands_in_the_tables() -> None:
-    rows = re.findall(r"^\| `(\w+)\(", (ROOT / "README.md").read_text(), re.MULTILINE)
-    sections = re.findall(r"^## `(\w+)`", (ROOT / "docs/methods.md").read_text(), re.MULTILINE)
-    assert sorted(set(rows)) == sorted(offbeat.methods.__all__), "README.md's table of methods"
+def test_the_readme_leads_to_every_page() -> None:
+    text = (ROOT / "README.md").read_text()
+    assert [page for page in PAGES[1:] if f"]({page})" not in text] == []
+
+
+def test_every_method_has_a_row_and_a_section() -> None:
+    text = (ROOT / "docs/methods.md").read_text()
+    rows = re.findall(r"^\| `(\w+)\(", text, re.MULTILINE)
+    sections = re.findall(r"^### `(\w+)`", text, re.MULTILINE)
+    assert sorted(rows) == sorted(offbeat.methods.__all__), "the table of docs/methods.md"
     assert sorted(sections) == sorted(offbeat.methods.__all__), "the sections of docs/methods.md"
+
+
+def families(page: str, pattern: str) -> list[str]:
+    return [name.lower() for name in re.findall(pattern, (ROOT / page).read_text(), re.MULTILINE)]
+
+
+def test_the_readme_has_one_method_of_each_family() -> None:
+    calls = re.findall(r"^\| [\w -]+ \| `(\w+\(.*?\))` \|", (ROOT / "README.md").read_text(), re.MULTILINE)
+    for call in calls:
+        offbeat.method(call)
+    named = families("README.md", r"^\| ([\w -]+) \| `\w+\(")
+    assert named == families("docs/methods.md", r"^## (?!Common)(.+)$")
+    assert len(calls) == len(named) == 6
 
 
 EXAMPLES = {"digits.py": 120, "minimal.py": 50, "simulate.py": 80}
@@ -185,3 +215,61 @@ def test_the_planner_is_judged_by_the_runs_that_are_logged(page: str) -> None:
     )
     assert len(table) == 21
     assert set(table) == rows
+
+
+# Sections of docs/benchmarks.md whose tables are copied from a log; others come from .jsonl files.
+COPIED = {
+    "Loss against time": "curves",
+    "A round": "round",
+    "Pushes and pulls": "pushpull",
+    "Overlap": "overlap",
+    "Plan": "plan",
+    "Simulation": "simulate",
+    "Memory": "memory",
+    "Real workers": "waitfree",
+    "Simulated workers": "waitfree",
+}
+
+
+def rows_below(title: str) -> list[str]:
+    """The rows with figures in the section of docs/benchmarks.md."""
+    text = (ROOT / "docs/benchmarks.md").read_text()
+    section = re.split(rf"^##+ {title}$", text, flags=re.MULTILINE)[1]
+    section = re.split(r"^##", section, flags=re.MULTILINE)[0]
+    return [line for line in section.splitlines() if re.match(r"\|.*\d", line)]
+
+
+@pytest.mark.parametrize(("title", "folder"), COPIED.items(), ids=list(COPIED))
+def test_tables_are_those_of_the_logs(title: str, folder: str) -> None:
+    logged = (ROOT / "benchmarks" / folder / "log.md").read_text().splitlines()
+    rows = rows_below(title)
+    assert len(rows) >= 3
+    assert [row for row in rows if row not in logged] == []
+
+
+def test_losses_are_the_means_of_the_runs_that_are_logged() -> None:
+    losses: dict[str, list[float]] = {}
+    for line in (ROOT / "benchmarks/quality/results.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        losses.setdefault(row["method"], []).append(row["loss"])
+    # The page spells out the defaults that this method had when it ran.
+    losses["eager_diloco(every=16, lr=0.7, momentum=0.9)"] = losses.pop("eager_diloco(every=16)")
+    expected = {
+        (method, f"{mean(runs):.4f}", f"{stdev(runs):.4f}", str(len(runs))) for method, runs in losses.items()
+    }
+    rows = [row.strip("| ").split(" | ") for row in rows_below("Quality")]
+    assert {(row[0].strip("`"), *row[1:4]) for row in rows} == expected
+
+
+def test_the_demo_printed_what_the_readme_shows() -> None:
+    logged = (ROOT / "benchmarks/demo/log.md").read_text().splitlines()
+    readme = (ROOT / "README.md").read_text()
+    rows = re.findall(r"^\| `.*` \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \| (.*×) \|$", readme, re.MULTILINE)
+    assert len(rows) == 5
+    for row in rows:
+        assert any(set(row) <= set(line.split()) for line in logged), row
+
+
+def test_the_figure_is_drawn_from_its_log() -> None:
+    script = runpy.run_path(str(ROOT / "benchmarks/curves/draw.py"))
+    assert script["PICTURE"].read_text() == script["picture"](script["read"]())

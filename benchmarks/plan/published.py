@@ -2,7 +2,7 @@
 
     python benchmarks/plan/published.py
 
-`fit` marks what the inputs were taken from; the rest is foretold. docs/plan.md says where the figures stand.
+`fit` marks what the inputs were taken from; the rest is predicted. docs/plan.md says where the figures stand.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def wan() -> None:
 
 
 if __name__ == "__main__":
-    print("| run | method | given | published | foretold | error |\n|---|---|---|---|---|---|")
+    print("| run | method | given | published | predicted | error |\n|---|---|---|---|---|---|")
     vit()
     traffic()
     wan()
