@@ -65,6 +65,7 @@ def test_every_command_is_looked_at() -> None:
     assert len(options("plan")) > 20
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("command", "option"), [(command, option) for command in CALLS for option in options(command)]
 )
@@ -112,6 +113,7 @@ def test_an_option_is_read_or_refused_in_a_sentence(
         ("train", "--lr", "inf", "--lr inf: at most 1e+06 is possible."),
         ("train", "--seed", str(2**63), f"--seed {2**63}: a whole number of at most 63 bits is needed."),
         ("compare", "--seeds", "1001", "--seeds 1001: at most 1000 is possible."),
+        ("study", "--batch", "-1", "--batch -1: at least 1 is needed."),
         ("study", "--every", "4,0", "--every '4,0': at least 1 is needed."),
         ("lab", "--timeout", "nan", "--timeout nan: a positive number of seconds is needed."),
     ],

@@ -1,6 +1,7 @@
 """The commands, and what becomes of their errors."""
 
 import os
+import re
 import sys
 import time
 from collections.abc import Sequence
@@ -82,5 +83,7 @@ def _told(sentence: str, code: int) -> int:
     if os.environ.get("RANK", "0") != "0":
         time.sleep(2)  # torchrun ends the others with the first to leave: rank 0 is to speak first
     elif sentence:  # there is none where the help has just been printed
-        print(f"offbeat: {' '.join(sentence.split())}", file=sys.stderr)
+        # Of what no one would read to its end, both ends are enough.
+        short = re.sub(r"(\S{100})\S{200,}(\S{50})", r"\1…\2", " ".join(sentence.split()))
+        print(f"offbeat: {short}", file=sys.stderr)
     return code

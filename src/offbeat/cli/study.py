@@ -50,6 +50,8 @@ def study(
     with reading():
         place = out or Path("runs") / "study"
         check_whole("samples", samples, 1, 10**12)
+        if batch is not None:
+            check_whole("batch", batch, 1, MOST["batch"])
         first = Setting(
             method=methods[0], task=task, model=model, data=data, batch=batch, lr=lr, optimizer=optimizer,
             seed=seed, evaluations=1, where="simulation",

@@ -76,10 +76,10 @@ class Groups:
             return times  # the same for all
         shape = self.members.shape
         if self._in_order:
-            most = times.unflatten(-1, shape).amax(-1, keepdim=True)
+            most = times.reshape(*times.shape[:-1], *shape).amax(-1, keepdim=True)
             return most.expand(*most.shape[:-1], shape[1]).flatten(-2)
-        ordered = times.index_select(-1, self.members.flatten()).unflatten(-1, shape)
-        return ordered.amax(-1).index_select(-1, self.number)
+        ordered = times.index_select(-1, self.members.flatten())
+        return ordered.reshape(*times.shape[:-1], *shape).amax(-1).index_select(-1, self.number)
 
     @cached_property
     def _in_order(self) -> bool:
