@@ -19,7 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import Pool, processes
-from killable import SOON, Crew
+from killable import Crew
 from test_waitfree import conserved
 from torch import nn
 from watch import Watched, watch
@@ -73,7 +73,6 @@ def others() -> list[str]:
     ],
 )
 def test_what_always_holds_under_random_delays(workers: int, seeds: int) -> None:
-    began = time.monotonic()
     words = Crew(processes(), workers, fuzzed, seeds).last_words()
     assert [kind for kind, _ in words] == ["result"] * workers, words
     kinds: set[str] = set()
@@ -83,7 +82,6 @@ def test_what_always_holds_under_random_delays(workers: int, seeds: int) -> None
         Watched.check(runs, every, PERIODS * every)
         kinds |= {kind for run in runs for kind in run.kinds}
     assert {"fresh", "late"} <= kinds
-    assert time.monotonic() - began < 120
 
 
 def gradients(comm: offbeat.Communicator, expression: str, steps: int) -> Any:
@@ -162,14 +160,12 @@ def test_a_worker_killed_at_any_moment_is_missed_by_all(expression: str, workers
     crew = Crew(processes(), workers, endless, expression, seed)
     crew.hear(victim, lambda word: word[0] == "step" and word[1] >= moment)
     time.sleep(draw.uniform(0, 0.01))
-    began = time.monotonic()
     crew.kill([victim])
-    words = crew.last_words()
-    assert time.monotonic() - began < SOON
-    for rank, (kind, what) in enumerate(words):
+    for rank, (kind, what) in enumerate(crew.last_words()):
         if rank != victim:
             assert (kind, what[0]) == ("error", "PeerLost"), what
             assert "\n" not in what[1]
+            assert "heard nothing for" not in what[1]  # it was noticed, not waited out
 
 
 # Ends
@@ -203,7 +199,10 @@ def failing(comm: offbeat.Communicator, interrupt: bool) -> tuple[str, list[str]
 
 
 def in_a_thread(comm: offbeat.Communicator) -> tuple[str, int, list[str]]:
-    """The companion fails between two steps, while its worker computes; the next step raises."""
+    """The companion fails between two steps, while its worker computes; the next step raises.
+
+    The others call to round 2 while rank 0 has made two steps. Its third waits until the thread has failed.
+    """
     original = Rounds._run
 
     def fail(self: Rounds, round: int) -> None:
@@ -216,8 +215,10 @@ def in_a_thread(comm: offbeat.Communicator) -> tuple[str, int, list[str]]:
     sync = offbeat.wagma(net, torch.optim.SGD(net.parameters(), lr=0.1), every=9, grace=0, group=comm)
     try:
         for step in range(9):
-            if comm.rank == 0 and step == 2:
-                time.sleep(0.5)
+            deadline = time.monotonic() + 60
+            while comm.rank == 0 and step == 2 and "offbeat-work" in others():
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
             sync.step()
     except Exception as error:
         return f"{type(error).__name__}: {error}", sync.steps, others()
@@ -243,7 +244,6 @@ def test_threads_end_with_an_error_in_the_loop(pool: Pool, interrupt: bool) -> N
 
 def test_an_error_in_a_thread_is_raised_by_the_next_step(pool: Pool) -> None:
     answers = pool.run(in_a_thread, fresh=True)
-    # The others called to round 2 while rank 0 slept after two steps.
     assert answers[0] == ("ZeroDivisionError: in a thread", 2, [])
     for error, _, alive in answers[1:]:
         assert error.startswith("PeerLost: "), error

@@ -18,20 +18,26 @@ from torch.distributed.algorithms.model_averaging.utils import average_parameter
 import offbeat
 from offbeat.packed import Packed
 from offbeat.tasks import bytes_task
+from offbeat.tasks.resnet import build_resnet
 from offbeat.tensors import local
 
+MODELS: dict[str, Callable[[], torch.nn.Module]] = {
+    "GPT": lambda: bytes_task("large").model(),
+    "ResNet": lambda: build_resnet((64, 128, 256, 512), 2, classes=10, seed=0),
+}
 
-def rounds(model: torch.nn.Module) -> Callable[[], None]:
+
+def rounds(model: torch.nn.Module, **options: str) -> Callable[[], None]:
     """A step without any local work: all that is left is the round."""
     for p in model.parameters():
         p.grad = torch.zeros_like(p)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    sync = offbeat.local_sgd(model, optimizer, every=1, drift=False)
+    sync = offbeat.local_sgd(model, optimizer, every=1, drift=False, **options)
     return lambda: sync.step(lambda: None)
 
 
-def contenders() -> dict[str, Callable[[], None]]:
-    model, laid_flat = bytes_task("large").model(), offbeat.flatten(bytes_task("large").model())
+def contenders(build: Callable[[], torch.nn.Module]) -> dict[str, Callable[[], None]]:
+    model, laid_flat = build(), offbeat.flatten(build())
     parameters = [local(p) for p in model.parameters()]
     flat = torch.zeros(sum(p.numel() for p in parameters))
     packed = Packed.like({str(i): p for i, p in enumerate(parameters)})
@@ -68,6 +74,7 @@ def contenders() -> dict[str, Callable[[], None]]:
         "reduce, scale": scaled,
         "**offbeat, flattened**": rounds(laid_flat),
         "torch averager": averager,
+        **({"**offbeat, buffers follow**": rounds(build(), buffers="follow")} if [*model.buffers()] else {}),
     }
 
 
@@ -86,7 +93,7 @@ def measure(calls: dict[str, Callable[[], None]], repetitions: int) -> dict[str,
 def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    times = measure(contenders(), int(sys.argv[1]))
+    times = measure(contenders(MODELS[sys.argv[1]]), int(sys.argv[2]))
     if dist.get_rank() == 0:
         raw = statistics.median(times["raw"])
         medians = {name: statistics.median(values) for name, values in times.items()}
