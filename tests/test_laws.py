@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from problems import Dyadic, Realistic, data, optimizer_for, same, simulated, snapshot, train
+from problems import Dyadic, Realistic, Wide, data, optimizer_for, same, simulated, snapshot, train
 from table import ALONE, LAWS, METHODS, Law
 
 import offbeat
@@ -14,6 +14,8 @@ import offbeat
 def test_laws(law: Law) -> None:
     options = dict(law.options)
     with_buffers = options.pop("buffers", True)
+    if law.wide:
+        options["model"] = Wide
     these, those = simulated(law.this, **options), simulated(law.that, **options)
     for mine, other in zip(these, those, strict=True):
         for step, (a, b) in enumerate(zip(mine, other, strict=True)):
