@@ -31,6 +31,9 @@ class Talk(offbeat.Metered):
 
 def refusing(call: str) -> Callable[..., Any]:
     def refuse(self: Talk, *args: Any) -> Any:
+        # Workers that disagree tell each other why, as bytes.
+        if call == "gather" and args[0].dtype == torch.uint8:
+            return self.comm.gather(*args)
         raise AssertionError(f"{call} was called")
 
     return refuse

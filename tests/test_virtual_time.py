@@ -368,7 +368,7 @@ WRONG: list[tuple[Callable[[], object], str]] = [
     (
         lambda: Network(shares=(("exchange", 0.0),)),
         "Network(latency=0.0, bandwidth=inf, shares=(('exchange', 0.0),)): shares are pairs of one of "
-        "'mean', 'gather', 'exchange', 'broadcast' and a number above 0 and at most 1.",
+        "'mean', 'gather', 'exchange', 'broadcast', 'shift' and a number above 0 and at most 1.",
     ),
     (lambda: Network(bandwidth=()), "Network(latency=0.0, bandwidth=()): bandwidth must be positive."),
     (
