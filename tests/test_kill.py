@@ -181,6 +181,19 @@ def test_a_timeout_while_connecting_names_who_has_not_come(victim: int) -> None:
         assert sentence.endswith(f" heard nothing for 3 s{reason}")
 
 
+def test_a_store_that_went_before_all_connected_is_named() -> None:
+    crew = Crew(processes(), 3, stay_away, 0, 60.0)
+    assert crew.hear(0, lambda word: word[0] == "here") == ("here", None)
+    crew.kill([0])
+    for rank, (kind, what) in enumerate(crew.last_words()):
+        if rank:
+            sentence = (
+                f"Waiting for everybody to connect: rank {rank} lost the process group's store: its host, "
+                "usually rank 0, is gone."
+            )
+            assert (kind, what) == ("error", ("PeerLost", sentence))
+
+
 def fail_before_the_pairs_connect(comm: offbeat.Communicator) -> list[list[int]]:
     if comm.rank == 2:
         comm.leave(Farewell.of(ValueError("no data")))

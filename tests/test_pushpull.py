@@ -16,9 +16,12 @@ from conftest import Pool
 from problems import Dyadic, data, optimizer_for, same, snapshot, train
 from sentences import says
 from torch import Tensor, nn
+from torch.distributed import HashStore
 
 import offbeat
 from offbeat import GLU, Communicator, Compensated, LocalStep, Network, PushPull, Solo, simulate
+from offbeat.bulletin import Bulletin
+from offbeat.lookout import Lookout
 from offbeat.server.stable import stable_product
 
 
@@ -592,7 +595,8 @@ class Ending:
 
 def test_a_message_that_ends_with_a_slice_of_waiting_has_arrived() -> None:
     comm = offbeat.Torch.__new__(offbeat.Torch)
-    comm._timeout, comm._names, comm.rank = 1.0, [0], 0
+    comm._timeout, comm._lanes = 1.0, {}
+    comm._lookout = Lookout("key", [0], 0, Bulletin(HashStore()))
     comm._await(Ending(fails=False), "cpu", 0, "news")
     sentence = "Waiting for news: rank 0 lost a connection (Connection closed by peer)."
     with says(offbeat.PeerLost, sentence):

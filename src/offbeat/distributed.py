@@ -100,8 +100,10 @@ class Torch(Communicator):
             wait.look()
         try:
             return connecting.result()
+        except dist.DistNetworkError as error:
+            raise PeerLost(f"Waiting for {what}: rank {self._lookout.name} {STORE_GONE}.") from error
         except RuntimeError as error:
-            raise self._lookout.lost(what, error, None) from error
+            raise self._lookout.lost(what, error, []) from error
 
     def total(self, tensors: Iterable[Tensor]) -> Pending[list[Tensor]]:
         sent: list[Tensor] = []
@@ -252,7 +254,7 @@ class Torch(Communicator):
             except OffbeatError:
                 raise
             except RuntimeError as error:
-                raise self._lookout.lost(what(), error, self._control) from error
+                raise self._lookout.lost(what(), error, self._gloo) from error
 
         def wait() -> T:
             for message, name, number in sent:
@@ -277,16 +279,15 @@ class Torch(Communicator):
             except RuntimeError as error:
                 # One that ends just as the wait does is looked at again: its own answer counts.
                 if over:
-                    raise self._lookout.lost(what, error, self._control) from error
+                    raise self._lookout.lost(what, error, self._gloo) from error
                 if work.is_completed():
                     continue
             wait.look()
 
     @property
-    def _control(self) -> Any | None:
+    def _gloo(self) -> list[Any]:
         """The connections that tell who is there."""
-        lane = self._lanes.get("control")
-        return None if lane is None else lane.backend
+        return [self._lanes[name].backend for name in ("control", "cpu") if name in self._lanes]
 
 
 class _Wait:
@@ -310,8 +311,8 @@ class _Wait:
         except Silent:
             self._trouble = STORE_SILENT
         except dist.DistError as error:
-            if comm._control is not None and lookout.closed(comm._control):
-                raise lookout.lost(self._what, error, comm._control) from error
+            if lookout.closed(comm._gloo):
+                raise lookout.lost(self._what, error, comm._gloo) from error
             self._trouble = STORE_GONE
             self._deadline = min(self._deadline, time.perf_counter() + _STORE_GONE)
         if time.perf_counter() > self._deadline:

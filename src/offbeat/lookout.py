@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -18,6 +19,7 @@ from offbeat.farewell import Farewell
 from offbeat.place import Place, Track, disagreement
 
 _ANSWER = 1.0  # seconds in which a healthy store answers
+_LOOKS, _PAUSE = 5, 0.1  # how often to look for a closed connection, and seconds between
 _PROBE = 2**31 - 1  # a tag that nobody listens to
 
 STORE_GONE = "lost the process group's store: its host, usually rank 0, is gone"
@@ -122,7 +124,7 @@ class Lookout:
 
         return self.bulletin.ask(find, _ANSWER)
 
-    def lost(self, what: str, error: Exception, backend: Any | None) -> OffbeatError:
+    def lost(self, what: str, error: Exception, backends: Sequence[Any]) -> OffbeatError:
         """What to raise for a broken connection: why a rank left, if it said so; else whose it was."""
         try:
             farewell = self.bulletin.ask(lambda store: self._leaver(store, what, lambda note: True), _ANSWER)
@@ -131,12 +133,17 @@ class Lookout:
         if farewell is not None:
             return farewell
         reason = str(error).splitlines()[0].split("] ", 1)[-1].split(". ")[0]
-        gone = [] if backend is None else self.closed(backend)
+        gone = self.closed(backends)
+        for _ in range(_LOOKS):
+            if gone or not backends:
+                break
+            time.sleep(_PAUSE)  # one of a rank's connections may close before the others
+            gone = self.closed(backends)
         whose = f"the connection to {listed(gone)}" if gone else "a connection"
         return PeerLost(f"Waiting for {what}: rank {self.name} lost {whose} ({reason}).")
 
-    def closed(self, backend: Any) -> list[int]:
-        """The ranks whose connections to this one are closed: gloo refuses to send to them.
+    def closed(self, backends: Sequence[Any]) -> list[int]:
+        """The ranks that a connection to is closed: gloo refuses to send to them.
 
         A rank that is there gets the first word of a message that it never asks for.
         """
@@ -144,7 +151,7 @@ class Lookout:
         for rank, name in enumerate(self.names):
             if name != self.name:
                 try:
-                    _unread.append(backend.send([torch.zeros(1)], rank, _PROBE))
+                    _unread.extend(backend.send([torch.zeros(1)], rank, _PROBE) for backend in backends)
                 except RuntimeError:
                     gone.append(name)
         return gone
