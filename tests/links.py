@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from offbeat import Communicator, Throttled
+from offbeat.comm.throttled import Link
 from offbeat.simulate.virtual import Virtual
-from offbeat.throttle import Link
 
 
 def throttled(comm: Communicator, *, rate: float, latency: float = 0.0, burst: int = 0) -> Throttled:

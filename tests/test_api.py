@@ -146,10 +146,10 @@ def test_the_version_is_the_packages() -> None:
 
 def test_errors_are_one_tree() -> None:
     """All that are defined, public, and drawn."""
-    defined = {name for name, value in vars(offbeat.errors).items() if inspect.isclass(value)}
+    defined = {name for name, value in vars(offbeat.base.errors).items() if inspect.isclass(value)}
     assert "NotFinite" in defined
     for name in defined:
         assert issubclass(getattr(offbeat, name), offbeat.OffbeatError), name
-    drawn = re.findall(r"^[├└]── (\w+) ", offbeat.errors.__doc__ or "", re.MULTILINE)
+    drawn = re.findall(r"^[├└]── (\w+) ", offbeat.base.errors.__doc__ or "", re.MULTILINE)
     assert sorted(["OffbeatError", *drawn]) == sorted(defined)
     assert issubclass(offbeat.OffbeatError, RuntimeError)

@@ -25,7 +25,7 @@ class Talk(offbeat.Metered):
     def twin(self) -> offbeat.Communicator:
         return Talk(self.comm.twin())
 
-    def companion(self) -> offbeat.companion.Companion:
+    def companion(self) -> offbeat.comm.sidecar.Companion:
         raise AssertionError("a companion was asked for")
 
 

@@ -15,10 +15,10 @@ from test_resume import Run
 from torch import Tensor, nn
 
 import offbeat
-from offbeat.runs.folder import prepare
-from offbeat.runs.launch import launch
-from offbeat.runs.setting import Setting, check
-from offbeat.runs.shelf import Shelf
+from offbeat.app.runs.checkpoints import Shelf
+from offbeat.app.runs.folder import prepare
+from offbeat.app.runs.launch import launch
+from offbeat.app.runs.setting import Setting, check
 
 WORKERS, GUILTY = 4, 2
 State = dict[str, Any]

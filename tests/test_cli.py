@@ -14,11 +14,11 @@ from rich.console import Console
 from rich.progress import Progress
 
 import offbeat
-from offbeat import catalogue
-from offbeat.cli import narrow, show
-from offbeat.cli.app import run
-from offbeat.cli.monitor import bar
-from offbeat.plan.steady import warmed
+from offbeat.app.cli import narrow, show
+from offbeat.app.cli.app import run
+from offbeat.app.cli.monitor import bar
+from offbeat.plan import methods_table as catalogue
+from offbeat.plan.per_step import warmed
 
 
 def outcome(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
@@ -153,7 +153,7 @@ def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_without_the_extra_one_command_installs_it() -> None:
-    code = "import sys; sys.modules['typer'] = None\nfrom offbeat.cli import main\nmain()"
+    code = "import sys; sys.modules['typer'] = None\nfrom offbeat.app.cli import main\nmain()"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == "offbeat: the command line is an extra: pip install 'offbeat[cli]'\n"
@@ -161,7 +161,7 @@ def test_without_the_extra_one_command_installs_it() -> None:
 
 def test_completion_knows_the_commands() -> None:
     environment = {"_OFFBEAT_COMPLETE": "complete_bash", "COMP_WORDS": "offbeat met", "COMP_CWORD": "1"}
-    code = "import sys; sys.argv = ['offbeat']\nfrom offbeat.cli import main\nmain()"
+    code = "import sys; sys.argv = ['offbeat']\nfrom offbeat.app.cli import main\nmain()"
     done = subprocess.run(
         [sys.executable, "-c", code],
         env={**os.environ, **environment},

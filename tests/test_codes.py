@@ -13,8 +13,8 @@ from torch import Tensor
 
 import offbeat
 from offbeat import Clock, ErrorFeedback, LowRank, Mean, Metered, Quantized, RandomBlock, TopK, TwoLevel
-from offbeat.packed import Packed
-from offbeat.reduce.bits import pack12, pack16, pack_levels, unpack12, unpack16, unpack_levels
+from offbeat.base.packed import Packed
+from offbeat.reduce.bitpack import pack12, pack16, pack_levels, unpack12, unpack16, unpack_levels
 from offbeat.reduce.largest import largest
 
 CODES = [
@@ -91,7 +91,7 @@ def test_slices_sent_in_pieces_arrive_as_in_one(code: offbeat.Code, monkeypatch:
         return [*[round["x"] for round in heard], *state["residual"]], metered.sent
 
     whole = offbeat.simulate(worker, 3)
-    monkeypatch.setattr("offbeat.reduce.slices._PIECE", 1024)
+    monkeypatch.setattr("offbeat.reduce.two_phase._PIECE", 1024)
     gathers = []
     monkeypatch.setattr(Metered, "gather", lambda self, t: gathers.append(t) or self.comm.gather(t))
     for (a, _), (b, _) in zip(whole, offbeat.simulate(worker, 3), strict=True):

@@ -16,10 +16,10 @@ from torch import Tensor
 
 import offbeat
 from offbeat import Communicator
-from offbeat.farewell import Farewell
-from offbeat.metered import traffic
-from offbeat.plan.imagined import Imagined, Sent
-from offbeat.runs.watch import Watched
+from offbeat.app.runs.watch import Watched
+from offbeat.comm.departure import Farewell
+from offbeat.comm.metered import traffic
+from offbeat.plan.recording import Imagined, Sent
 
 
 class Noting:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from offbeat.cli.app import run
+from offbeat.app.cli.app import run
 
 SMALL = ["--task", "digits", "--model", "tiny", "--workers", "2", "--steps", "12", "--evaluations", "3"]
 METHODS = ["ddp", "local_sgd(every=4)", "cocod(every=4, delay=2)"]
@@ -254,7 +254,7 @@ def test_other_bad_input(
     sentence: str,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("offbeat.cli.lab.unavailable", lambda: None)
+    monkeypatch.setattr("offbeat.app.cli.lab.unavailable", lambda: None)
     code, out, error = call(capsys, *words)
     assert (code, out) == (2, "")
     assert error.startswith(f"offbeat: {sentence}")

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import offbeat
 from offbeat import ErrorFeedback, Mean, Quantized, RandomBlock, TopK
-from offbeat.draws import whole
+from offbeat.base.draws import whole
 from offbeat.lab import Lab, unavailable
 
 SLOPES = [torch.tensor([1.0, 2.0, 4.0, 8.0]), torch.tensor([3.0, 2.0, 0.0, -8.0])]

@@ -31,8 +31,8 @@ from offbeat import (
     World,
     params,
 )
-from offbeat.draws import shuffled
-from offbeat.overlap import Eager, Overlap
+from offbeat.base.draws import shuffled
+from offbeat.update.overlap import Eager, Overlap
 
 STEPS, EVERY = 7, 2
 SCALE = torch.tensor([1.0, -2.0, 3.0, 5.0]).double()  # of the slopes of four weights

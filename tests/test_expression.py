@@ -161,7 +161,7 @@ def test_the_values_own_sentences_come_through() -> None:
 def test_values_of_updates_are_understood() -> None:
     """No method takes an update yet; the values are there for those that will."""
     for name, value in {"Replace": Replace, "Correct": Correct}.items():
-        assert offbeat.expression.VALUES[name] is value
+        assert offbeat.methods.expression.VALUES[name] is value
 
 
 def test_nothing_is_ever_evaluated(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:

@@ -13,8 +13,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 
 import offbeat
-from offbeat.metered import Wrapped
-from offbeat.riders import Buffers
+from offbeat.comm.metered import Wrapped
+from offbeat.engine.extras import Buffers
 from offbeat.tasks.resnet import build_resnet
 
 

@@ -17,11 +17,11 @@ import numpy as np
 import pytest
 from conftest import Pool, processes
 from killable import SOON, Crew, halt, send_much, stall, stay_away, train
+from offbeat.comm.communicator.store import Bulletin, Silent
 from table import METHODS, SELDOM
 
 import offbeat
-from offbeat.bulletin import Bulletin, Silent
-from offbeat.farewell import Farewell
+from offbeat.comm.departure import Farewell
 
 STEPS = 12
 KILLS = 4
@@ -268,8 +268,6 @@ def test_a_script_that_fails_ends_at_once(tmp_path: Path) -> None:
     )
     assert time.monotonic() - began < 90
     assert done.returncode == 1
-    sentence = (
-        "offbeat.errors.Disagreement: Workers disagree: rank 0 is in round 1 at step 6, rank 1 in finish()"
-    )
+    sentence = "Disagreement: Workers disagree: rank 0 is in round 1 at step 6, rank 1 in finish()"
     assert done.stderr.count(sentence) >= 1, done.stderr
     assert "terminate called" not in done.stderr

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
+import offbeat.base.units
 import offbeat.lab
 import offbeat.lab.network
-import offbeat.units
 from offbeat.lab import Lab, parse_rate, unavailable
 from offbeat.lab.signals import held, unwinding
 

@@ -56,7 +56,7 @@ class Scene:
         for name in ("queue", "sklearn", "torch"):
             (self.cwd / f"{name}.py").write_text(f"open({str(folder / 'imported')!r}, 'a').write({name!r})\n")
         (self.modules / "sitecustomize.py").write_text(WATCH)
-        (folder / "bin/offbeat").write_text("from offbeat.cli import main\nmain()\n")
+        (folder / "bin/offbeat").write_text("from offbeat.app.cli import main\nmain()\n")
         self.imported = folder / "imported"
         self.process = subprocess.Popen(
             [sys.executable, str(folder / "bin/offbeat"), *words],

@@ -12,17 +12,17 @@ import typer
 from torch import nn
 
 import offbeat
-import offbeat.cli.app
-import offbeat.cli.compare
-import offbeat.cli.lab
-import offbeat.cli.study
-import offbeat.cli.train
+import offbeat.app.cli.app
+import offbeat.app.cli.compare
+import offbeat.app.cli.lab
+import offbeat.app.cli.study
+import offbeat.app.cli.train
 from offbeat import methods
-from offbeat.expression import DEEPEST, LONGEST, VALUES, method
 from offbeat.lab import Lab
-from offbeat.plan.imagined import Imagined
+from offbeat.methods.expression import DEEPEST, LONGEST, VALUES, method
+from offbeat.plan.recording import Imagined
 
-COMMANDS: dict[str, Any] = typer.main.get_command(offbeat.cli.app.app).commands  # type: ignore[attr-defined]
+COMMANDS: dict[str, Any] = typer.main.get_command(offbeat.app.cli.app.app).commands  # type: ignore[attr-defined]
 NONSENSE = (
     "", "-1", "nan", "inf", "1e308", "1e999", "9" * 20, "-" + "9" * 20, "9" * 5000, "٣", "²", "None",
 )  # fmt: skip
@@ -77,16 +77,16 @@ def test_an_option_is_read_or_refused_in_a_sentence(
     option: str,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    for module in (offbeat.cli.train, offbeat.cli.compare, offbeat.cli.study):
+    for module in (offbeat.app.cli.train, offbeat.app.cli.compare, offbeat.app.cli.study):
         monkeypatch.setattr(module, "launch", ready)
-    monkeypatch.setattr(offbeat.runs.setting, "_check_method", lambda setting, task: None)  # it is slow
-    monkeypatch.setattr(offbeat.cli.lab, "Lab", Unopened)
-    monkeypatch.setattr(offbeat.cli.lab, "unavailable", lambda: None)
+    monkeypatch.setattr(offbeat.app.runs.setting, "_check_method", lambda setting, task: None)  # it is slow
+    monkeypatch.setattr(offbeat.app.cli.lab, "Lab", Unopened)
+    monkeypatch.setattr(offbeat.app.cli.lab, "unavailable", lambda: None)
     for number, text in enumerate(NONSENSE):
         words = [word for word in CALLS[command] if not word.startswith(f"{option}=")]
         words = [word.replace("here", f"here{number}") for word in words]
         try:
-            code = offbeat.cli.app.run([command, f"{option}={text}", *words])
+            code = offbeat.app.cli.app.run([command, f"{option}={text}", *words])
         except Ready:
             code = 0
         told = capsys.readouterr().err
@@ -128,9 +128,9 @@ def test_what_is_said(
     sentence: str,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(offbeat.cli.lab, "unavailable", lambda: None)
+    monkeypatch.setattr(offbeat.app.cli.lab, "unavailable", lambda: None)
     words = [word for word in CALLS[command] if not word.startswith(f"{option}=")]
-    assert offbeat.cli.app.run([command, f"{option}={text}", *words]) == 2
+    assert offbeat.app.cli.app.run([command, f"{option}={text}", *words]) == 2
     assert capsys.readouterr().err == f"offbeat: {sentence}\n"
 
 

@@ -12,7 +12,7 @@ from slopes import Slopes, Walk, composed, walked
 from torch import Tensor, nn
 
 import offbeat
-from offbeat.draws import shuffled
+from offbeat.base.draws import shuffled
 
 ADAM = functools.partial(torch.optim.Adam, lr=0.01)
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from test_runs import trained, written
 
-from offbeat.report.page import render
-from offbeat.runs.summary import Logged, read
+from offbeat.app.report.page import render
+from offbeat.app.runs.summary import Logged, read
 
 BROWSER = next(
     (found for name in ("chromium", "google-chrome", "chrome") if (found := shutil.which(name))), None

@@ -13,14 +13,16 @@ from problems import Realistic, same, simulated
 from slopes import Slopes, Walk, walked
 
 import offbeat
-from offbeat.draws import uniform
+from offbeat.base.draws import uniform
 
 
 @pytest.fixture
 def hits(monkeypatch: pytest.MonkeyPatch) -> set[int]:
     """The iterations after which a pull follows, to be filled in by the test."""
     chosen: set[int] = set()
-    monkeypatch.setattr("offbeat.local.uniform", lambda seed, step, *more: 0.0 if step in chosen else 1.0)
+    monkeypatch.setattr(
+        "offbeat.engine.pull.uniform", lambda seed, step, *more: 0.0 if step in chosen else 1.0
+    )
     return chosen
 
 

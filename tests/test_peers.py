@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import offbeat
 from offbeat import Communicator, Solo, Subgroups, World
-from offbeat.peers import communicator
+from offbeat.among import communicator
 
 
 def test_without_any_group_it_is_a_world_of_one() -> None:

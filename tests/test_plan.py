@@ -23,7 +23,7 @@ from offbeat import (
     Uneven,
 )
 from offbeat.plan import Cluster, Cosine, Flat, Job, plan, predict, read
-from offbeat.plan.standin import StandIn, local_optimizer
+from offbeat.plan.proxy_model import StandIn, local_optimizer
 
 LAYERS, WIDTH = 4, 32
 

@@ -13,7 +13,7 @@ from xml.etree import ElementTree
 import pytest
 
 from offbeat import Network, Recorded, simulate
-from offbeat.cli.app import run
+from offbeat.app.cli.app import run
 from offbeat.plan.measure import measure_link
 
 GIVEN = ("--workers", "4", "--step", "100ms", "--parameters", "1M", "--link", "48mbit,1ms", "--steps", "64")

@@ -13,6 +13,8 @@ import numpy as np
 import pytest
 import torch
 from conftest import Pool
+from offbeat.comm.communicator.lookout import Lookout
+from offbeat.comm.communicator.store import Bulletin
 from problems import Dyadic, data, optimizer_for, same, snapshot, train
 from sentences import says
 from torch import Tensor, nn
@@ -20,9 +22,7 @@ from torch.distributed import HashStore
 
 import offbeat
 from offbeat import GLU, Communicator, Compensated, LocalStep, Network, PushPull, Solo, simulate
-from offbeat.bulletin import Bulletin
-from offbeat.lookout import Lookout
-from offbeat.server.stable import stable_product
+from offbeat.server.stability import stable_product
 
 
 class Vector(nn.Module):
@@ -606,7 +606,7 @@ def test_a_message_that_ends_with_a_slice_of_waiting_has_arrived() -> None:
 class Order:
     """Jobs that note when they are done."""
 
-    def __init__(self, courier: offbeat.courier.Courier) -> None:
+    def __init__(self, courier: offbeat.comm.task_queue.Courier) -> None:
         self.courier, self.done = courier, []
 
     def give(self, name: int) -> offbeat.Pending[int]:
@@ -622,7 +622,7 @@ class Order:
 @pytest.mark.parametrize("kind", ["thread", "world of one", "simulation"])
 def test_a_courier_keeps_the_order_and_stops_at_trouble(kind: str) -> None:
     def worker(comm: Communicator) -> None:
-        courier = offbeat.courier.Threaded() if kind == "thread" else comm.courier()
+        courier = offbeat.comm.task_queue.Threaded() if kind == "thread" else comm.courier()
         order = Order(courier)
         jobs = [order.give(name) for name in range(5)]
         assert jobs[3].wait() == 3

@@ -15,18 +15,18 @@ import torch
 from test_pictures import pictures
 
 import offbeat
-from offbeat.cli.result import caption
-from offbeat.report.page import render, told
-from offbeat.runs import summary
-from offbeat.runs.folder import prepare
-from offbeat.runs.grid import with_period
-from offbeat.runs.launch import launch
-from offbeat.runs.record import Record, cut, entries, log_path
-from offbeat.runs.setting import Setting, check
-from offbeat.runs.shelf import Shelf
-from offbeat.runs.stop import LOOK, Stop
-from offbeat.runs.tally import Tally
-from offbeat.runs.watch import Stopwatch, Watched
+from offbeat.app.cli.result import caption
+from offbeat.app.report.page import render, told
+from offbeat.app.runs import summary
+from offbeat.app.runs.checkpoints import Shelf
+from offbeat.app.runs.folder import prepare
+from offbeat.app.runs.grid import with_period
+from offbeat.app.runs.launch import launch
+from offbeat.app.runs.record import Record, cut, entries, log_path
+from offbeat.app.runs.setting import Setting, check
+from offbeat.app.runs.stop import LOOK, Stop
+from offbeat.app.runs.tally import Tally
+from offbeat.app.runs.watch import Stopwatch, Watched
 
 
 def test_a_torn_log_can_be_read_and_cut(tmp_path: Path) -> None:
@@ -116,7 +116,7 @@ def test_a_rank_in_a_long_step_answers_and_a_dead_one_is_named(
     assert stops[0].after(7), "rank 1 has said 7 from within its step"
     assert stops[1].after(7)
     stops[1].forget()
-    monkeypatch.setattr("offbeat.runs.stop.PATIENCE", 0.1)
+    monkeypatch.setattr("offbeat.app.runs.stop.PATIENCE", 0.1)
     with pytest.raises(offbeat.PeerLost, match=r"^Ctrl-C: ranks \[1\] have not answered within 0.1 s.$"):
         stops[0].after(8)
     stops[0].forget()

@@ -14,7 +14,7 @@ from torch import nn
 
 import offbeat
 from offbeat import QSR, AdaComm, Adaptive, Clock, Every, Never, Schedule, Then
-from offbeat.schedule import schedule
+from offbeat.when import schedule
 
 
 def rounds(when: Schedule, steps: int, lr: Any = lambda step: 0.1) -> list[int]:

@@ -12,10 +12,10 @@ from slopes import Slopes, Walk, walked
 from torch import nn
 
 import offbeat
-from offbeat.fragments import fragments
+from offbeat.base.tensors import trainable
+from offbeat.methods.fragments import fragments
 from offbeat.tasks.bytes import SIZES
 from offbeat.tasks.gpt import build_gpt
-from offbeat.tensors import trainable
 
 
 class Stack(nn.Module):

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import offbeat
 from offbeat import Clock, Communicator, Every, Exchange, Packed, Reducer, Synchronizer, grads, params
-from offbeat.tensors import local, named, trainable
+from offbeat.base.tensors import local, named, trainable
 
 
 def awkward() -> dict[str, Tensor]:

@@ -14,7 +14,7 @@ from links import throttled
 
 import offbeat
 from offbeat import Communicator
-from offbeat.throttle import FRAMING
+from offbeat.comm.throttled import FRAMING
 
 MEGABYTE = 250_000  # values of four bytes
 RATE = 4e6

@@ -17,11 +17,11 @@ from typing import Any
 import pytest
 import torch
 
+from offbeat.app.runs.checkpoints import Shelf
+from offbeat.app.runs.folder import finished
+from offbeat.app.runs.record import entries, log_path
+from offbeat.app.runs.summary import read
 from offbeat.lab import unavailable
-from offbeat.runs.folder import finished
-from offbeat.runs.record import entries, log_path
-from offbeat.runs.shelf import Shelf
-from offbeat.runs.summary import read
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parent.parent
@@ -205,7 +205,7 @@ def test_torchruns_workers_are_joined_though_their_clocks_differ(whole: Path, tm
     script = tmp_path / "late.py"
     script.write_text(
         "import os, sys, time\n"
-        "from offbeat.cli.app import run\n"
+        "from offbeat.app.cli.app import run\n"
         "real = time.strftime\n"
         "time.strftime = lambda form, *t: real(form, *t or [time.localtime(7 * int(os.environ['RANK']))])\n"
         f"sys.exit(run({[*words, '--checkpoint-every', '7']}))\n"

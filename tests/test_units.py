@@ -11,20 +11,16 @@ import pytest
 import typer
 from sentences import says
 
-import offbeat.cli.app
-import offbeat.cli.compare
-import offbeat.cli.lab
-import offbeat.cli.plan
-import offbeat.cli.train
-import offbeat.units
-from offbeat.errors import BadArgument, shown
-from offbeat.lab import Lab
-from offbeat.plan import Cluster
-from offbeat.runs.folder import setting_of
-from offbeat.runs.setting import Setting
-from offbeat.simulate import Constant, Network, Stragglers
-from offbeat.simulate.compute import Late
-from offbeat.units import (
+import offbeat.app.cli.app
+import offbeat.app.cli.compare
+import offbeat.app.cli.lab
+import offbeat.app.cli.plan
+import offbeat.app.cli.train
+import offbeat.base.units
+from offbeat.app.runs.folder import setting_of
+from offbeat.app.runs.setting import Setting
+from offbeat.base.errors import BadArgument, shown
+from offbeat.base.units import (
     Link,
     Straggler,
     as_bytes,
@@ -37,6 +33,10 @@ from offbeat.units import (
     parse_seconds,
     parse_straggler,
 )
+from offbeat.lab import Lab
+from offbeat.plan import Cluster
+from offbeat.simulate import Constant, Network, Stragglers
+from offbeat.simulate.compute import Late
 
 TIMES = {
     "0.25": 0.25, "20ms": 0.02, "5us": 5 * 1e-6, "0.5s": 0.5, "10min": 600.0, "10m": 600.0, "2h": 7200.0,
@@ -185,7 +185,7 @@ def test_a_run_parses_its_stragglers_once(monkeypatch: pytest.MonkeyPatch) -> No
     def again(*args: Any, **kwargs: Any) -> None:
         raise AssertionError("parsed again")
 
-    monkeypatch.setattr(offbeat.runs.setting, "parse_straggler", again)
+    monkeypatch.setattr(offbeat.app.runs.setting, "parse_straggler", again)
     assert [setting.late(1, step) for step in range(4)] == [1, 1, 3, 1]
     assert setting == Setting(method="ddp()", straggler=setting.straggler)
 
@@ -223,18 +223,18 @@ def read(
 ) -> Callable[..., Any]:
     """What a command reads from an option: its value, or the sentence with which it is refused."""
     monkeypatch.chdir(tmp_path)
-    for module in (offbeat.cli.train, offbeat.cli.compare):
+    for module in (offbeat.app.cli.train, offbeat.app.cli.compare):
         monkeypatch.setattr(module, "launch", ready)
-        monkeypatch.setattr(module, "check", offbeat.runs.setting.check)
-    monkeypatch.setattr(offbeat.runs.setting, "_check_method", lambda setting, task: None)
-    monkeypatch.setattr(offbeat.cli.plan, "plan", ready)
-    monkeypatch.setattr(offbeat.cli.lab, "Lab", Unopened)
-    monkeypatch.setattr(offbeat.cli.lab, "unavailable", lambda: None)
+        monkeypatch.setattr(module, "check", offbeat.app.runs.setting.check)
+    monkeypatch.setattr(offbeat.app.runs.setting, "_check_method", lambda setting, task: None)
+    monkeypatch.setattr(offbeat.app.cli.plan, "plan", ready)
+    monkeypatch.setattr(offbeat.app.cli.lab, "Lab", Unopened)
+    monkeypatch.setattr(offbeat.app.cli.lab, "unavailable", lambda: None)
 
     def answer(command: str, option: str, text: str) -> Any:
         try:
             others = [word for word in CALLS[command] if not word.startswith(f"{option}=")]
-            code = offbeat.cli.app.run([command, f"{option}={text}", *others])
+            code = offbeat.app.cli.app.run([command, f"{option}={text}", *others])
         except Ready as reached:
             return reached.read
         out, err = capsys.readouterr()
@@ -246,7 +246,7 @@ def read(
 
 
 def commands_with(option: str) -> list[str]:
-    found: Any = typer.main.get_command(offbeat.cli.app.app)
+    found: Any = typer.main.get_command(offbeat.app.cli.app.app)
     return [name for name, command in found.commands.items() if any(option in p.opts for p in command.params)]
 
 

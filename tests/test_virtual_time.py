@@ -26,7 +26,7 @@ from offbeat import (
     Uneven,
     simulate,
 )
-from offbeat.draws import uniforms
+from offbeat.base.draws import uniforms
 from offbeat.simulate.collective import hops, own_bytes, uplink_bytes
 
 # How long workers compute.

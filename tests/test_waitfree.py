@@ -37,7 +37,7 @@ from offbeat import (
     grads,
     params,
 )
-from offbeat.waitfree.part import allowance
+from offbeat.waitfree.base import allowance
 from offbeat.waitfree.rounds import Rounds
 
 Compute = Callable[[int, int], float]

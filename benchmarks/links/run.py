@@ -16,12 +16,12 @@ import sys
 import tempfile
 from pathlib import Path
 
+from offbeat.app.runs.folder import prepare, slug
+from offbeat.app.runs.launch import launch
+from offbeat.app.runs.setting import Setting
+from offbeat.app.runs.summary import read, summarize
+from offbeat.base.units import parse_link
 from offbeat.lab import unavailable
-from offbeat.runs.folder import prepare, slug
-from offbeat.runs.launch import launch
-from offbeat.runs.setting import Setting
-from offbeat.runs.summary import read, summarize
-from offbeat.units import parse_link
 
 METHODS = ["torch_ddp()", "ddp()", "local_sgd(every=2)", "cocod(every=4, delay=2)"]
 RESULTS = Path(__file__).parent / "results.jsonl"

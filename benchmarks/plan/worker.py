@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 import offbeat
-from offbeat.peers import communicator
+from offbeat.among import communicator
 from offbeat.plan.measure import Measured, gathered, measure_link
 from offbeat.simulate import Jittered, Stragglers
 from offbeat.tasks import bytes_task

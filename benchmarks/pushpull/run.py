@@ -15,8 +15,8 @@ import sys
 from collections import defaultdict
 from pathlib import Path
 
+from offbeat.comm.throttled import FRAMING
 from offbeat.lab import Lab, Run, parse_rate, unavailable
-from offbeat.throttle import FRAMING
 
 WORKER = str(Path(__file__).parent / "worker.py")
 WORKERS, PARAMETERS, ROUNDS = 4, 1_853_952, 2

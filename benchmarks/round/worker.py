@@ -16,10 +16,10 @@ import torch.distributed as dist
 from torch.distributed.algorithms.model_averaging.utils import average_parameters
 
 import offbeat
-from offbeat.packed import Packed
+from offbeat.base.packed import Packed
+from offbeat.base.tensors import local
 from offbeat.tasks import bytes_task
 from offbeat.tasks.resnet import build_resnet
-from offbeat.tensors import local
 
 MODELS: dict[str, Callable[[], torch.nn.Module]] = {
     "GPT": lambda: bytes_task("large").model(),

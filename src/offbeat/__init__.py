@@ -1,24 +1,25 @@
 """Train one PyTorch model on many workers that communicate seldom."""
 
 from offbeat import methods as _methods
-from offbeat.comm import Communicator, Solo
-from offbeat.cost import Report, Totals
-from offbeat.detached import Detached
-from offbeat.distributed import Torch
-from offbeat.errors import CheckpointMismatch, Deadlock, Disagreement, NotFinite, OffbeatError, PeerLost
-from offbeat.exchange import Exchange
-from offbeat.expression import method
-from offbeat.hook import ddp_hook
-from offbeat.layout import flatten
-from offbeat.local import PseudoSync
-from offbeat.metered import Metered
+from offbeat.among import Butterfly, Pairs, Peers, Subgroups, World
+from offbeat.base.clock import Clock
+from offbeat.base.errors import CheckpointMismatch, Deadlock, Disagreement, NotFinite, OffbeatError, PeerLost
+from offbeat.base.flatten import flatten
+from offbeat.base.packed import Packed
+from offbeat.base.tensors import grads, params
+from offbeat.comm.communicator import Communicator, Solo
+from offbeat.comm.metered import Metered
+from offbeat.comm.pending import Pending
+from offbeat.comm.throttled import Throttled
+from offbeat.comm.torch_backend import Torch
+from offbeat.engine.ddp_hook import ddp_hook
+from offbeat.engine.exchange import Exchange
+from offbeat.engine.part import Part
+from offbeat.engine.pull import PseudoSync
+from offbeat.engine.report import Report, Totals
+from offbeat.engine.synchronizer import Synchronizer
 from offbeat.methods import *  # noqa: F403 - the named methods, listed in methods.__all__
-from offbeat.outer import SGD, Gossip, Outer, Rebase, SlowMo
-from offbeat.overlap import Eager, Overlap
-from offbeat.packed import Packed
-from offbeat.part import Part
-from offbeat.peers import Butterfly, Pairs, Peers, Subgroups, World
-from offbeat.pending import Pending
+from offbeat.methods.expression import method
 from offbeat.reduce import (
     Code,
     ErrorFeedback,
@@ -30,7 +31,6 @@ from offbeat.reduce import (
     TopK,
     TwoLevel,
 )
-from offbeat.schedule import QSR, AdaComm, Adaptive, Clock, Every, Never, Schedule, Then
 from offbeat.server import GLU, Compensated, LocalRule, LocalStep, PushPull
 from offbeat.simulate import (
     Compute,
@@ -46,11 +46,12 @@ from offbeat.simulate import (
     Virtual,
     simulate,
 )
-from offbeat.sync import Synchronizer
-from offbeat.tensors import grads, params
-from offbeat.throttle import Throttled
-from offbeat.update import Correct, Replace, Update
+from offbeat.update.detached import Detached
+from offbeat.update.outer import SGD, Gossip, Outer, Rebase, SlowMo
+from offbeat.update.overlap import Eager, Overlap
+from offbeat.update.update import Correct, Replace, Update
 from offbeat.waitfree import Attendance, EagerGradients, GroupAverage, GroupReport
+from offbeat.when import QSR, AdaComm, Adaptive, Every, Never, Schedule, Then
 
 __version__ = "0.1.0"
 

@@ -1,5 +1,5 @@
 """`python -m offbeat` is `offbeat`."""
 
-from offbeat.cli import main
+from offbeat.app.cli import main
 
 main()

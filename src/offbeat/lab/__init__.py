@@ -18,7 +18,7 @@ SIGKILL ended has left behind goes when the next one opens.
 A lab needs Linux, root and iproute2 (`ip` and `tc`); `unavailable()` says which of them is missing.
 """
 
-from offbeat.units import parse_rate
+from offbeat.base.units import parse_rate
 
 from .job import Job, Run
 from .lab import Lab

@@ -5,7 +5,7 @@ import os
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 
-from offbeat.units import parse_rate
+from offbeat.base.units import parse_rate
 
 from .job import Job, Run
 from .network import INTERFACE, MOST_HOSTS, Network, remove_stale, unavailable

@@ -4,12 +4,12 @@ from offbeat.methods.anchored import *  # noqa: F403
 from offbeat.methods.anchored import __all__ as _anchored
 from offbeat.methods.averaging import *  # noqa: F403
 from offbeat.methods.averaging import __all__ as _averaging
+from offbeat.methods.call import arguments as arguments
 from offbeat.methods.compressed import *  # noqa: F403
 from offbeat.methods.compressed import __all__ as _compressed
-from offbeat.methods.groupwise import *  # noqa: F403
-from offbeat.methods.groupwise import __all__ as _groupwise
-from offbeat.methods.pushpull import *  # noqa: F403
-from offbeat.methods.pushpull import __all__ as _pushpull
-from offbeat.methods.record import arguments as arguments
+from offbeat.methods.server import *  # noqa: F403
+from offbeat.methods.server import __all__ as _pushpull
+from offbeat.methods.waitfree import *  # noqa: F403
+from offbeat.methods.waitfree import __all__ as _groupwise
 
 __all__ = sorted([*_averaging, *_anchored, *_compressed, *_groupwise, *_pushpull])

@@ -6,19 +6,19 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from offbeat.exchange import Exchange
-from offbeat.fragments import fragments as cut
-from offbeat.fragments import turn
-from offbeat.local import PseudoSync
-from offbeat.methods.record import Optimizers, Options, Riders, recorded
+from offbeat.among import Group, Pairs, World
+from offbeat.base.tensors import params
+from offbeat.engine.exchange import Exchange
+from offbeat.engine.pull import PseudoSync
+from offbeat.engine.synchronizer import Synchronizer
+from offbeat.methods.call import Optimizers, Options, Riders, recorded
+from offbeat.methods.fragments import fragments as cut
+from offbeat.methods.fragments import turn
 from offbeat.methods.warmup import after, synchronous
-from offbeat.outer import SGD, Gossip, Outer, SlowMo
-from offbeat.overlap import Eager, Overlap
-from offbeat.peers import Group, Pairs, World
 from offbeat.reduce import Quantized, Reducer
-from offbeat.schedule import Every, Schedule, schedule
-from offbeat.sync import Synchronizer
-from offbeat.tensors import params
+from offbeat.update.outer import SGD, Gossip, Outer, SlowMo
+from offbeat.update.overlap import Eager, Overlap
+from offbeat.when import Every, Schedule, schedule
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from offbeat.methods.record import Options
-from offbeat.outer import SGD, Outer, Rebase
-from offbeat.packed import Packed
+from offbeat.base.clock import State
+from offbeat.base.packed import Packed
+from offbeat.methods.call import Options
 from offbeat.reduce import Reducer
-from offbeat.schedule import State
-from offbeat.update import Correct, Replace, Update
+from offbeat.update.outer import SGD, Outer, Rebase
+from offbeat.update.update import Correct, Replace, Update
 
 
 @dataclass(frozen=True)

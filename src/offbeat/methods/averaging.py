@@ -7,16 +7,16 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from offbeat.exchange import Delay, Exchange
+from offbeat.among import Group, Subgroups, World
+from offbeat.base.tensors import grads, params
+from offbeat.engine.exchange import Delay, Exchange
+from offbeat.engine.synchronizer import Synchronizer
 from offbeat.methods.averages import average, correct, exact
-from offbeat.methods.record import Optimizers, Options, recorded
+from offbeat.methods.call import Optimizers, Options, recorded
 from offbeat.methods.warmup import after, synchronous
-from offbeat.peers import Group, Subgroups, World
 from offbeat.reduce import Reducer
-from offbeat.schedule import QSR, AdaComm, Adaptive, Every, Schedule, schedule
-from offbeat.sync import Synchronizer
-from offbeat.tensors import grads, params
-from offbeat.update import Update
+from offbeat.update.update import Update
+from offbeat.when import QSR, AdaComm, Adaptive, Every, Schedule, schedule
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

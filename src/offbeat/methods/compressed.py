@@ -6,16 +6,16 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from offbeat.detached import Detached
-from offbeat.exchange import Exchange
+from offbeat.among import Group, World
+from offbeat.base.tensors import grads, params
+from offbeat.engine.exchange import Exchange
+from offbeat.engine.synchronizer import Synchronizer
 from offbeat.methods.averages import average
-from offbeat.methods.record import Optimizers, Options, Riders, recorded
-from offbeat.outer import SGD, Outer
-from offbeat.peers import Group, World
+from offbeat.methods.call import Optimizers, Options, Riders, recorded
 from offbeat.reduce import Code, ErrorFeedback, RandomBlock, TopK, TwoLevel
-from offbeat.schedule import Every, Schedule, schedule
-from offbeat.sync import Synchronizer
-from offbeat.tensors import grads, params
+from offbeat.update.detached import Detached
+from offbeat.update.outer import SGD, Outer
+from offbeat.when import Every, Schedule, schedule
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from torch import nn
 
-from offbeat.exchange import Exchange
-from offbeat.part import Part
-from offbeat.peers import Group, World
-from offbeat.schedule import Every, Never, Schedule, Then
-from offbeat.tensors import grads
+from offbeat.among import Group, World
+from offbeat.base.tensors import grads
+from offbeat.engine.exchange import Exchange
+from offbeat.engine.part import Part
+from offbeat.when import Every, Never, Schedule, Then
 
 
 def synchronous(model: nn.Module, steps: int, group: Group) -> list[Part]:

@@ -7,12 +7,12 @@ from collections.abc import Callable
 
 import torch
 
-from offbeat.metered import traffic
+from offbeat.comm.metered import traffic
 from offbeat.plan.groups import Groups, alike
-from offbeat.plan.imagined import sent_in
 from offbeat.plan.probe import Acts, Seen
-from offbeat.plan.rush import Rush
+from offbeat.plan.recording import sent_in
 from offbeat.plan.unroll import Act, Course
+from offbeat.plan.waitfree_model import Rush
 
 
 class Amount:

@@ -6,9 +6,9 @@ import math
 from collections.abc import Sequence
 from html import escape
 
+from offbeat.base.units import as_rate, as_time
 from offbeat.plan.prediction import Prediction, varied_link
 from offbeat.plan.ranking import Plan
-from offbeat.units import as_rate, as_time
 
 _COLOURS = ("#3b6fb6", "#d1603d", "#4f9d69", "#8e6bb5", "#b0892c", "#c2557f", "#4aa3a8", "#7a7a7a")
 _MARGIN, _LEAST, _MOST = 11, 24, 120  # columns of a chart: left of its curves, of these, of all

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from offbeat.plan.imagined import Event, sent_in
+from offbeat.plan.recording import Event, sent_in
 
 
 @dataclass(frozen=True)

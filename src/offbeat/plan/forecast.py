@@ -10,7 +10,7 @@ from itertools import groupby, pairwise
 import torch
 from torch import Tensor
 
-from offbeat.exchange import Exchange
+from offbeat.engine.exchange import Exchange
 from offbeat.plan.groups import Groups, alike, groups_at
 from offbeat.plan.job import Cluster, Job
 from offbeat.plan.probe import Acts, Seen

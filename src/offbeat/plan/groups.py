@@ -10,9 +10,9 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from offbeat.exchange import Exchange
-from offbeat.part import Part
-from offbeat.plan.imagined import Imagined
+from offbeat.engine.exchange import Exchange
+from offbeat.engine.part import Part
+from offbeat.plan.recording import Imagined
 from offbeat.simulate import Network
 from offbeat.simulate.collective import hops, own_bytes, uplink_bytes
 

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from offbeat.comm import Communicator
-from offbeat.metered import nbytes, traffic
-from offbeat.pending import Pending
+from offbeat.base.tensors import trainable
+from offbeat.comm.communicator import Communicator
+from offbeat.comm.metered import nbytes, traffic
+from offbeat.comm.pending import Pending
 from offbeat.simulate import Network, Recorded
 from offbeat.tasks import Task
-from offbeat.tensors import trainable
 
 _WARM = 3  # steps that are not timed
 _SIZES = tuple(4 * 4**power for power in range(6, 13))  # floats in a sweep of the link: 64 kB to 256 MB

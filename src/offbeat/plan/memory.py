@@ -7,10 +7,10 @@ from types import BuiltinFunctionType, CodeType, ModuleType
 
 from torch import Tensor, nn
 
-from offbeat.packed import Packed
-from offbeat.reduce.scratch import kept_with
-from offbeat.server.stable import Watch
-from offbeat.sync import Synchronizer
+from offbeat.base.packed import Packed
+from offbeat.engine.synchronizer import Synchronizer
+from offbeat.reduce.workspace import kept_with
+from offbeat.server.stability import Watch
 
 # A watch is as large in a small model as in a large one.
 _ELSEWHERE = (type, ModuleType, CodeType, BuiltinFunctionType, nn.Module, Watch)

@@ -6,8 +6,8 @@ import math
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from offbeat.exchange import Exchange
-from offbeat.expression import method
+from offbeat.engine.exchange import Exchange
+from offbeat.methods.expression import method
 from offbeat.plan.amount import Amount
 from offbeat.plan.forecast import Forecast, Spent
 from offbeat.plan.job import Cluster, Job

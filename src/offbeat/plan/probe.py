@@ -8,17 +8,18 @@ from dataclasses import dataclass
 from torch import nn
 
 from offbeat import Synchronizer
-from offbeat.exchange import Exchange
+from offbeat.base.clock import Clock
+from offbeat.engine.exchange import Exchange
+from offbeat.engine.weights import replace_by_mean
 from offbeat.plan.fit import Size, message_sizes
-from offbeat.plan.habit import Habit, habit
-from offbeat.plan.imagined import Absent, Computed, Event, Imagined, Sent, Waited, sent_in
 from offbeat.plan.job import Job
 from offbeat.plan.memory import copies
-from offbeat.plan.rush import Rush, Silent
-from offbeat.plan.standin import WIDTHS, StandIn, local_optimizer, real_width
-from offbeat.schedule import Clock, Never
-from offbeat.waitfree.part import Waitfree
-from offbeat.weights import replace_by_mean
+from offbeat.plan.periodic import Habit, habit
+from offbeat.plan.proxy_model import WIDTHS, StandIn, local_optimizer, real_width
+from offbeat.plan.recording import Absent, Computed, Event, Imagined, Sent, Waited, sent_in
+from offbeat.plan.waitfree_model import Rush, Silent
+from offbeat.waitfree.base import Waitfree
+from offbeat.when import Never
 
 Build = Callable[..., Synchronizer]
 _SMALL = 16  # up to so many workers, the imagined ones are as many as the real

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from offbeat.plan.fit import Size
 from offbeat.plan.groups import Groups, cost
-from offbeat.plan.imagined import Beside, Event, Sent, Waited
 from offbeat.plan.probe import Acts
-from offbeat.plan.rush import Rush
+from offbeat.plan.recording import Beside, Event, Sent, Waited
+from offbeat.plan.waitfree_model import Rush
 from offbeat.simulate import Compute, Network
 
 _CHUNK = 2**15  # times drawn at once: as many as a cache holds

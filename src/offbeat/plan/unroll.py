@@ -7,11 +7,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from offbeat.exchange import Exchange
-from offbeat.flight import halfway, soonest
-from offbeat.part import Part
+from offbeat.base.clock import Clock
+from offbeat.engine.exchange import Exchange
+from offbeat.engine.part import Part
+from offbeat.engine.round import halfway, soonest
 from offbeat.plan.job import Job
-from offbeat.schedule import Clock
 
 What = Literal["ask", "land", "advance", "begin"]
 

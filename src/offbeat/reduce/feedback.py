@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 import torch
 
-from offbeat.comm import Communicator
-from offbeat.packed import Packed
-from offbeat.pending import Pending
+from offbeat.base.clock import Clock, State
+from offbeat.base.packed import Packed
+from offbeat.comm.communicator import Communicator
+from offbeat.comm.pending import Pending
 from offbeat.reduce.reducer import Code, Reducer
-from offbeat.schedule import Clock, State
 
 
 @dataclass(frozen=True)

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from offbeat.comm import Communicator
-from offbeat.packed import Packed
-from offbeat.pending import Pending
-from offbeat.reduce.grain import Narrow
-from offbeat.reduce.parcel import Vector
+from offbeat.base.clock import Clock, State
+from offbeat.base.packed import Packed
+from offbeat.comm.communicator import Communicator
+from offbeat.comm.pending import Pending
+from offbeat.reduce.codec import Narrow
+from offbeat.reduce.payload_split import Vector
 from offbeat.reduce.reducer import Code
-from offbeat.reduce.slices import Slices
-from offbeat.schedule import Clock, State
+from offbeat.reduce.two_phase import Slices
 
 _PIECE = 2**24  # values; on loopback gloo moves one long vector faster than many short ones
 _NARROW = {"bfloat16": torch.bfloat16, "float16": torch.float16}

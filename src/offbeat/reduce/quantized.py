@@ -6,14 +6,14 @@ from dataclasses import dataclass
 
 import torch
 
-from offbeat.comm import Communicator
-from offbeat.draws import whole
-from offbeat.pending import Pending
-from offbeat.reduce.grain import Blocks
-from offbeat.reduce.parcel import Vector
+from offbeat.base.clock import Clock, State
+from offbeat.base.draws import whole
+from offbeat.comm.communicator import Communicator
+from offbeat.comm.pending import Pending
+from offbeat.reduce.codec import Blocks
+from offbeat.reduce.payload_split import Vector
 from offbeat.reduce.reducer import Code
-from offbeat.reduce.slices import Slices
-from offbeat.schedule import Clock, State
+from offbeat.reduce.two_phase import Slices
 
 
 @dataclass(frozen=True, repr=False)

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from offbeat.comm import Communicator
-from offbeat.draws import whole
-from offbeat.pending import Pending
-from offbeat.reduce.parcel import Span, Vector
+from offbeat.base.clock import Clock, State
+from offbeat.base.draws import whole
+from offbeat.comm.communicator import Communicator
+from offbeat.comm.pending import Pending
+from offbeat.reduce.payload_split import Span, Vector
 from offbeat.reduce.reducer import Code
 from offbeat.reduce.topk import check_ratio
-from offbeat.schedule import Clock, State
 
 
 @dataclass(frozen=True, repr=False)

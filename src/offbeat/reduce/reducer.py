@@ -7,11 +7,11 @@ from dataclasses import dataclass, field, fields
 
 from torch import Tensor
 
-from offbeat.comm import Communicator
-from offbeat.packed import Packed
-from offbeat.pending import Pending, arrived
-from offbeat.reduce.parcel import Parcel, Vector
-from offbeat.schedule import Clock, State
+from offbeat.base.clock import Clock, State
+from offbeat.base.packed import Packed
+from offbeat.comm.communicator import Communicator
+from offbeat.comm.pending import Pending, arrived
+from offbeat.reduce.payload_split import Parcel, Vector
 
 
 class Reducer:

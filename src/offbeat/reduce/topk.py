@@ -7,13 +7,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from offbeat.comm import Communicator
-from offbeat.pending import Pending
-from offbeat.reduce.bits import pack12, pack16, pack_levels, unpack12, unpack16, unpack_levels
+from offbeat.base.clock import Clock, State
+from offbeat.comm.communicator import Communicator
+from offbeat.comm.pending import Pending
+from offbeat.reduce.bitpack import pack12, pack16, pack_levels, unpack12, unpack16, unpack_levels
 from offbeat.reduce.largest import largest
-from offbeat.reduce.parcel import Vector
+from offbeat.reduce.payload_split import Vector
 from offbeat.reduce.reducer import Code
-from offbeat.schedule import Clock, State
 
 _WINDOW = 65536
 

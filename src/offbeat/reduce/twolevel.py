@@ -7,13 +7,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from offbeat.comm import Communicator
-from offbeat.packed import Packed
-from offbeat.pending import Pending, arrived
-from offbeat.reduce.parcel import Parcel
+from offbeat.base.clock import Clock, State
+from offbeat.base.packed import Packed
+from offbeat.base.tensors import PRESENT
+from offbeat.comm.communicator import Communicator
+from offbeat.comm.pending import Pending, arrived
+from offbeat.reduce.payload_split import Parcel
 from offbeat.reduce.reducer import Reducer
-from offbeat.schedule import Clock, State
-from offbeat.tensors import PRESENT
 
 
 @dataclass(frozen=True)

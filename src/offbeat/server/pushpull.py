@@ -10,25 +10,25 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.profiler import record_function
 
-from offbeat.agreement import AVERAGED, ROUND, compare_headers, header
-from offbeat.comm import Communicator
-from offbeat.cost import Report
-from offbeat.farewell import Farewell
-from offbeat.metered import Metered
-from offbeat.optimizers import mark
-from offbeat.packed import Packed
-from offbeat.part import Part
-from offbeat.peers import Peers, World
-from offbeat.riders import floating_buffers, send_mean
-from offbeat.schedule import Clock, State
-from offbeat.server.layout import groups_of, runs_of
+from offbeat.among import Peers, World
+from offbeat.base.clock import Clock, State
+from offbeat.base.packed import Packed
+from offbeat.base.tensors import Live
+from offbeat.comm.communicator import Communicator
+from offbeat.comm.departure import Farewell
+from offbeat.comm.metered import Metered
+from offbeat.engine.extras import floating_buffers, send_mean
+from offbeat.engine.handshake import AVERAGED, ROUND, compare_headers, header
+from offbeat.engine.optimizers import mark
+from offbeat.engine.part import Part
+from offbeat.engine.report import Report
+from offbeat.server.groups import groups_of, runs_of
 from offbeat.server.replica import Replica
-from offbeat.server.ring import Ring, Slot
 from offbeat.server.rules import LocalRule, LocalStep
 from offbeat.server.shard import Factory, Options, Shard, check_server, options_of
-from offbeat.server.stable import Watch, sampled, stable_product, warn
-from offbeat.server.wire import Line, Pull, Slices
-from offbeat.tensors import Live
+from offbeat.server.slots import Ring, Slot
+from offbeat.server.stability import Watch, sampled, stable_product, warn
+from offbeat.server.transport import Line, Pull, Slices
 
 
 class PushPull(Part):

@@ -8,12 +8,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from offbeat.packed import Packed
-from offbeat.schedule import State
-from offbeat.server.layout import Run, Stretch
+from offbeat.base.clock import State
+from offbeat.base.packed import Packed
+from offbeat.server.groups import Run, Stretch
 from offbeat.server.rules import LocalRule
 from offbeat.server.shard import Options
-from offbeat.server.wire import Slices
+from offbeat.server.transport import Slices
 
 
 class Replica:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from offbeat.server.layout import Stretch
+    from offbeat.server.groups import Stretch
 
 
 class LocalRule:

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from offbeat.schedule import State
-from offbeat.server.layout import Groups, Run
+from offbeat.base.clock import State
+from offbeat.server.groups import Groups, Run
 
 Factory = Callable[[Any], Optimizer]
 Options = list[dict[str, Any]]

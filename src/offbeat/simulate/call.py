@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from offbeat.metered import nbytes
+from offbeat.comm.metered import nbytes
 from offbeat.simulate.network import Traffic
 
 Settle = Callable[[list[list[Tensor]]], list[list[Tensor]]]

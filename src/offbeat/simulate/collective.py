@@ -6,8 +6,8 @@ import itertools
 import math
 from typing import get_args
 
-from offbeat.collective import COLLECTIVES, Algorithm, Crossing
-from offbeat.metered import traffic
+from offbeat.comm.collective import COLLECTIVES, Algorithm, Crossing
+from offbeat.comm.metered import traffic
 
 ALGORITHMS: tuple[str, ...] = get_args(Algorithm)
 KINDS = tuple(COLLECTIVES)

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from offbeat.draws import uniforms
+from offbeat.base.draws import uniforms
 
 _BLOCK = 256  # steps drawn at once for a worker that asks step by step
 

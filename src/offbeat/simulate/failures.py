@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from offbeat.draws import uniform
+from offbeat.base.draws import uniform
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from offbeat.collective import Algorithm
+from offbeat.comm.collective import Algorithm
 from offbeat.simulate.collective import ALGORITHMS, KINDS, hops, own_bytes, uplink_bytes
 
 Link = tuple[int, int]

@@ -8,10 +8,10 @@ from typing import Any, TypeVar
 
 import torch
 
-from offbeat.comm import Communicator
+from offbeat.comm.communicator import Communicator
 from offbeat.simulate.failures import Failures
 from offbeat.simulate.network import Network
-from offbeat.simulate.stage import Stage
+from offbeat.simulate.scheduler import Stage
 from offbeat.simulate.virtual import member
 
 T = TypeVar("T")

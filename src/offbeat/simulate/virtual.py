@@ -8,15 +8,15 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from offbeat.comm import Communicator, sum_in_order, words
-from offbeat.companion import Companion
-from offbeat.courier import Courier, Lazy
-from offbeat.farewell import Farewell
-from offbeat.pending import Pending
-from offbeat.place import Track
+from offbeat.comm.communicator import Communicator, sum_in_order, words
+from offbeat.comm.departure import Farewell
+from offbeat.comm.pending import Pending
+from offbeat.comm.place import Track
+from offbeat.comm.sidecar import Companion
+from offbeat.comm.task_queue import Courier, Lazy
 from offbeat.simulate.call import Call, Settle
-from offbeat.simulate.stage import Path, Stage
-from offbeat.simulate.understudy import Understudy
+from offbeat.simulate.scheduler import Path, Stage
+from offbeat.simulate.sidecar import Understudy
 
 
 class Virtual(Communicator):

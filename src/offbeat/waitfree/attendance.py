@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from offbeat.cost import Report
+from offbeat.engine.report import Report
 
 Kind = Literal["fresh", "late", "nothing new"]
 

@@ -8,13 +8,13 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from offbeat.companion import Companion
-from offbeat.draws import whole
-from offbeat.packed import Packed
-from offbeat.peers import World
-from offbeat.schedule import Clock, State
-from offbeat.tensors import Gradients
-from offbeat.waitfree.part import Waitfree
+from offbeat.among import World
+from offbeat.base.clock import Clock, State
+from offbeat.base.draws import whole
+from offbeat.base.packed import Packed
+from offbeat.base.tensors import Gradients
+from offbeat.comm.sidecar import Companion
+from offbeat.waitfree.base import Waitfree
 from offbeat.waitfree.rounds import Outcome, settled
 
 Activation = Literal["solo", "majority"]

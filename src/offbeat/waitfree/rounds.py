@@ -10,14 +10,14 @@ from typing import Protocol
 import torch
 from torch.profiler import record_function
 
-from offbeat.comm import Communicator
-from offbeat.companion import Companion
-from offbeat.errors import PeerLost
-from offbeat.metered import Metered
-from offbeat.packed import Packed
-from offbeat.peers import Butterfly, World
+from offbeat.among import Butterfly, World
+from offbeat.base.clock import Clock
+from offbeat.base.errors import PeerLost
+from offbeat.base.packed import Packed
+from offbeat.comm.communicator import Communicator
+from offbeat.comm.metered import Metered
+from offbeat.comm.sidecar import Companion
 from offbeat.reduce import Reducer
-from offbeat.schedule import Clock
 
 
 class Load(Protocol):

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
-from offbeat.companion import Companion
-from offbeat.packed import Packed
+from offbeat.base.packed import Packed
+from offbeat.comm.sidecar import Companion
 from offbeat.waitfree.attendance import Kind
 from offbeat.waitfree.rounds import Outcome, settled
 

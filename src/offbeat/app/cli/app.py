@@ -1,0 +1,89 @@
+"""The commands, and what becomes of their errors."""
+
+import os
+import re
+import sys
+import time
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import typer
+
+import offbeat
+from offbeat.app.cli.compare import compare
+from offbeat.app.cli.lab import lab
+from offbeat.app.cli.methods import methods
+from offbeat.app.cli.plan import plan_command
+from offbeat.app.cli.refusal import Refused
+from offbeat.app.cli.report import report
+from offbeat.app.cli.study import study
+from offbeat.app.cli.train import train
+from offbeat.base.errors import OffbeatError
+
+app = typer.Typer(
+    name="offbeat",
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+UsageError: Any = typer.BadParameter.__mro__[1]  # click's, which typer may carry along under another name
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(f"offbeat {offbeat.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def offbeat_command(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Train one PyTorch model on many workers that communicate seldom.
+
+    Each command has examples in its own --help.
+
+    Examples:
+
+        offbeat compare torch_ddp 'local_sgd(every=8)' 'diloco(every=32)' --link 100mbit
+
+        offbeat train 'diloco(every=32)' --workers 4 --steps 500
+
+        offbeat plan --workers 8 --step 250ms --parameters 124M --link 1gbit,5ms --steps 10000
+
+        offbeat methods
+    """
+
+
+for command in (train, compare, study, report, lab, methods):
+    app.command()(command)
+app.command("plan")(plan_command)
+
+
+def run(arguments: Sequence[str]) -> int:
+    """The exit code: 0; 2 and a sentence for bad input, 1 and a sentence for a failed run; 130 for Ctrl-C."""
+    try:
+        code = app(args=list(arguments), standalone_mode=False)
+        return code if isinstance(code, int) else 0
+    except Refused as error:
+        return _told(str(error), 2)
+    except OffbeatError as error:
+        return _told(str(error), 1)
+    except (KeyboardInterrupt, typer.Abort):
+        return 130
+    except UsageError as error:
+        return _told(error.format_message(), 2)
+
+
+def _told(sentence: str, code: int) -> int:
+    if os.environ.get("RANK", "0") != "0":
+        time.sleep(2)  # torchrun ends the others with the first to leave: rank 0 is to speak first
+    elif sentence:  # there is none where the help has just been printed
+        # Of what no one would read to its end, both ends are enough.
+        short = re.sub(r"(\S{100})\S{200,}(\S{50})", r"\1…\2", " ".join(sentence.split()))
+        print(f"offbeat: {short}", file=sys.stderr)
+    return code

@@ -1,0 +1,68 @@
+"""What `offbeat plan --measure` finds out."""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from offbeat.among import communicator
+from offbeat.app.cli.refusal import Refused, reading
+from offbeat.comm.communicator import Communicator
+from offbeat.plan.measure import Measured, gathered, measure_link, measure_script, measure_task
+from offbeat.simulate import Network, Recorded
+from offbeat.tasks import find_task
+
+
+@dataclass
+class Found:
+    """What was measured, if anything, and with whom."""
+
+    comm: Communicator | None = None
+    step: Measured | None = None
+    compute: Recorded | None = None
+    network: Network | None = None
+    points: tuple[tuple[int, float], ...] = ()
+
+    @property
+    def leads(self) -> bool:
+        return self.comm is None or self.comm.rank == 0
+
+    def leave(self) -> None:
+        if dist.is_initialized():
+            dist.barrier()
+            dist.destroy_process_group()
+
+
+def measured(
+    measure: bool,
+    task: str | None,
+    model: str | None,
+    data: Path | None,
+    batch: int | None,
+    script: str | None,
+) -> Found:
+    if not measure:
+        if task or script:
+            raise Refused("--task and --script are there to be measured: add --measure.")
+        return Found()
+    if (task is None) == (script is None):
+        raise Refused("--measure times one thing: give either --task or --script.")
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    with reading():
+        if script is not None:
+            path, *arguments = script.split()
+            step = measure_script(path, arguments)  # before anything else: it may join a group of its own
+        comm = _joined()
+        if task is not None:
+            step = measure_task(find_task(task, size=model, data=data, seed=0), comm, batch=batch)
+        network, points = measure_link(comm) if comm.size > 1 else (None, [])
+    return Found(comm, step, gathered(comm, step), network, tuple(points))
+
+
+def _joined() -> Communicator:
+    """The workers that torchrun, or a lab, has started."""
+    if not dist.is_initialized() and "WORLD_SIZE" in os.environ:
+        dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    return communicator()

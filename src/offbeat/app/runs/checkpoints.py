@@ -1,0 +1,67 @@
+"""Checkpoints of all ranks on disk: a step counts once every rank's file is there."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import re
+import shutil
+import zipfile
+import zlib
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from offbeat.base.errors import CheckpointMismatch
+
+KEPT = 2
+
+
+class Shelf:
+    """The folder in which the ranks of one run keep their checkpoints."""
+
+    def __init__(self, folder: Path, *, rank: int, workers: int) -> None:
+        self.folder, self.rank, self.workers = folder, rank, workers
+
+    def save(self, step: int, state: dict[str, Any]) -> None:
+        """Write this rank's file beside, move it to its place, and drop what is older than the last two."""
+        place = self._at(step)
+        place.mkdir(parents=True, exist_ok=True)
+        beside = place / f".rank-{self.rank}.{os.getpid()}"
+        with beside.open("wb") as file:
+            torch.save(state, file)
+            file.flush()
+            os.fsync(file.fileno())
+        beside.replace(place / f"rank-{self.rank}.pt")
+        if self.rank == 0:
+            for old in self.whole()[:-KEPT]:
+                shutil.rmtree(self._at(old), ignore_errors=True)
+
+    def whole(self) -> list[int]:
+        """The steps at which every rank has saved, in order."""
+        found = []
+        for place in self.folder.glob("step-*"):
+            files = {file.name for file in place.glob("rank-*.pt")}
+            if files == {f"rank-{rank}.pt" for rank in range(self.workers)}:
+                found.append(int(re.sub(r"\D", "", place.name)))
+        return sorted(found)
+
+    def load(self, step: int) -> dict[str, Any]:
+        """This rank's state. The file's checksums are compared first, which torch does not do."""
+        path = self._at(step) / f"rank-{self.rank}.pt"
+        try:
+            with zipfile.ZipFile(path) as file:
+                if bad := file.testzip():
+                    raise zipfile.BadZipFile(f"wrong checksum of {bad}")
+            state: dict[str, Any] = torch.load(path, weights_only=True)
+        except (zipfile.BadZipFile, zlib.error, EOFError, pickle.UnpicklingError, RuntimeError) as error:
+            reason = str(error).partition("\n")[0]
+            raise CheckpointMismatch(
+                f"Rank {self.rank}'s checkpoint {str(path)!r} is damaged ({reason}): "
+                f"delete the folder {str(path.parent)!r} to go on from the checkpoint before it."
+            ) from error
+        return state
+
+    def _at(self, step: int) -> Path:
+        return self.folder / f"step-{step:09d}"

@@ -1,0 +1,68 @@
+"""A grid of runs: methods × workers × periods, with the same number of samples in all."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from offbeat import methods
+from offbeat.app.runs.setting import Setting
+from offbeat.methods.expression import parse
+from offbeat.tasks import Task
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One run of a study, and the curve it belongs to."""
+
+    setting: Setting
+    method: str  # as given, without its period
+    every: int | None
+
+
+def with_period(expression: str, every: int) -> str | None:
+    """The method with this period; None if it takes none.
+
+    >>> with_period("slowmo(momentum=0.5)", 8)
+    'slowmo(momentum=0.5, every=8)'
+    """
+    tree = parse(expression)
+    call = tree if isinstance(tree, ast.Call) else ast.Call(func=tree, args=[], keywords=[])
+    name = ast.unparse(call.func)
+    if name not in methods.__all__:
+        raise ValueError(f"method({expression!r}): name one of {', '.join(methods.__all__)}.")
+    if "every" not in methods.arguments(getattr(methods, name)):
+        return None
+    others = [keyword for keyword in call.keywords if keyword.arg != "every"]
+    period = ast.keyword(arg="every", value=ast.Constant(every))
+    return ast.unparse(ast.Call(func=call.func, args=call.args, keywords=[*others, period]))
+
+
+def cells(
+    first: Setting,
+    task: Task,
+    *,
+    expressions: Sequence[str],
+    workers: Sequence[int],
+    periods: Sequence[int],
+    samples: int,
+) -> list[Cell]:
+    """All runs of the grid, each with as many steps as its share of the samples has batches."""
+    batch = first.batch or task.batch_size
+    found = []
+    for expression in expressions:
+        for count in workers:
+            steps = samples // (max(1, count) * batch)
+            if steps < 1:
+                raise ValueError(
+                    f"--samples {samples}: {count} workers with batches of {batch} need "
+                    f"{count * batch} for a step."
+                )
+            for every in periods:
+                given = with_period(expression, every)
+                setting = replace(first, method=given or expression, workers=count, steps=steps)
+                found.append(Cell(setting, expression, every if given else None))
+                if given is None:
+                    break
+    return found

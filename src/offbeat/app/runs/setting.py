@@ -1,0 +1,159 @@
+"""What one run is: everything that decides its outcome, as plain values."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from offbeat.base.errors import BadArgument
+from offbeat.base.units import Straggler, check_number, check_whole, parse_link, parse_straggler
+from offbeat.engine.synchronizer import Synchronizer
+from offbeat.methods.expression import method
+from offbeat.simulate import simulate
+from offbeat.tasks import Task, find_task
+from offbeat.tasks.task import adamw, heavy_ball
+
+Where = Literal["processes", "netns", "simulation"]
+OPTIMIZERS = {"adamw": adamw, "sgd": heavy_ball}
+TORCH_DDP = "torch_ddp()"
+MOST = {
+    "workers": 10_000, "steps": 10**9, "batch": 10**6, "evaluations": 10**9, "checkpoint_every": 10**9
+}  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """One run. `batch`, `lr` and `optimizer` are the task's own where they are None."""
+
+    method: str
+    task: str = "digits"
+    model: str | None = None
+    data: str | None = None
+    workers: int = 4
+    steps: int = 400
+    batch: int | None = None
+    lr: float | None = None
+    optimizer: str | None = None
+    seed: int = 0
+    evaluations: int = 10
+    checkpoint_every: int | None = None
+    link: str | None = None
+    straggler: tuple[str, ...] = ()
+    where: Where = "processes"
+    compute: float = 0.02  # virtual seconds of a step, in simulation
+
+    def save(self, path: Path) -> None:
+        write_whole(path, json.dumps(asdict(self), indent=1))
+
+    @classmethod
+    def load(cls, path: Path) -> Setting:
+        values = json.loads(path.read_text())
+        return cls(**{**values, "straggler": tuple(values["straggler"])})
+
+    def find_task(self, cache: Path | None = None) -> Task:
+        return find_task(self.task, size=self.model, data=self.data, seed=self.seed, cache=cache)
+
+    def filled(self, task: Task) -> Setting:
+        """With the task's own values where none were given, and the method as one would type it."""
+        return replace(
+            self,
+            method=self.method.strip() + ("" if "(" in self.method else "()"),
+            batch=self.batch or task.batch_size,
+            lr=task.lr if self.lr is None else self.lr,
+        )
+
+    def optimizer_of(self, task: Task, model: nn.Module) -> Optimizer:
+        assert self.lr is not None
+        make = task.optimizer if self.optimizer is None else OPTIMIZERS[self.optimizer]
+        return make(model.parameters(), self.lr)
+
+    def rate(self, step: int) -> float:
+        """The share of the learning rate: a linear warm-up, then a cosine down to a tenth."""
+        warmup = max(1, min(40, self.steps // 10))
+        if step < warmup:
+            return (step + 1) / warmup
+        return 0.55 + 0.45 * math.cos(math.pi * min(1.0, (step - warmup) / max(1, self.steps - warmup)))
+
+    def build(self) -> Callable[..., Synchronizer]:
+        return method(self.method)
+
+    def evaluates(self, step: int) -> bool:
+        """Whether the model is evaluated after this step, the last one aside."""
+        return 0 < step < self.steps and step % max(1, round(self.steps / self.evaluations)) == 0
+
+    @cached_property
+    def stragglers(self) -> tuple[Straggler, ...]:
+        """Parsed once, since every step of every rank asks."""
+        return tuple(parse_straggler(text, workers=self.workers) for text in self.straggler)
+
+    def late(self, rank: int, step: int) -> float:
+        return sum(straggler.seconds(rank, step) for straggler in self.stragglers)
+
+
+def write_whole(path: Path, text: str) -> None:
+    """The file is there with all of the text, or as it was before."""
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    beside.write_text(text)
+    beside.replace(path)
+
+
+def check(setting: Setting, task: Task) -> None:
+    """Raise in one sentence if such a run cannot be; nothing is started yet."""
+    for name, most in MOST.items():
+        value = getattr(setting, name)
+        if value is not None:
+            check_whole(name, value, 1, most)
+    if abs(setting.seed) >= 2**63:
+        raise BadArgument("seed", setting.seed, "a whole number of at most 63 bits is needed.")
+    if setting.lr is not None:
+        check_number("lr", setting.lr, 1e6)
+    if setting.optimizer is not None and setting.optimizer not in OPTIMIZERS:
+        raise BadArgument("optimizer", setting.optimizer, f"name one of {', '.join(OPTIMIZERS)}.")
+    _check_link(setting)
+    _ = setting.stragglers  # parsed here, so that a bad one is refused here
+    full = setting.filled(task)
+    assert full.batch is not None
+    for rank in range(setting.workers):
+        task.batches(rank, setting.workers, full.batch, setting.seed)
+    _check_method(full, task)
+
+
+def _check_link(setting: Setting) -> None:
+    if setting.link is None:
+        return
+    link = parse_link(setting.link)
+    if setting.where == "netns" and link.latency:
+        raise BadArgument("link", setting.link, "with --netns a link has a rate alone, such as 100mbit.")
+
+
+def _check_method(setting: Setting, task: Task) -> None:
+    """Build it once for every worker, in simulation, where nothing is sent but the comparison."""
+    if setting.method == TORCH_DDP:
+        if setting.where == "simulation":
+            raise ValueError(
+                "torch_ddp needs processes of its own: leave it out with --simulate, or take ddp."
+            )
+        return
+    build = setting.build()
+
+    def worker(comm: Any) -> None:
+        model = task.model()
+        build(model, setting.optimizer_of(task, model), group=comm)
+
+    state = torch.get_rng_state()
+    try:
+        simulate(worker, setting.workers)
+    except NotImplementedError:
+        pass  # of what cannot be simulated, real workers tell
+    finally:
+        torch.set_rng_state(state)

@@ -1,0 +1,145 @@
+"""The table of a comparison, computed from the logs and nothing else."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from offbeat.app.runs.folder import origin_of, setting_of
+from offbeat.app.runs.record import Entry, entries, log_path
+from offbeat.app.runs.setting import TORCH_DDP, Setting
+
+REACHED = 0.05  # a loss this much above the reference's, as a share of it, counts as reached
+
+
+@dataclass(frozen=True)
+class Logged:
+    """One run, as its logs tell it; `ends` has each rank's last line, and is empty if it did not finish."""
+
+    folder: Path
+    setting: Setting
+    origin: dict[str, Any]
+    ranks: tuple[list[Entry], ...]
+    evals: list[Entry]
+    ends: list[Entry]
+
+    @property
+    def complete(self) -> bool:
+        return len(self.ends) == self.setting.workers
+
+
+@dataclass(frozen=True)
+class Row:
+    """One method over its seeds; seconds, bytes and rounds are means over ranks and seeds."""
+
+    method: str
+    seeds: int
+    loss: float
+    spread: float | None  # the standard deviation over the seeds
+    accuracy: float | None
+    seconds: float
+    exposed: float  # seconds a worker stood still for messages
+    hidden: float  # seconds messages were in the air while it worked
+    megabytes: float  # sent by one worker
+    rounds: float
+    reached: float | None  # seconds to a loss within 5 % of the reference's last
+    speedup: float | None  # the reference's seconds over these
+    kernel_megabytes: float | None  # what the kernel counted, of all that was sent
+    reported_megabytes: float | None  # what we counted of the same: start and evaluations included
+
+
+def read(folder: Path) -> Logged:
+    setting = setting_of(folder)
+    ranks = tuple(list(entries(log_path(folder, rank))) for rank in range(setting.workers))
+    first = ranks[0] if ranks else []
+    return Logged(
+        folder=folder,
+        setting=setting,
+        origin=origin_of(folder),
+        ranks=ranks,
+        evals=[entry for entry in first if entry["kind"] == "eval"],
+        ends=[entry for rank in ranks for entry in rank if entry["kind"] == "end"],
+    )
+
+
+def summarize(runs: Sequence[Logged]) -> list[Row]:
+    """A row per setting over its seeds, in the order they first appear; unfinished runs are left out."""
+    found: dict[str, list[Logged]] = {}
+    for run, label in zip(runs, labels(runs), strict=True):
+        if run.complete:
+            found.setdefault(label, []).append(run)
+    base = found.get(reference_of(runs) or "", [])
+    return [_row(label, alike, base) for label, alike in found.items()]
+
+
+def labels(runs: Sequence[Logged]) -> list[str]:
+    """What each run is called: its method, its workers and whatever else differs, but for the seed."""
+    names = [field.name for field in fields(Setting) if field.name not in ("method", "seed")]
+    differ = [name for name in names if len({getattr(run.setting, name) for run in runs}) > 1]
+    return [run.setting.method + "".join(_told(run.setting, name) for name in differ) for run in runs]
+
+
+def _told(setting: Setting, name: str) -> str:
+    value = getattr(setting, name)
+    if name == "workers":
+        return f" × {value}"
+    return f", {name} {' and '.join(value) or None if isinstance(value, tuple) else value}"
+
+
+def reference_of(runs: Sequence[Logged]) -> str | None:
+    """The label of what others are measured against: torch's DDP, else our ddp, else the first to finish."""
+    found = [
+        (run.setting.method, label) for run, label in zip(runs, labels(runs), strict=True) if run.complete
+    ]
+    for wanted in (TORCH_DDP, "ddp()"):
+        for method, label in found:
+            if method == wanted:
+                return label
+    return found[0][1] if found else None
+
+
+def _row(method: str, runs: Sequence[Logged], base: Sequence[Logged]) -> Row:
+    losses = [run.evals[-1]["loss"] for run in runs]
+    right = [run.evals[-1]["accuracy"] for run in runs if "accuracy" in run.evals[-1]]
+    seconds = _mean(runs, "t")
+    target = statistics.mean(run.evals[-1]["loss"] for run in base)
+    target += REACHED * abs(target)
+    times = [reach(run.evals, target) if math.isfinite(run.evals[-1]["loss"]) else None for run in runs]
+    counted = all("kernel_sent" in end for run in runs for end in run.ends)
+    return Row(
+        method=method,
+        seeds=len(runs),
+        loss=statistics.mean(losses),
+        spread=statistics.stdev(losses) if len(losses) > 1 else None,
+        accuracy=statistics.mean(right) if right else None,
+        seconds=seconds,
+        exposed=_mean(runs, "waited"),
+        hidden=statistics.mean(max(0.0, end["air"] - end["waited"]) for run in runs for end in run.ends),
+        megabytes=_mean(runs, "sent") / 1e6,
+        rounds=_mean(runs, "rounds"),
+        reached=None if None in times else statistics.mean(time for time in times if time is not None),
+        speedup=_mean(base, "t") / seconds if base and seconds else None,
+        kernel_megabytes=_mean(runs, "kernel_sent") / 1e6 if counted else None,
+        reported_megabytes=_mean(runs, "sent_in_all") / 1e6 if counted else None,
+    )
+
+
+def reach(evals: Sequence[Entry], target: float) -> float | None:
+    """When the loss first came down to the target, on a straight line between evaluations."""
+    before: Entry | None = None
+    for entry in evals:
+        if entry["loss"] <= target:
+            if before is None or not math.isfinite(before["loss"]) or before["loss"] == entry["loss"]:
+                return float(entry["t"])
+            share = (before["loss"] - target) / (before["loss"] - entry["loss"])
+            return float(before["t"] + share * (entry["t"] - before["t"]))
+        before = entry
+    return None
+
+
+def _mean(runs: Sequence[Logged], name: str) -> float:
+    return statistics.mean(float(end[name]) for run in runs for end in run.ends)

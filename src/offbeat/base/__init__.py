@@ -1,0 +1,1 @@
+"""What everything stands on: clocks, packed vectors, live tensors, draws, errors."""

@@ -1,0 +1,224 @@
+"""Numbers with units, as people type them: 124M, 100mbit, 20ms, share=0.1,delay=300ms.
+
+Every command and every Python call that takes such text reads it here.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from decimal import Decimal
+
+from offbeat.base.draws import uniform
+from offbeat.base.errors import BadArgument, shown
+
+LONGEST = 365 * 24 * 3600.0  # seconds
+FASTEST = 10**15  # bits per second
+MOST = 10**15  # of anything counted with a unit
+
+_NUMBER = r"[0-9]{1,300}(?:\.[0-9]{0,300})?|\.[0-9]{1,300}"
+_SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "": 1.0}
+_COUNTS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9, "t": 10**12}
+_THOUSANDS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
+_BITS = _THOUSANDS | {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+
+_TIME = "a time is a number and perhaps a unit, such as 0.25, 5us, 20ms, 0.5s, 10min or 2h"
+_COUNT = "a count is a number and perhaps a unit, such as 350000, 124M or 1.3B"
+_RATE = "a rate is a number and a unit of tc, such as '100mbit', or '12.5mbps' in bytes"
+_LINK = "a link is a rate and perhaps a latency, such as 100mbit or 100mbit,20ms"
+_LEVEL = "a level is the workers in a group and their uplink, such as 8:100gbit,5us"
+_STRAGGLER = "write rank=1,delay=300ms,every=4 for one worker, or share=0.1,delay=300ms for any"
+
+
+@dataclass(frozen=True)
+class Link:
+    """Bytes per second each way, and seconds per hop."""
+
+    rate: float
+    latency: float = 0.0
+
+
+@dataclass(frozen=True)
+class Straggler:
+    """`delay` seconds more for a step: `rank`'s every `every`-th, or anyone's with chance `share`."""
+
+    delay: float
+    rank: int | None = None
+    every: int = 1
+    share: float | None = None
+    seed: int = 0
+
+    def seconds(self, rank: int, step: int) -> float:
+        """How late a rank is in the step after `step` others."""
+        if self.share is not None:
+            return self.delay if uniform(self.seed, step, f"straggler/{rank}") < self.share else 0.0
+        return self.delay if rank == self.rank and (step + 1) % self.every == 0 else 0.0
+
+
+def parse_seconds(text: str, name: str = "time") -> float:
+    """Seconds.
+
+    >>> parse_seconds("20ms"), parse_seconds("2h"), parse_seconds("0.25")
+    (0.02, 7200.0, 0.25)
+    """
+    found = re.fullmatch(rf"\s*((?:{_NUMBER})(?:e[+-]?[0-9]{{1,4}})?)\s*([a-z]*)\s*", text)
+    if found is None or found[2] not in _SECONDS:
+        raise BadArgument(name, text, f"{_TIME}.")
+    seconds = float(found[1]) * _SECONDS[found[2]]
+    if seconds > LONGEST:
+        raise BadArgument(name, text, "a time must be at most a year, 8760h.")
+    return seconds
+
+
+def parse_count(text: str, name: str = "count") -> int:
+    """A whole number.
+
+    >>> parse_count("350_000"), parse_count("1.3B")
+    (350000, 1300000000)
+    """
+    found = re.fullmatch(rf"\s*({_NUMBER})\s*([a-zA-Z]?)\s*", text.replace("_", ""))
+    if found is None or found[2].lower() not in _COUNTS:
+        raise BadArgument(name, text, f"{_COUNT}.")
+    count = round(Decimal(found[1]) * _COUNTS[found[2].lower()])
+    if count > MOST:
+        raise BadArgument(name, text, "a count must be at most 1000T.")
+    return count
+
+
+def parse_rate(text: str, name: str = "rate") -> int:
+    """Bits per second of a rate in the units of `tc`.
+
+    `kbit mbit gbit tbit` count bits in thousands, `kbps mbps gbps tbps` bytes in thousands, and `kibit`,
+    `kibps` and so on count in 1024s. A bare number is bits. Upper and lower case are alike.
+
+    >>> parse_rate("100mbit"), parse_rate("1.5kbps")
+    (100000000, 12000)
+    """
+    if not isinstance(text, str):
+        raise TypeError(f"{name}={text!r}: a rate is text, such as '100mbit'.")
+    bits = _bits(text)
+    if bits is None:
+        raise BadArgument(name, text, f"{_RATE}.")
+    _check_rate(name, text, bits)
+    return bits
+
+
+def parse_link(text: str, name: str = "link") -> Link:
+    """A rate, and perhaps the latency of a hop.
+
+    >>> parse_link("100mbit,20ms")
+    Link(rate=12500000.0, latency=0.02)
+    """
+    rate, comma, latency = text.partition(",")
+    bits = _bits(rate.strip())
+    if bits is None:
+        raise BadArgument(name, text, f"{_LINK}.")
+    _check_rate(name, text, bits)
+    return Link(bits / 8, _inner_seconds(name, text, latency) if comma else 0.0)
+
+
+def parse_level(text: str, name: str = "level") -> tuple[int, Link]:
+    """The size of groups that share an uplink, and the uplink.
+
+    >>> parse_level("8:100gbit,5us")
+    (8, Link(rate=12500000000.0, latency=4.9999999999999996e-06))
+    """
+    found = re.fullmatch(r"\s*([0-9]{1,9})\s*:(.+)", text)
+    if found is None:
+        raise BadArgument(name, text, f"{_LEVEL}.")
+    try:
+        return int(found[1]), parse_link(found[2])
+    except BadArgument as error:
+        raise BadArgument(name, text, error.reason) from None
+
+
+def parse_straggler(text: str, name: str = "straggler", *, workers: int | None = None) -> Straggler:
+    """A worker that is late now and then, or all of them at random.
+
+    >>> parse_straggler("rank=1,delay=300ms,every=4")
+    Straggler(delay=0.3, rank=1, every=4, share=None, seed=0)
+    """
+    pairs = [item.partition("=")[::2] for item in text.replace(" ", "").split(",")]
+    given = dict(pairs)
+    if not given.keys() <= {"rank", "delay", "every", "share", "seed"} or len(given) < len(pairs):
+        raise BadArgument(name, text, f"{_STRAGGLER}.")
+    if "delay" not in given or ("rank" in given) == ("share" in given):
+        raise BadArgument(name, text, f"{_STRAGGLER}.")
+    if any(not re.fullmatch(r"[0-9]{1,9}", given[key]) for key in ("rank", "every", "seed") if key in given):
+        raise BadArgument(name, text, f"{_STRAGGLER}; rank, every and seed are whole numbers.")
+    if "share" in given and not re.fullmatch(_NUMBER, given["share"]):
+        raise BadArgument(name, text, f"{_STRAGGLER}; share is a number from 0 to 1.")
+    rank, share = _whole(given, "rank"), float(given["share"]) if "share" in given else None
+    every, seed = _whole(given, "every"), _whole(given, "seed")
+    if rank is not None and workers is not None and rank >= workers:
+        raise BadArgument(name, text, f"the ranks are 0 to {workers - 1}.")
+    if every == 0 or (share is not None and share > 1):
+        raise BadArgument(name, text, "every must be at least 1, and share between 0 and 1.")
+    delay = _inner_seconds(name, text, given["delay"])
+    return Straggler(delay, rank, 1 if every is None else every, share, seed or 0)
+
+
+def check_whole(name: str, value: int, least: int, most: int) -> None:
+    """Refuse a whole number outside of these bounds."""
+    if value < least:
+        raise BadArgument(name, value, f"at least {least} is needed.")
+    if value > most:
+        raise BadArgument(name, value, f"at most {most} is possible.")
+
+
+def check_number(name: str, value: float, most: float, what: str = "a positive number") -> None:
+    """Refuse what is not a positive number up to a bound; NaN is none."""
+    if not value > 0:
+        raise BadArgument(name, value, f"{what} is needed.")
+    if value > most:
+        raise BadArgument(name, value, f"at most {most:g} is possible.")
+
+
+def as_rate(bandwidth: float) -> str:
+    """Bytes per second as a link is sold."""
+    bits = bandwidth * 8
+    for unit, size in (("Tbit/s", 1e12), ("Gbit/s", 1e9), ("Mbit/s", 1e6), ("kbit/s", 1e3)):
+        if bits >= size:
+            return f"{bits / size:.3g} {unit}"
+    return f"{bits:.3g} bit/s"
+
+
+def as_time(seconds: float) -> str:
+    """Seconds in the unit in which one would say them."""
+    for unit, size in (("d", 86400.0), ("h", 3600.0), ("min", 60.0)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds:.3g} s"
+
+
+def as_bytes(number: float) -> str:
+    """Bytes in thousands."""
+    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if number >= size:
+            return f"{number / size:.3g} {unit}"
+    return f"{number:.0f} B"
+
+
+def _bits(text: str) -> int | None:
+    """Bits per second; None if the text is no rate."""
+    found = re.fullmatch(rf"({_NUMBER})(?:(|[kmgt]i?)(bit|bps))?", text.lower(), re.ASCII)
+    if found is None:
+        return None
+    return round(Decimal(found[1]) * _BITS[found[2] or ""] * (8 if found[3] == "bps" else 1))
+
+
+def _check_rate(name: str, text: str, bits: int) -> None:
+    if not 1 <= bits <= FASTEST:
+        raise BadArgument(name, text, "a rate must be from 1bit to 1000tbit.")
+
+
+def _inner_seconds(name: str, text: str, part: str) -> float:
+    """The time in a part of the text, which is told as a whole."""
+    try:
+        return parse_seconds(part)
+    except BadArgument as error:
+        raise BadArgument(name, text, f"{shown(part)}: {error.reason}") from None
+
+
+def _whole(given: dict[str, str], key: str) -> int | None:
+    return int(given[key]) if key in given else None

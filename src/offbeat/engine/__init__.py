@@ -1,0 +1,1 @@
+"""What drives a method: the synchronizer, its parts, and the rounds they hold."""

@@ -1,0 +1,134 @@
+"""Does a checkpoint belong to this run? Every worker raises if one of them has the wrong one."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from offbeat.base.clock import State
+from offbeat.base.errors import CheckpointMismatch, Disagreement
+from offbeat.base.tensors import trainable
+from offbeat.comm.communicator import Communicator
+from offbeat.engine import handshake as agreement
+
+FORMAT = 1
+OWN = "shard"  # what stands under this key in a part's state may differ in shape from rank to rank
+_SHARED = ("plan", "round", "step", "due")  # numbers in a part's state that are equal on all ranks
+
+
+def origin(method: str, comm: Communicator) -> State:
+    """What a checkpoint says of the run it was taken from."""
+    return {"format": FORMAT, "method": method, "workers": comm.size, "rank": comm.rank}
+
+
+def identity(method: str, nonce: int, model: nn.Module) -> int:
+    """A number for a run, the same on all ranks, which have rank 0's weights at the start."""
+    return _number(f"{method} {nonce} {checksum(model)}")
+
+
+def checksum(model: nn.Module) -> int:
+    """Of this rank's trainable weights."""
+    return _number(" ".join(str(agreement.checksum(p)) for p in trainable(model).values()))
+
+
+def check_origin(state: State, method: str, model: nn.Module, comm: Communicator) -> bool:
+    """The checkpoint is of this method, rank and number of workers, and of one run and step everywhere.
+
+    Returns whether the weights saved with it are in the model, on all ranks.
+    """
+    mismatch = _mismatch(state, origin(method, comm))
+    mine = [-1, 0, 0, 0]
+    if not mismatch:
+        loaded = state["weights"] in (None, checksum(model))
+        mine = [state["steps"], state["run"], _number("\n".join(_outline(state["parts"]))), int(loaded)]
+    heard = [word[:4] for word in comm.tell(mine).wait()]
+    if mismatch:
+        raise CheckpointMismatch(mismatch)
+    steps, runs, outlines, weights = zip(*heard, strict=True)
+    if -1 in steps:
+        raise CheckpointMismatch(
+            f"Rank {steps.index(-1)} cannot load its checkpoint: its own error says why."
+        )
+    if odd := _odd_one(runs):
+        raise CheckpointMismatch(
+            f"Rank {odd[0]}'s checkpoint is of another run than rank {odd[1]}'s: "
+            "load the files of one run on every rank."
+        )
+    for rank, step in enumerate(steps):
+        if step != steps[0]:
+            raise Disagreement(
+                f"Checkpoints disagree: rank 0 loads step {steps[0]}, rank {rank} step {step}."
+            )
+    if odd := _odd_one(outlines):
+        raise CheckpointMismatch(
+            f"Rank {odd[0]}'s checkpoint of step {steps[0]} contradicts rank {odd[1]}'s: their rounds or the "
+            "shapes of their tensors differ. Load an earlier checkpoint."
+        )
+    return all(weights)
+
+
+def check_weights(expected: int, model: nn.Module, comm: Communicator) -> None:
+    """The weights saved with the checkpoint are in the model by now, on all ranks."""
+    heard = comm.tell([int(expected in (None, checksum(model)))]).wait()
+    if wrong := [rank for rank, word in enumerate(heard) if not word[0]]:
+        raise CheckpointMismatch(
+            f"The weights of rank {', '.join(map(str, wrong))} are not those saved with the checkpoint: "
+            "load model and synchronizer from the same file on every rank."
+        )
+
+
+def _odd_one(values: Sequence[int]) -> tuple[int, int] | None:
+    """The first rank whose value most others do not have, and the first that has theirs."""
+    usual = Counter(values).most_common(1)[0][0]
+    for rank, value in enumerate(values):
+        if value != usual:
+            return rank, values.index(usual)
+    return None
+
+
+def _outline(value: Any, name: object = "") -> Iterator[str]:
+    """What is equal on all ranks in the state of a part: keys, shapes, rounds; not what a rank measured."""
+    if torch.is_tensor(value):
+        yield f"{name} {value.dtype} {list(value.shape)}"
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            if key != OWN:
+                yield from _outline(item, f"{name}.{key}")
+    elif isinstance(value, list) and not all(isinstance(item, float) for item in value):
+        for index, item in enumerate(value):
+            yield from _outline(item, f"{name}.{index}")
+    elif value is None or str(name).rpartition(".")[2] in _SHARED:
+        yield f"{name} {value}"
+
+
+def _number(text: str) -> int:
+    """A digest that fits into a word."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
+
+
+def _mismatch(state: State, ours: State) -> str | None:
+    for what in ("format", "method", "workers"):
+        if state.get(what) != ours[what]:
+            return f"The checkpoint has {what} {state.get(what)}, this run has {ours[what]}."
+    if state["rank"] != ours["rank"]:
+        return (
+            f"The checkpoint was written by rank {state['rank']}, this is rank {ours['rank']}: "
+            "every rank loads its own."
+        )
+    return None
+
+
+def copied(value: Any) -> Any:
+    """A deep copy of tensors in dicts and lists."""
+    if torch.is_tensor(value):
+        return value.clone()
+    if isinstance(value, dict):
+        return {key: copied(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [copied(item) for item in value]
+    return value

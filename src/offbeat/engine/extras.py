@@ -1,0 +1,177 @@
+"""What rides along in a round of the parameters: the model's buffers and the optimizer's moments."""
+
+from __future__ import annotations
+
+import logging
+import zlib
+from collections.abc import Callable, Iterable, Sequence
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from offbeat.base.packed import Packed
+from offbeat.base.tensors import Live, local, named
+from offbeat.comm.communicator import Communicator
+from offbeat.comm.pending import Pending, arrived
+from offbeat.engine.reset import check_reset, reset
+
+BufferRule = Literal["average", "keep", "follow"]
+MomentRule = Literal["keep", "average", "reset"]
+
+logger = logging.getLogger("offbeat")
+
+
+class Buffers:
+    """Floating buffers are averaged and others follow rank 0; or all are kept, or all follow rank 0."""
+
+    def __init__(self, model: nn.Module, rule: BufferRule) -> None:
+        if rule not in get_args(BufferRule):
+            raise ValueError(f"buffers={rule!r}: choose one of {', '.join(map(repr, get_args(BufferRule)))}.")
+        self.rule = rule
+        # Looked up once: walking through a large model takes a millisecond.
+        owners = {id(b): (m, key) for m in model.modules() for key, b in m._buffers.items()}
+        self._places = {name: owners[id(b)] for name, b in named(model.named_buffers()).items()}
+
+    def averaged(self) -> dict[str, Tensor]:
+        return self._pick(lambda buffer: self.rule == "average" and _smooth(buffer))
+
+    def followed(self) -> dict[str, Tensor]:
+        return self._pick(lambda b: self.rule == "follow" or (self.rule == "average" and not _smooth(b)))
+
+    @property
+    def equalizes(self) -> bool:
+        """Whether a round leaves the floating buffers equal on all workers."""
+        return self.rule != "keep" or not any(_smooth(buffer) for buffer in self._present().values())
+
+    def follow(self, comm: Communicator) -> Pending[list[Tensor]]:
+        """Rank 0's values, on their way: one vector per dtype and device, for each is a message."""
+        mine = list(self.followed().values())
+        groups: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+        for buffer in mine:
+            groups.setdefault((buffer.dtype, buffer.device), []).append(buffer)
+        flats = {kind: torch.cat([b.reshape(-1) for b in group]) for kind, group in groups.items()}
+
+        def cut(_: object) -> list[Tensor]:
+            parts = {
+                kind: iter(torch.split(flats[kind], [b.numel() for b in group]))
+                for kind, group in groups.items()
+            }
+            return [next(parts[b.dtype, b.device]).view(b.shape) for b in mine]
+
+        filled = [flat for flat in flats.values() if flat.numel()]
+        return comm.broadcast(filled).then(cut) if filled else arrived(cut(None))
+
+    def _pick(self, wanted: Callable[[Tensor], bool]) -> dict[str, Tensor]:
+        return {name: local(b) for name, b in self._present().items() if wanted(b)}
+
+    def _present(self) -> dict[str, Tensor]:
+        """All buffers as they are now: a module may bind its buffer anew."""
+        found = {name: module._buffers[key] for name, (module, key) in self._places.items()}
+        return {name: buffer for name, buffer in found.items() if buffer is not None}
+
+
+def _smooth(buffer: Tensor) -> bool:
+    return buffer.is_floating_point() or buffer.is_complex()
+
+
+def floating_buffers(model: nn.Module) -> dict[str, Tensor]:
+    return {name: local(b) for name, b in named(model.named_buffers()).items() if _smooth(b)}
+
+
+class Moments:
+    """The optimizers' running averages of the live parameters: kept, averaged, or reset at each landing."""
+
+    def __init__(self, live: Live, rule: MomentRule) -> None:
+        if rule not in get_args(MomentRule):
+            raise ValueError(f"moments={rule!r}: choose one of {', '.join(map(repr, get_args(MomentRule)))}.")
+        self._live, self.rule = live, rule
+        self.optimizers: Sequence[Optimizer] = ()
+
+    def bind(self, optimizers: Sequence[Optimizer]) -> None:
+        """Learn the optimizers."""
+        self.optimizers = optimizers
+        if self.rule == "reset":
+            check_reset(optimizers, self._live.parameters)
+
+    def mark(self) -> int:
+        """Which there are to be averaged, in one number."""
+        return _mark(self.found()) if self.rule == "average" else 0
+
+    def averaged(self, marks: Callable[[], list[int]], comm: Communicator) -> dict[str, Tensor]:
+        """Those to be averaged in a round: the moments that all workers have.
+
+        Optimizers create them lazily, so a worker that skipped its first step, or never uses a parameter,
+        lacks some. All workers wait for each other's marks. If these differ, one more message tells which
+        parameters have the same moments everywhere.
+        """
+        if self.rule != "average":
+            return {}
+        mine = self.found()
+        if len(set(marks())) == 1:
+            return mine
+        own: dict[str, list[str]] = {name: [] for name in self._live.names}
+        for key in mine:
+            own[key.rpartition(":")[0]].append(key)
+        heard = torch.stack(comm.gather(torch.tensor([_mark(keys) for keys in own.values()])).wait())
+        common = (heard == heard[0]).all(dim=0).tolist()
+        shared = [keys for keys, alike in zip(own.values(), common, strict=True) if alike]
+        logger.warning(
+            "Not all workers have the optimizer moments of %d of %d tensors: these are not averaged in this "
+            "round.",
+            common.count(False),
+            len(common),
+        )
+        return {key: mine[key] for keys in shared for key in keys}
+
+    def reset(self) -> None:
+        """As if the optimizers had just been built, where that is the rule."""
+        if self.rule == "reset":
+            for optimizer in self.optimizers:
+                reset(optimizer, self._live.parameters)
+
+    def found(self) -> dict[str, Tensor]:
+        """Tensors of the optimizers' state that have a parameter's shape, but for its count of steps."""
+        shapes = {name: p.shape for name, p in zip(self._live.names, self._live.parameters, strict=True)}
+        return {
+            f"{name}:{key}": local(value)
+            for name, state in self._states().items()
+            for key, value in state.items()
+            if key != "step" and torch.is_tensor(value) and value.shape == shapes[name]
+        }
+
+    def _states(self) -> dict[str, dict[str, Tensor]]:
+        return {
+            name: optimizer.state[parameter]
+            for name, parameter in zip(self._live.names, self._live.parameters, strict=True)
+            for optimizer in self.optimizers
+            if parameter in optimizer.state
+        }
+
+
+def _mark(names: Iterable[str]) -> int:
+    return zlib.crc32(" ".join(names).encode())
+
+
+def send_mean(tensors: dict[str, Tensor], comm: Communicator) -> Pending[Packed]:
+    """Their mean, on its way."""
+    packed = Packed.like(tensors)
+    packed.read(list(tensors.values()))
+    return comm.mean(packed.flats).then(lambda _: packed) if tensors else arrived(packed)
+
+
+def land(now: Sequence[Tensor], news: Sequence[Tensor], sent: Sequence[Tensor] | None) -> None:
+    """Write news that were in no time here; late ones move what is now by as much as what was sent.
+
+    The move ends between the present value and the news, so that a variance cannot become negative.
+    """
+    for i, (value, new) in enumerate(zip(now, news, strict=True)):
+        if sent is None or value.dtype == torch.bool:
+            value.copy_(new)
+        else:
+            low, high = torch.minimum(value, new), torch.maximum(value, new)
+            # What has not changed is left alone: the difference of infinities, as in a mask, is no number.
+            moved = torch.where(new == sent[i], value, value + (new - sent[i]))
+            # Counts follow as they are: only averages are held in bounds.
+            value.copy_(moved.clamp(low, high) if value.is_floating_point() else moved)

@@ -1,0 +1,144 @@
+"""Methods written as text: parsed, never evaluated."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import inspect
+import math
+from collections.abc import Callable
+from typing import Any
+
+from offbeat import methods, reduce
+from offbeat import when as schedule
+from offbeat.base.errors import shown
+from offbeat.engine.synchronizer import Synchronizer
+from offbeat.methods.call import check_numbers
+from offbeat.server import rules
+from offbeat.update import detached, outer, overlap, update
+
+LONGEST, DEEPEST = 20_000, 30  # characters and levels of an expression
+_ABSTRACT = ("Anchored", "Clock", "Code")
+
+VALUES = {
+    name: value
+    for module in (schedule, reduce, update, outer, overlap, detached, rules)
+    for name, value in vars(module).items()
+    if inspect.isclass(value) and hasattr(value, "__dataclass_fields__") and name not in _ABSTRACT
+}
+
+
+def method(expression: str) -> Callable[..., Synchronizer]:
+    """The method that an expression such as "local_sgd(every=QSR(alpha=0.02))" names, to be called with
+    model and optimizer.
+
+    Names of methods and values, numbers, strings, True, False, None, tuples and lists are understood.
+
+        build = offbeat.method("local_sgd(every=8)")
+        sync = build(model, optimizer)
+    """
+    tree = parse(expression)
+    name, keywords = _method_call(tree, expression)
+    function = getattr(methods, name)
+    accepted = methods.arguments(function)
+    for keyword in keywords:
+        if keyword not in accepted:
+            choice = ", ".join(accepted)
+            raise ValueError(
+                f"method({shown(expression)}): {name} has no argument {keyword!r}; it takes {choice}."
+            )
+    for key, default in accepted.items():
+        if default is inspect.Parameter.empty and key not in keywords:
+            raise ValueError(f"method({shown(expression)}): {name} needs {key}=.")
+    return functools.partial(function, **keywords)
+
+
+def parse(expression: str) -> ast.expr:
+    """The tree of an expression; refused if it is longer or deeper than any method needs."""
+    if not isinstance(expression, str):
+        raise TypeError(f"method({shown(expression)}): an expression is text, such as 'local_sgd(every=8)'.")
+    text, call = expression.strip(), f"method({shown(expression)})"
+    if len(text) > LONGEST:
+        raise ValueError(f"{call}: at most {LONGEST} characters are possible, and these are {len(text)}.")
+    if _brackets(text) > DEEPEST:
+        raise ValueError(f"{call}: at most {DEEPEST} levels are possible, and these are more.")
+    try:
+        tree = ast.parse(text, mode="eval").body
+    except (SyntaxError, ValueError) as error:  # a ValueError is about what cannot be encoded
+        raise ValueError(f"{call}: this is not an expression: {getattr(error, 'msg', error)}.") from None
+    except (MemoryError, RecursionError):  # what Python's parser says of a tree that is too deep for it
+        tree = None
+    if tree is None or _depth(tree) > DEEPEST:
+        raise ValueError(f"{call}: at most {DEEPEST} levels are possible, and these are more.")
+    return tree
+
+
+def _brackets(text: str) -> int:
+    """How deep brackets lie in each other."""
+    depth = deepest = 0
+    for sign in text:
+        depth += (sign in "([{") - (sign in ")]}")
+        deepest = max(deepest, depth)
+    return deepest
+
+
+def _depth(tree: ast.AST) -> int:
+    """How deep the tree is, without recursion."""
+    depth, level = 0, [tree]
+    while level:
+        depth, level = depth + 1, [child for node in level for child in ast.iter_child_nodes(node)]
+    return depth
+
+
+def _method_call(tree: ast.expr, expression: str) -> tuple[str, dict[str, Any]]:
+    call = tree if isinstance(tree, ast.Call) else ast.Call(func=tree, args=[], keywords=[])
+    if not isinstance(call.func, ast.Name) or call.func.id not in methods.__all__:
+        raise ValueError(f"method({shown(expression)}): name one of {', '.join(methods.__all__)}.")
+    if call.args:
+        raise ValueError(f"method({shown(expression)}): arguments are named, as in {call.func.id}(every=8).")
+    return call.func.id, _keywords(call, expression)
+
+
+def _keywords(call: ast.Call, expression: str) -> dict[str, Any]:
+    found = {}
+    for keyword in call.keywords:
+        if keyword.arg is None:
+            raise ValueError(f"method({shown(expression)}): ** is not understood here.")
+        if keyword.arg in found:  # the parser alone does not mind
+            raise ValueError(f"method({shown(expression)}): {keyword.arg}= is given twice.")
+        found[keyword.arg] = _value(keyword.value, expression)
+    return found
+
+
+def _number(value: Any, expression: str) -> Any:
+    """The value, if it is none or one that all workers can tell each other, in 64 bits."""
+    if isinstance(value, int) and value.bit_length() > 63:
+        raise ValueError(f"method({shown(expression)}): {shown(value, 40)} is too large a number.")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f"method({shown(expression)}): {value} is too large a number.")
+    return value
+
+
+def _value(node: ast.expr, expression: str) -> Any:
+    if isinstance(node, ast.Constant) and isinstance(node.value, bool | int | float | str | None):
+        return _number(node.value, expression)
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        number = _value(node.operand, expression)
+        if isinstance(number, int | float):
+            return -number
+    if isinstance(node, ast.Tuple | ast.List):
+        return tuple(_value(item, expression) for item in node.elts)
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in VALUES:
+        kind = VALUES[node.func.id]
+        args, given = [_value(arg, expression) for arg in node.args], _keywords(node, expression)
+        kinds = {name: p.annotation for name, p in inspect.signature(kind).parameters.items()}
+        try:
+            check_numbers(node.func.id, kinds, dict(zip(kinds, args, strict=False)) | given)
+            return kind(*args, **given)
+        except TypeError as error:
+            text = str(error).replace(".__init__()", "()").removesuffix(".")
+            raise ValueError(f"method({shown(expression)}): {text}.") from None
+    raise ValueError(
+        f"method({shown(expression)}): {shown(ast.unparse(node), 80)} is not understood; use numbers, "
+        f"strings and {', '.join(sorted(VALUES))}."
+    )

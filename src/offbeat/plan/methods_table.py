@@ -1,0 +1,119 @@
+"""What every named method does and costs: read from its parts."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, is_dataclass
+
+import torch
+from torch import nn
+
+from offbeat import methods
+from offbeat.engine.exchange import Exchange
+from offbeat.engine.part import Part
+from offbeat.methods.expression import method
+from offbeat.plan import Flat, Job
+from offbeat.plan.per_step import steady
+from offbeat.plan.recording import Imagined
+
+WORKERS = 8
+PARAMETERS = 124_000_000
+STEPS = 4_800  # a multiple of all periods in the examples
+JOB = Job(STEPS, PARAMETERS, rate=Flat(0.01), optimizer="momentum", layers=16)
+
+
+@dataclass(frozen=True)
+class Line:
+    """One part of a method: when, with whom, what is sent, how it is applied, and how many steps hide it."""
+
+    when: str
+    among: str
+    sent: str
+    applied: str
+    delay: str
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One method. The figures are those of `call`, for a model of `PARAMETERS` on `WORKERS`, once the method
+    is under way; schedules that follow drift or loss are taken as they start."""
+
+    name: str
+    call: str  # the example of its docstring
+    summary: str
+    lines: tuple[Line, ...]
+    bytes_per_step: float  # sent by one worker
+    share_of_ddp: float  # the same, those of ddp being 1
+    copies: float  # of the model, kept beside model, gradients and optimizer: the most at any time
+    reference: str
+
+
+def catalogue(names: Sequence[str] = methods.__all__) -> list[Entry]:
+    """The named methods, in the order given."""
+    base = steady("ddp()", JOB, WORKERS).bytes_per_step
+    return [_entry(name, base) for name in names]
+
+
+def example(name: str) -> str:
+    """The call in a method's docstring, without model and optimizer."""
+    text = inspect.getdoc(getattr(methods, name)) or ""
+    line = next(line.strip() for line in text.splitlines() if line.strip().startswith("sync = offbeat."))
+    call = ast.parse(line.removeprefix("sync = offbeat."), mode="eval").body
+    assert isinstance(call, ast.Call)
+    return f"{name}({', '.join(ast.unparse(keyword) for keyword in call.keywords)})"
+
+
+def reference(name: str) -> str:
+    """The paragraph of a method's docstring that cites a paper."""
+    paragraphs = (inspect.getdoc(getattr(methods, name)) or "").split("\n\n")
+    cited = [" ".join(paragraph.split()) for paragraph in paragraphs if "arXiv" in paragraph]
+    return cited[-1] if cited else ""
+
+
+def _entry(name: str, base: float) -> Entry:
+    call = example(name)
+    found = steady(call, JOB, WORKERS)
+    return Entry(
+        name=name,
+        call=call,
+        summary=(inspect.getdoc(getattr(methods, name)) or "").splitlines()[0],
+        lines=tuple(_line(part) for part in _parts(call)),
+        bytes_per_step=found.bytes_per_step,
+        share_of_ddp=found.bytes_per_step / base,
+        copies=found.copies,
+        reference=reference(name),
+    )
+
+
+def _parts(call: str) -> list[Part]:
+    model = nn.Sequential(*[nn.Linear(2, 2) for _ in range(JOB.layers)])
+    sync = method(call)(model, torch.optim.SGD(model.parameters(), lr=0.01), group=Imagined(WORKERS))
+    return sync.parts
+
+
+def _line(part: Part) -> Line:
+    among = brief(part.peers)
+    if isinstance(part, Exchange):
+        what = f"{part.live!r}".replace("params", "parameters").replace("grads", "gradients").split("(")[0]
+        sent = what if repr(part.reduce) == "Mean()" else f"{what}, {part.reduce!r}"
+        return Line(brief(part.when), among, sent, brief(part.update), str(part.delay))
+    said = (inspect.getdoc(type(part)) or "").splitlines()[0]
+    told = re.sub(r"(params|grads)\(\d+ tensors?\), |, (server=None|among=World\(\))", "", repr(part))
+    return Line(told, among, "", said, "")
+
+
+def brief(value: object) -> str:
+    """The value as one would type it, without what is the default or the group."""
+    if not is_dataclass(value):
+        return repr(value)
+    told = [(f.name, getattr(value, f.name)) for f in fields(value) if f.repr and f.name != "group"]
+    kept = [(name, given) for name, given in told if not _is_default(value, name, given)]
+    return f"{type(value).__name__}({', '.join(f'{name}={brief(given)}' for name, given in kept)})"
+
+
+def _is_default(value: object, name: str, given: object) -> bool:
+    parameter = inspect.signature(type(value)).parameters.get(name)
+    return parameter is not None and parameter.default == given

@@ -1,0 +1,263 @@
+"""Updates with an anchor, the weights workers set out from: outer steps on the way they went."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from offbeat.base.clock import Clock, State
+from offbeat.base.packed import Packed
+from offbeat.update.update import Update, blend, square_distance
+
+Factory = Callable[[list[Tensor]], Optimizer]
+
+
+@dataclass(frozen=True)
+class SGD:
+    """`torch.optim.SGD` yet to be bound to tensors, for outer steps. Larger `momentum` remembers longer."""
+
+    lr: float
+    momentum: float = 0.0
+    nesterov: bool = False
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.lr) and self.lr > 0):
+            raise ValueError(f"{self!r}: lr must be a positive number.")
+        if not 0 <= self.momentum < 1:
+            raise ValueError(f"{self!r}: momentum must be at least 0 and below 1.")
+
+    def __call__(self, tensors: list[Tensor]) -> Optimizer:
+        nesterov = self.nesterov and self.momentum > 0
+        return torch.optim.SGD(tensors, lr=self.lr, momentum=self.momentum, nesterov=nesterov)
+
+
+@dataclass(frozen=True)
+class Anchored(Update):
+    """What all updates with an anchor share: where it is kept, and that it is shown and follows."""
+
+    @property
+    def shares_anchor(self) -> bool:
+        """A displacement says nothing without the anchor it starts from."""
+        return not self.sends_weights
+
+    @property
+    def anchored(self) -> bool:
+        return True
+
+    def init(self) -> State:
+        return {"anchor": None}
+
+    def open(self, live: Sequence[Tensor], room: Packed, state: State) -> None:
+        room.read(live)
+        state["anchor"] = [flat.clone() for flat in room.flats]
+
+    def follow(self, live: Sequence[Tensor], room: Packed, state: State) -> None:
+        if state["anchor"] is not None:
+            room.read(live)
+            for anchor, flat in zip(state["anchor"], room.flats, strict=True):
+                anchor.copy_(flat)
+
+    def shown(self, live: Sequence[Tensor], room: Packed, state: State) -> tuple[list[Tensor], bool] | None:
+        return None if state["anchor"] is None else (room.over(state["anchor"]).views, True)
+
+    def outgoing(self, live: Sequence[Tensor], room: Packed, clock: Clock, state: State) -> None:
+        displacement(live, room, state["anchor"])
+
+    def distances(self, live: Sequence[Tensor], mean: Packed, state: State) -> tuple[float, float | None]:
+        """The change is not told: it would take one more copy of the model to know it."""
+        anchor = mean.over(state["anchor"]).views
+        own = (a.to(x.device) - x for a, x in zip(anchor, live, strict=True))
+        return square_distance(own, mean.views), None
+
+
+def displacement(live: Sequence[Tensor], room: Packed, anchor: Sequence[Tensor]) -> None:
+    """room ← anchor − x."""
+    for start, x, way in zip(room.over(anchor).views, live, room.views, strict=True):
+        torch.sub(start.to(way.device), x, out=way)
+
+
+@dataclass(frozen=True)
+class Outer(Anchored):
+    """An optimizer steps the anchor, with the workers' mean displacement as its gradient.
+
+        Δ = mean(a − x)        a ← optimizer.step(a, grad=Δ)        x ← keep·x + (1 − keep)·a
+
+    `optimizer` makes any torch.optim from a list of tensors: `SGD(lr=0.7)`, or a `functools.partial`. The
+    anchor may live on another `device`, such as "cpu". Larger `keep` holds on to more of the local progress.
+    """
+
+    optimizer: Factory
+    keep: float = 0.0
+    device: str | None = None
+
+    def __post_init__(self) -> None:
+        check_factory(self.optimizer)
+        if not 0 <= self.keep < 1:
+            raise ValueError(f"{self!r}: keep must be at least 0 and below 1.")
+
+    def init(self) -> State:
+        return {"anchor": None, "outer": None}
+
+    @property
+    def equalizes(self) -> bool:
+        return self.keep == 0
+
+    def open(self, live: Sequence[Tensor], room: Packed, state: State) -> None:
+        room.read(live)
+        state["anchor"] = [flat.to(self.device or flat.device, copy=True) for flat in room.flats]
+
+    def incoming(self, live: Sequence[Tensor], mean: Packed, clock: Clock, state: State) -> None:
+        anchor = mean.over(state["anchor"])
+        outer_step(self.optimizer, anchor, mean, state)
+        blend(live, anchor, self.keep)
+
+
+def check_factory(optimizer: object) -> None:
+    if isinstance(optimizer, Optimizer):
+        raise TypeError(
+            f"Outer({type(optimizer).__name__}(...)): this optimizer is already bound to parameters: "
+            "pass what makes one, such as SGD(lr=0.7) or functools.partial(torch.optim.Adam, lr=0.01)."
+        )
+    if not callable(optimizer):
+        raise TypeError(f"Outer({optimizer!r}): what makes an optimizer is needed, such as SGD(lr=0.7).")
+
+
+def outer_step(factory: Factory, anchor: Packed, gradient: Packed, state: State) -> None:
+    """One step of the outer optimizer; its state is kept in plain form, so that checkpoints hold it."""
+    for tensor, grad in zip(anchor.views, gradient.views, strict=True):
+        tensor.grad = grad.to(tensor.device)
+    optimizer = factory(anchor.views)
+    if state["outer"] is not None:
+        optimizer.load_state_dict(state["outer"])
+    optimizer.step()
+    state["outer"] = optimizer.state_dict()
+
+
+@dataclass(frozen=True)
+class Rebase(Anchored):
+    """The anchor goes to the mean; what was sent is moved there, and what was done since is kept.
+
+        Δ = mean(a − sent)        a ← a − Δ        x ← x + (a − sent)
+
+    `Correct` for reducers that lose something. Costs two more copies of the model, one of them in the air.
+    """
+
+    def outgoing(self, live: Sequence[Tensor], room: Packed, clock: Clock, state: State) -> None:
+        displacement(live, room, state["anchor"])
+        state["sent"] = [flat.clone() for flat in room.flats]
+
+    def incoming(self, live: Sequence[Tensor], mean: Packed, clock: Clock, state: State) -> None:
+        for anchor, way, sent in zip(state["anchor"], mean.flats, state.pop("sent"), strict=True):
+            anchor.sub_(way)
+            torch.sub(sent, way, out=way)
+        for x, change in zip(live, mean.views, strict=True):
+            x.add_(change)
+
+    def shown(self, live: Sequence[Tensor], room: Packed, state: State) -> None:
+        """The mean of the live weights is the consensus: the anchor is behind it."""
+
+    def distances(self, live: Sequence[Tensor], mean: Packed, state: State) -> tuple[float, float | None]:
+        drift = square_distance(state["sent"], mean.flats)
+        return drift, drift
+
+
+@dataclass(frozen=True)
+class SlowMo(Anchored):
+    """Momentum over rounds, in the form that survives a changing rate and a rate of 0.
+
+        v ← β·r·v + (a − mean(x))        a ← a − α v        x ← a
+
+    with r = γ/γ_prev, the ratio of the rates at this round and the one before, at most 10; where γ = 0:
+    v ← β v and a ← a − α (a − mean(x)). Larger `momentum` (β) remembers longer, larger `lr` (α) goes further.
+    """
+
+    lr: float = 1.0
+    momentum: float = 0.7
+
+    def __post_init__(self) -> None:
+        check_slow(self, self.lr, self.momentum)
+
+    @property
+    def equalizes(self) -> bool:
+        return True
+
+    def init(self) -> State:
+        return {"anchor": None, "momentum": None, "rates": None}
+
+    def open(self, live: Sequence[Tensor], room: Packed, state: State) -> None:
+        super().open(live, room, state)
+        state["momentum"] = [torch.zeros_like(flat) for flat in room.flats]
+
+    def incoming(self, live: Sequence[Tensor], mean: Packed, clock: Clock, state: State) -> None:
+        anchor, momentum = mean.over(state["anchor"]), mean.over(state["momentum"])
+        for a, v, d, ratio in zip(
+            anchor.views, momentum.views, mean.views, ratios(clock, state), strict=True
+        ):
+            if ratio is None:
+                a.sub_(d, alpha=self.lr)
+                v.mul_(self.momentum)
+            else:
+                v.mul_(self.momentum * ratio).add_(d)
+                a.sub_(v, alpha=self.lr)
+        anchor.write(live)
+
+
+def check_slow(update: Update, lr: float, momentum: float) -> None:
+    if not (math.isfinite(lr) and lr > 0):
+        raise ValueError(f"{update!r}: lr must be a positive number.")
+    if not 0 <= momentum < 1:
+        raise ValueError(f"{update!r}: momentum must be at least 0 and below 1.")
+
+
+def ratios(clock: Clock, state: State) -> list[float | None]:
+    """γ/γ_prev of every tensor, at most 10 and at first 1; None where γ is 0, which is not remembered."""
+    before = state["rates"] or list(clock.rates)
+    state["rates"] = [now or old for now, old in zip(clock.rates, before, strict=True)]
+    return [
+        None if now == 0 else 1.0 if old == 0 else min(now / old, 10.0)
+        for now, old in zip(clock.rates, before, strict=True)
+    ]
+
+
+@dataclass(frozen=True)
+class Gossip(Anchored):
+    """An outer step from the worker's own anchor towards the mean of its peers' weights.
+
+        Δ = a − mean(x)        a ← optimizer.step(a, grad=Δ)        x ← a
+
+    Anchors differ between workers, so weights are sent, not displacements.
+    """
+
+    optimizer: Factory
+
+    def __post_init__(self) -> None:
+        check_factory(self.optimizer)
+
+    def init(self) -> State:
+        return {"anchor": None, "outer": None}
+
+    @property
+    def sends_weights(self) -> bool:
+        return True
+
+    def shown(self, live: Sequence[Tensor], room: Packed, state: State) -> tuple[list[Tensor], bool] | None:
+        shown = super().shown(live, room, state)
+        return shown and (shown[0], False)
+
+    def outgoing(self, live: Sequence[Tensor], room: Packed, clock: Clock, state: State) -> None:
+        room.read(live)
+
+    def incoming(self, live: Sequence[Tensor], mean: Packed, clock: Clock, state: State) -> None:
+        anchor = mean.over(state["anchor"])
+        for start, flat in zip(state["anchor"], mean.flats, strict=True):
+            torch.sub(start, flat, out=flat)
+        outer_step(self.optimizer, anchor, mean, state)
+        anchor.write(live)
+
+    def distances(self, live: Sequence[Tensor], mean: Packed, state: State) -> tuple[float, float | None]:
+        return square_distance(live, mean.views), None

@@ -1,0 +1,294 @@
+"""When the next round comes."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from offbeat.base.clock import Clock, State
+from offbeat.base.errors import shown
+
+
+class Schedule:
+    """When the next round comes. A frozen value; equal on all ranks for equal clocks."""
+
+    @property
+    def shortest(self) -> int | None:
+        """The shortest regular period, or None if it is not known beforehand. A longer delay is refused.
+
+        A single period may be shorter: a message in the air then lands early, just before the next round.
+        """
+        return None
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """Which of "drift" and "loss" it decides by."""
+        return frozenset()
+
+    def init(self) -> State:
+        """What it remembers, at first."""
+        return {}
+
+    def next(self, clock: Clock, state: State) -> int | None:
+        """The number of completed iterations, above `clock.step`, after which the next round begins.
+
+        Asked once per period, before its first step. None: nothing is planned, ask again before the next.
+        """
+        raise NotImplementedError
+
+
+def _whole(value: Schedule, **least: int) -> None:
+    """Refuse a value whose fields of these names are not whole numbers of at least so much."""
+    for name, low in least.items():
+        given = getattr(value, name)
+        if isinstance(given, bool) or not isinstance(given, int):
+            raise TypeError(f"{value!r}: {name} must be a whole number.")
+        if given < low:
+            must = f"be at least {low}" if low else "not be negative"
+            raise ValueError(f"{value!r}: {name} must {must}.")
+        if given.bit_length() > 63:
+            raise ValueError(f"{type(value).__name__}({name}={shown(given)}): {name} must be below 2**63.")
+
+
+@dataclass(frozen=True)
+class Every(Schedule):
+    """A round after each step n ≡ offset (mod steps), except where n is a multiple of `skip`."""
+
+    steps: int
+    offset: int = 0
+    skip: int | None = None
+
+    def __post_init__(self) -> None:
+        _whole(self, steps=1)
+        if not 0 <= self.offset < self.steps:
+            raise ValueError(f"{self!r}: offset must be between 0 and steps - 1.")
+        if self.skip is not None and (self.skip < 1 or self.skip % self.steps):
+            raise ValueError(f"{self!r}: skip must be a multiple of steps.")
+
+    def __repr__(self) -> str:
+        offset = f", offset={self.offset}" if self.offset else ""
+        skip = f", skip={self.skip}" if self.skip is not None else ""
+        return f"Every(steps={self.steps}{offset}{skip})"
+
+    @property
+    def shortest(self) -> int:
+        return self.steps
+
+    def next(self, clock: Clock, state: State) -> int | None:
+        if self.skip == self.steps and self.offset == 0:
+            return None
+        due = clock.step + 1 + (self.offset - clock.step - 1) % self.steps
+        return due if self.skip is None or due % self.skip else due + self.steps
+
+
+@dataclass(frozen=True)
+class Never(Schedule):
+    """No rounds at all."""
+
+    def next(self, clock: Clock, state: State) -> int | None:
+        return None
+
+
+@dataclass(frozen=True)
+class Then(Schedule):
+    """`first` rules the steps 1 … switch, `second` those after, counting from the switch.
+
+    A period belongs wholly to the schedule in force at its first step. Fields that name a step of the run,
+    `warmup`, `sample` and `total`, still count from the beginning of the run.
+    """
+
+    switch: int
+    first: Schedule
+    second: Schedule
+
+    def __post_init__(self) -> None:
+        _whole(self, switch=0)
+        for name in ("first", "second"):
+            if not isinstance(getattr(self, name), Schedule):
+                raise TypeError(f"{self!r}: {name} must be a schedule, such as Every(8).")
+
+    @property
+    def shortest(self) -> int | None:
+        inside = [self.first, self.second] if self.switch else [self.second]
+        return min((s.shortest for s in inside if s.shortest is not None), default=None)
+
+    @property
+    def needs(self) -> frozenset[str]:
+        return self.first.needs | self.second.needs
+
+    def init(self) -> State:
+        return {"first": self.first.init(), "second": self.second.init()}
+
+    def next(self, clock: Clock, state: State) -> int | None:
+        if clock.step < self.switch:
+            return self.first.next(clock, state["first"])
+        later = replace(clock, step=clock.step - self.switch, origin=clock.origin + self.switch)
+        due = self.second.next(later, state["second"])
+        return None if due is None else due + self.switch
+
+
+@dataclass(frozen=True)
+class QSR(Schedule):
+    """The quadratic synchronization rule: the period grows as the learning rate decays.
+
+        H = max(base, ⌊(alpha / lr)^power⌋)
+
+    with the lr of the period's first step. Larger `alpha` communicates less. During the first `warmup` steps
+    the rule is applied to `peak`, the rate the warm-up leads to, or H = base if it is not given: on the tiny
+    rates of a warm-up it would be astronomic. With `total`, the last round ends the run. First alpha to try:
+    peak·√base with AdamW, about 0.17 of that with SGD.
+
+    Gu et al., "A Quadratic Synchronization Rule for Distributed Deep Learning", ICLR 2024, arXiv 2310.14423.
+    """
+
+    alpha: float
+    base: int = 4
+    warmup: int = 0
+    peak: float | None = None
+    total: int | None = None
+    power: float = 2.0
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.alpha) and self.alpha >= 0):
+            raise ValueError(f"{self!r}: alpha must be a finite number, 0 or more.")
+        _whole(self, base=1, warmup=0)
+        if self.peak is not None and not self.peak > 0:
+            raise ValueError(f"{self!r}: peak must be positive.")
+        if self.total is not None:
+            _whole(self, total=1)
+        if not self.power > 0:
+            raise ValueError(f"{self!r}: power must be positive.")
+
+    @property
+    def shortest(self) -> int:
+        return self.base
+
+    def next(self, clock: Clock, state: State) -> int | None:
+        period = self._period(self.peak if clock.absolute < self.warmup else clock.lr)
+        if self.total is not None and clock.absolute < self.total:
+            period = max(1, min(period, self.total - clock.absolute))
+        return clock.step + period
+
+    def _period(self, lr: float | None) -> int:
+        if lr is None or lr <= 0:
+            return self.base
+        # A longer period than 2³¹ steps means no more rounds; the cap keeps the power finite.
+        ratio = min(self.alpha / lr, 2.0 ** min(31 / self.power, 1023))
+        return max(self.base, int(ratio**self.power))
+
+
+@dataclass(frozen=True)
+class Adaptive(Schedule):
+    """The period follows the drift: it grows while the workers stay closer together than the rate explains.
+
+        C = mean of S/γ over the rounds in warmup … sample,   S = mean |x − x̄|²,   γ the lr at the round
+        S < 0.7 γ C: period + 1        S > 1.3 γ C: period − 1, at least 1
+
+    The period is `start` until `sample`, a quarter of the run in the paper. Larger `start` communicates less.
+
+    Jiang & Agrawal, "Adaptive Periodic Averaging", 2020, arXiv 2007.06134.
+    """
+
+    start: int
+    sample: int
+    warmup: int = 0
+
+    def __post_init__(self) -> None:
+        _whole(self, start=1, sample=1, warmup=0)
+        if self.warmup >= self.sample:
+            raise ValueError(f"{self!r}: warmup must be below sample.")
+
+    @property
+    def shortest(self) -> int:
+        return self.start
+
+    @property
+    def needs(self) -> frozenset[str]:
+        return frozenset({"drift"})
+
+    def init(self) -> State:
+        return {"period": self.start, "seen": 0, "total": 0.0, "count": 0}
+
+    def next(self, clock: Clock, state: State) -> int | None:
+        if clock.drift is not None and clock.round_lr and clock.round > state["seen"]:
+            state["seen"] = clock.round
+            self._learn(clock.absolute, clock.drift, clock.round_lr, state)
+        return clock.step + int(state["period"])
+
+    def _learn(self, step: int, drift: float, lr: float, state: State) -> None:
+        if step < self.warmup:
+            return
+        if step < self.sample or not state["count"]:
+            state["total"] += drift / lr
+            state["count"] += 1
+            return
+        expected = lr * state["total"] / state["count"]
+        if drift < 0.7 * expected:
+            state["period"] += 1
+        elif drift > 1.3 * expected:
+            state["period"] = max(1, state["period"] - 1)
+
+
+@dataclass(frozen=True)
+class AdaComm(Schedule):
+    """The period shrinks as the loss falls; the loop hands the loss over with `sync.observe(loss)`.
+
+        τ' = max(1, ⌈√(γ₀/γ · F/F₀) · start⌉)        τ ← τ' if it is smaller, else ⌈τ/2⌉
+
+    at the end of each `interval` of steps, F being its mean loss over all workers, F₀ and γ₀ the loss and the
+    last lr of the first one after `warmup`. Larger `start` communicates less, larger `interval` for longer.
+
+    Wang & Joshi, "Adaptive Communication Strategies", SysML 2019, arXiv 1810.08313.
+    """
+
+    start: int
+    interval: int
+    warmup: int = 0
+
+    def __post_init__(self) -> None:
+        _whole(self, start=1, interval=1, warmup=0)
+
+    @property
+    def shortest(self) -> int:
+        return self.start
+
+    @property
+    def needs(self) -> frozenset[str]:
+        return frozenset({"loss"})
+
+    def init(self) -> State:
+        return {"period": self.start, "seen": 0, "at": 0, "total": 0.0, "steps": 0, "ended": 0, "first": None}
+
+    def next(self, clock: Clock, state: State) -> int | None:
+        if clock.loss is not None and clock.round > state["seen"] and clock.absolute > self.warmup:
+            steps = clock.step - state["at"]
+            state["total"] += clock.loss * steps
+            state["steps"] += steps
+        state["seen"], state["at"] = clock.round, clock.step
+        # Intervals count from the end of the warm-up, or from the first step this schedule rules.
+        ended = max(0, clock.absolute - max(self.warmup, clock.origin)) // self.interval
+        if ended > state["ended"] and state["steps"]:
+            self._learn(state["total"] / state["steps"], clock.round_lr or 0.0, state)
+            state.update(total=0.0, steps=0, ended=ended)
+        return clock.step + int(state["period"])
+
+    def _learn(self, loss: float, lr: float, state: State) -> None:
+        if state["first"] is None:
+            state["first"] = [loss, lr]
+            return
+        first_loss, first_lr = state["first"]
+        wanted = math.inf
+        if lr > 0 and first_lr > 0 and 0 < first_loss < math.inf:
+            wanted = math.sqrt(first_lr / lr * max(loss, 0.0) / first_loss) * self.start
+        # Compared before it is rounded, since a loss can be infinite or not a number.
+        smaller = wanted <= state["period"] - 1
+        state["period"] = max(1, math.ceil(wanted)) if smaller else math.ceil(state["period"] / 2)
+
+
+def schedule(every: int | Schedule) -> Schedule:
+    """`every=8` means `Every(8)`."""
+    if isinstance(every, Schedule):
+        return every
+    if isinstance(every, bool) or not isinstance(every, int):
+        raise TypeError(f"every={every!r}: a whole number of steps or a schedule such as Every(8) is needed.")
+    return Every(every)
