@@ -18,7 +18,7 @@ from offbeat.app.cli import narrow, show
 from offbeat.app.cli.app import run
 from offbeat.app.cli.monitor import bar
 from offbeat.plan import methods_table as catalogue
-from offbeat.plan.per_step import warmed
+from offbeat.plan.per_step import without_warmup
 
 
 def outcome(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
@@ -102,8 +102,8 @@ def test_parts_tell_what_they_are(entries: dict[str, catalogue.Entry]) -> None:
 
 
 def test_the_warm_up_is_left_out_of_the_figures_alone(entries: dict[str, catalogue.Entry]) -> None:
-    assert warmed("ssd_sgd(every=5, warmup=500)") == "ssd_sgd(every=5, warmup=1)"
-    assert warmed("diloco(every=64)") == "diloco(every=64)"
+    assert str(without_warmup(offbeat.method("ssd_sgd(every=5, warmup=500)"))) == "ssd_sgd(every=5, warmup=1)"
+    assert str(without_warmup(offbeat.method("diloco(every=64)"))) == "diloco(every=64)"
     assert entries["ssd_sgd"].call == "ssd_sgd(every=5, warmup=500)"
     assert entries["ssd_sgd"].lines[0].when.startswith("PushPull(every=5, warmup=500, local=GLU(")
 

@@ -40,8 +40,9 @@ UNDERSTOOD = "use numbers, strings and "
 )
 def test_what_is_understood(expression: str, arguments: dict[str, Any]) -> None:
     build = method(expression)
-    assert build.keywords == arguments
-    assert build.func is getattr(offbeat, expression.strip().partition("(")[0])
+    assert build.arguments == arguments
+    assert build.name == expression.strip().partition("(")[0]
+    assert method(str(build)) == build
 
 
 def test_what_is_built() -> None:
@@ -54,7 +55,7 @@ def test_what_is_built() -> None:
 
 
 def test_values_may_be_written_by_position_and_methods_may_not() -> None:
-    assert method("local_sgd(every=QSR(0.5, 2))").keywords == {"every": QSR(alpha=0.5, base=2)}
+    assert method("local_sgd(every=QSR(0.5, 2))").arguments == {"every": QSR(alpha=0.5, base=2)}
     with says(ValueError, "method('local_sgd(8)'): arguments are named, as in local_sgd(every=8)."):
         method("local_sgd(8)")
 
@@ -184,7 +185,7 @@ def test_nothing_is_ever_evaluated(monkeypatch: pytest.MonkeyPatch, tmp_path: An
         with pytest.raises(ValueError, match=r"^method\("):
             method(text)
     assert not mark.exists()
-    assert method("local_sgd(every=8)").keywords == {"every": 8}
+    assert method("local_sgd(every=8)").arguments == {"every": 8}
 
 
 def test_a_method_is_called_by_name() -> None:

@@ -332,7 +332,7 @@ def test_evaluations_cost_neither_time_nor_bytes(tmp_path: Path) -> None:
 
 def test_periods_are_put_into_methods() -> None:
     assert with_period("local_sgd", 8) == "local_sgd(every=8)"
-    assert with_period("slowmo(every=3, momentum=0.5)", 8) == "slowmo(momentum=0.5, every=8)"
+    assert with_period("slowmo(every=3, momentum=0.5)", 8) == "slowmo(every=8, momentum=0.5)"
     assert with_period("ddp()", 8) is None
     with pytest.raises(ValueError, match="name one of"):
         with_period("nope", 8)

@@ -1,19 +1,20 @@
-"""Methods written as text: parsed, never evaluated."""
+"""A method's call as a value, and as text: parsed, never evaluated."""
 
 from __future__ import annotations
 
 import ast
-import functools
 import inspect
 import math
-from collections.abc import Callable
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
+
+from torch import nn
 
 from offbeat import methods, reduce
 from offbeat import when as schedule
 from offbeat.base.errors import shown
 from offbeat.engine.synchronizer import Synchronizer
-from offbeat.methods.call import check_numbers
+from offbeat.methods.call import Optimizers, check_numbers
 from offbeat.server import rules
 from offbeat.update import detached, outer, overlap, update
 
@@ -28,7 +29,37 @@ VALUES = {
 }
 
 
-def method(expression: str) -> Callable[..., Synchronizer]:
+@dataclass(frozen=True)
+class Call:
+    """A named method and its arguments, to be called with model and optimizer.
+
+    Its text is the call as one would type it, without what is the default.
+
+        >>> str(method("diloco(every=Every(50), lr=0.5)").but(every=64))
+        'diloco(every=64, lr=0.5)'
+    """
+
+    name: str
+    arguments: dict[str, Any]
+
+    def __str__(self) -> str:
+        told = [f"{name}={brief(value)}" for name, value in self.arguments.items()]
+        return f"{self.name}({', '.join(told)})"
+
+    def __call__(self, model: nn.Module, optimizer: Optimizers, **group: Any) -> Synchronizer:
+        made: Synchronizer = getattr(methods, self.name)(model, optimizer, **self.arguments, **group)
+        return made
+
+    def takes(self, argument: str) -> bool:
+        """Whether the method has such an argument."""
+        return argument in methods.arguments(getattr(methods, self.name))
+
+    def but(self, **changed: Any) -> Call:
+        """The same call with other arguments."""
+        return Call(self.name, {**self.arguments, **changed})
+
+
+def method(expression: str) -> Call:
     """The method that an expression such as "local_sgd(every=QSR(alpha=0.02))" names, to be called with
     model and optimizer.
 
@@ -39,8 +70,7 @@ def method(expression: str) -> Callable[..., Synchronizer]:
     """
     tree = parse(expression)
     name, keywords = _method_call(tree, expression)
-    function = getattr(methods, name)
-    accepted = methods.arguments(function)
+    accepted = methods.arguments(getattr(methods, name))
     for keyword in keywords:
         if keyword not in accepted:
             choice = ", ".join(accepted)
@@ -50,7 +80,21 @@ def method(expression: str) -> Callable[..., Synchronizer]:
     for key, default in accepted.items():
         if default is inspect.Parameter.empty and key not in keywords:
             raise ValueError(f"method({shown(expression)}): {name} needs {key}=.")
-    return functools.partial(function, **keywords)
+    return Call(name, keywords)
+
+
+def brief(value: object) -> str:
+    """A value as one would type it, without its group and what is the default."""
+    if not is_dataclass(value):
+        return repr(value)
+    told = [(f.name, getattr(value, f.name)) for f in fields(value) if f.repr and f.name != "group"]
+    kept = [(name, given) for name, given in told if not _is_default(value, name, given)]
+    return f"{type(value).__name__}({', '.join(f'{name}={brief(given)}' for name, given in kept)})"
+
+
+def _is_default(value: object, name: str, given: object) -> bool:
+    parameter = inspect.signature(type(value)).parameters.get(name)
+    return parameter is not None and parameter.default == given
 
 
 def parse(expression: str) -> ast.expr:

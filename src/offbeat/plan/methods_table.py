@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import ast
 import inspect
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -14,7 +13,7 @@ from torch import nn
 from offbeat import methods
 from offbeat.engine.exchange import Exchange
 from offbeat.engine.part import Part
-from offbeat.methods.expression import method
+from offbeat.methods.expression import Call, brief, method
 from offbeat.plan import Flat, Job
 from offbeat.plan.per_step import steady
 from offbeat.plan.recording import Imagined
@@ -53,17 +52,16 @@ class Entry:
 
 def catalogue(names: Sequence[str] = methods.__all__) -> list[Entry]:
     """The named methods, in the order given."""
-    base = steady("ddp()", JOB, WORKERS).bytes_per_step
+    base = steady(method("ddp"), JOB, WORKERS).bytes_per_step
     return [_entry(name, base) for name in names]
 
 
-def example(name: str) -> str:
-    """The call in a method's docstring, without model and optimizer."""
+def example(name: str) -> Call:
+    """The call in a method's docstring."""
     text = inspect.getdoc(getattr(methods, name)) or ""
-    line = next(line.strip() for line in text.splitlines() if line.strip().startswith("sync = offbeat."))
-    call = ast.parse(line.removeprefix("sync = offbeat."), mode="eval").body
-    assert isinstance(call, ast.Call)
-    return f"{name}({', '.join(ast.unparse(keyword) for keyword in call.keywords)})"
+    found = re.search(rf"sync = offbeat\.{name}\(model, optimizer(?:, )?(.*)\)$", text, re.MULTILINE)
+    assert found is not None, f"the docstring of {name} has no example"
+    return method(f"{name}({found[1]})")
 
 
 def reference(name: str) -> str:
@@ -78,7 +76,7 @@ def _entry(name: str, base: float) -> Entry:
     found = steady(call, JOB, WORKERS)
     return Entry(
         name=name,
-        call=call,
+        call=str(call),
         summary=(inspect.getdoc(getattr(methods, name)) or "").splitlines()[0],
         lines=tuple(_line(part) for part in _parts(call)),
         bytes_per_step=found.bytes_per_step,
@@ -88,9 +86,9 @@ def _entry(name: str, base: float) -> Entry:
     )
 
 
-def _parts(call: str) -> list[Part]:
+def _parts(call: Call) -> list[Part]:
     model = nn.Sequential(*[nn.Linear(2, 2) for _ in range(JOB.layers)])
-    sync = method(call)(model, torch.optim.SGD(model.parameters(), lr=0.01), group=Imagined(WORKERS))
+    sync = call(model, torch.optim.SGD(model.parameters(), lr=0.01), group=Imagined(WORKERS))
     return sync.parts
 
 
@@ -103,17 +101,3 @@ def _line(part: Part) -> Line:
     said = (inspect.getdoc(type(part)) or "").splitlines()[0]
     told = re.sub(r"(params|grads)\(\d+ tensors?\), |, (server=None|among=World\(\))", "", repr(part))
     return Line(told, among, "", said, "")
-
-
-def brief(value: object) -> str:
-    """The value as one would type it, without what is the default or the group."""
-    if not is_dataclass(value):
-        return repr(value)
-    told = [(f.name, getattr(value, f.name)) for f in fields(value) if f.repr and f.name != "group"]
-    kept = [(name, given) for name, given in told if not _is_default(value, name, given)]
-    return f"{type(value).__name__}({', '.join(f'{name}={brief(given)}' for name, given in kept)})"
-
-
-def _is_default(value: object, name: str, given: object) -> bool:
-    parameter = inspect.signature(type(value)).parameters.get(name)
-    return parameter is not None and parameter.default == given

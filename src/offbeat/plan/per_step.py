@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import ast
 from dataclasses import dataclass, replace
 
-from offbeat.methods.expression import method
+from offbeat.methods.expression import Call
 from offbeat.plan.amount import Amount
 from offbeat.plan.groups import Groups, alike, groups_at
 from offbeat.plan.job import Job
@@ -24,21 +23,16 @@ class Steady:
     copies: float
 
 
-def steady(call: str, job: Job, workers: int) -> Steady:
+def steady(call: Call, job: Job, workers: int) -> Steady:
     """Of the method in this call after its warm-up, over `job.steps` steps; best a multiple of its period."""
-    seen = probe(method(warmed(call)), job, workers)
+    seen = probe(without_warmup(call), job, workers)
     before, after = (_sent(seen, replace(job, steps=steps), workers) for steps in (LEAD, LEAD + job.steps))
     return Steady((after - before) / job.steps, seen.copies)
 
 
-def warmed(call: str) -> str:
+def without_warmup(call: Call) -> Call:
     """The call with a warm-up of one step: what comes after it is the same, and seen at once."""
-    tree = ast.parse(call, mode="eval").body
-    assert isinstance(tree, ast.Call)
-    for keyword in tree.keywords:
-        if keyword.arg in WARM:
-            keyword.value = ast.Constant(1)
-    return ast.unparse(tree)
+    return call.but(**{name: 1 for name in WARM if name in call.arguments})
 
 
 def _sent(seen: Seen, job: Job, workers: int) -> int:

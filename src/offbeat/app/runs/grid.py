@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import ast
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from offbeat import methods
 from offbeat.app.runs.setting import Setting
-from offbeat.methods.expression import parse
+from offbeat.methods.expression import method
 from offbeat.tasks import Task
 
 
@@ -27,16 +25,8 @@ def with_period(expression: str, every: int) -> str | None:
     >>> with_period("slowmo(momentum=0.5)", 8)
     'slowmo(momentum=0.5, every=8)'
     """
-    tree = parse(expression)
-    call = tree if isinstance(tree, ast.Call) else ast.Call(func=tree, args=[], keywords=[])
-    name = ast.unparse(call.func)
-    if name not in methods.__all__:
-        raise ValueError(f"method({expression!r}): name one of {', '.join(methods.__all__)}.")
-    if "every" not in methods.arguments(getattr(methods, name)):
-        return None
-    others = [keyword for keyword in call.keywords if keyword.arg != "every"]
-    period = ast.keyword(arg="every", value=ast.Constant(every))
-    return ast.unparse(ast.Call(func=call.func, args=call.args, keywords=[*others, period]))
+    call = method(expression)
+    return str(call.but(every=every)) if call.takes("every") else None
 
 
 def cells(
