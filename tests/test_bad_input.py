@@ -22,11 +22,11 @@ class Talk(offbeat.Metered):
     def split(self, groups: Sequence[Sequence[int]]) -> offbeat.Communicator:
         return Talk(self.comm.split(groups))
 
-    def twin(self) -> offbeat.Communicator:
-        return Talk(self.comm.twin())
+    def duplicate(self) -> offbeat.Communicator:
+        return Talk(self.comm.duplicate())
 
-    def companion(self) -> offbeat.comm.sidecar.Companion:
-        raise AssertionError("a companion was asked for")
+    def sidecar(self) -> offbeat.comm.sidecar.Sidecar:
+        raise AssertionError("a sidecar was asked for")
 
 
 def refusing(call: str) -> Callable[..., Any]:
@@ -56,7 +56,7 @@ def one_round(comm: offbeat.Communicator, method: str) -> str:
 
 @pytest.mark.parametrize("call", sorted(SENDS - {"tell"}))
 def test_the_guard_guards_every_call(call: str) -> None:
-    for comm in (Talk(offbeat.Solo()), Talk(offbeat.Solo()).split([[0]]), Talk(offbeat.Solo()).twin()):
+    for comm in (Talk(offbeat.Solo()), Talk(offbeat.Solo()).split([[0]]), Talk(offbeat.Solo()).duplicate()):
         with pytest.raises(AssertionError, match=f"^{call} was called$"):
             getattr(comm, call)(torch.ones(1))
 

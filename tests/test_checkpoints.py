@@ -15,7 +15,7 @@ from test_resume import Run
 from torch import Tensor, nn
 
 import offbeat
-from offbeat.app.runs.checkpoints import Shelf
+from offbeat.app.runs.checkpoints import CheckpointStore
 from offbeat.app.runs.folder import prepare
 from offbeat.app.runs.launch import launch
 from offbeat.app.runs.setting import Setting, check
@@ -227,7 +227,10 @@ def flip(path: Path, wanted: Tensor) -> None:
 
 
 def test_a_flipped_bit_and_other_damage_are_found(tmp_path: Path) -> None:
-    shelf, state = Shelf(tmp_path, rank=0, workers=1), {"x": torch.randn(5), "y": {"z": torch.randn(1000)}}
+    shelf, state = (
+        CheckpointStore(tmp_path, rank=0, workers=1),
+        {"x": torch.randn(5), "y": {"z": torch.randn(1000)}},
+    )
     path = tmp_path / "step-000000003/rank-0.pt"
     for tensor in (state["x"], state["y"]["z"]):
         shelf.save(3, state)

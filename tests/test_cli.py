@@ -17,7 +17,7 @@ import offbeat
 from offbeat.app.cli import narrow, show
 from offbeat.app.cli.app import run
 from offbeat.app.cli.monitor import bar
-from offbeat.plan import methods_table as catalogue
+from offbeat.plan import methods_table as methods_table
 from offbeat.plan.per_step import without_warmup
 
 
@@ -28,11 +28,11 @@ def outcome(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, s
 
 
 @pytest.fixture(scope="module")
-def entries() -> dict[str, catalogue.Entry]:
-    return {entry.name: entry for entry in catalogue.catalogue()}
+def entries() -> dict[str, methods_table.Entry]:
+    return {entry.name: entry for entry in methods_table.methods_table()}
 
 
-def test_every_method_is_in_the_catalogue_with_its_paper(entries: dict[str, catalogue.Entry]) -> None:
+def test_every_method_is_in_the_catalogue_with_its_paper(entries: dict[str, methods_table.Entry]) -> None:
     assert list(entries) == offbeat.methods.__all__
     for name, entry in entries.items():
         assert entry.call.startswith(f"{name}(")
@@ -72,7 +72,7 @@ def test_every_method_is_in_the_catalogue_with_its_paper(entries: dict[str, cata
     ],
 )
 def test_figures_are_those_of_the_theory(
-    entries: dict[str, catalogue.Entry], name: str, share: float, copies: float | None
+    entries: dict[str, methods_table.Entry], name: str, share: float, copies: float | None
 ) -> None:
     entry = entries[name]
     assert entry.share_of_ddp == pytest.approx(share, rel=0.02)
@@ -82,18 +82,18 @@ def test_figures_are_those_of_the_theory(
 
 
 def test_only_the_methods_own_tensors_are_counted(
-    entries: dict[str, catalogue.Entry],
+    entries: dict[str, methods_table.Entry],
 ) -> None:
     others = [torch.zeros(100_000), torch.eye(500).to_sparse()]
-    (entry,) = catalogue.catalogue(["local_sgd"])
+    (entry,) = methods_table.methods_table(["local_sgd"])
     assert entry.copies == pytest.approx(1, abs=0.02)
     assert len(others) == 2
     assert entries["streaming_diloco"].copies > 3.2, "the 4 bits have rooms of their own"
 
 
-def test_parts_tell_what_they_are(entries: dict[str, catalogue.Entry]) -> None:
+def test_parts_tell_what_they_are(entries: dict[str, methods_table.Entry]) -> None:
     (line,) = entries["cocod"].lines
-    assert line == catalogue.Line("Every(steps=8)", "World()", "parameters", "Correct()", "4")
+    assert line == methods_table.Transport("Every(steps=8)", "World()", "parameters", "Correct()", "4")
     assert entries["ddp"].lines[0].sent == "gradients"
     assert entries["noloco"].lines[0].among == "Pairs()"
     assert entries["overlap_local_sgd"].lines[0].delay == "round"
@@ -101,7 +101,7 @@ def test_parts_tell_what_they_are(entries: dict[str, catalogue.Entry]) -> None:
     assert len(entries["streaming_diloco"].lines) == 4
 
 
-def test_the_warm_up_is_left_out_of_the_figures_alone(entries: dict[str, catalogue.Entry]) -> None:
+def test_the_warm_up_is_left_out_of_the_figures_alone(entries: dict[str, methods_table.Entry]) -> None:
     assert str(without_warmup(offbeat.method("ssd_sgd(every=5, warmup=500)"))) == "ssd_sgd(every=5, warmup=1)"
     assert str(without_warmup(offbeat.method("diloco(every=64)"))) == "diloco(every=64)"
     assert entries["ssd_sgd"].call == "ssd_sgd(every=5, warmup=500)"

@@ -19,7 +19,7 @@ from offbeat import Correct, Every, Exchange, Replace, Synchronizer, Update, par
 Build = Callable[[nn.Module, torch.optim.Optimizer, offbeat.Communicator], Synchronizer]
 
 
-class Line(nn.Module):
+class Transport(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.x = nn.Parameter(torch.zeros(1))
@@ -29,7 +29,7 @@ def walk(build: Build, steps: int, workers: int = 2) -> list[list[float]]:
     """x on each rank after every step, and after finish()."""
 
     def worker(comm: offbeat.Communicator) -> list[float]:
-        model = Line()
+        model = Transport()
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
         sync = build(model, optimizer, comm)
         trace = []

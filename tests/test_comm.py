@@ -17,9 +17,9 @@ from torch import Tensor
 import offbeat
 from offbeat import Communicator
 from offbeat.app.runs.watch import Watched
-from offbeat.comm.departure import Farewell
+from offbeat.comm.departure import Departure
 from offbeat.comm.metered import traffic
-from offbeat.plan.recording import Imagined, Sent
+from offbeat.plan.recording import RecordingComm, Sent
 
 
 class Noting:
@@ -228,7 +228,7 @@ def not_done_before_all_have_sent(comm: Communicator) -> None:
     if comm.size == 1:
         assert comm.gather(torch.ones(1)).done()
         return
-    signal = comm.twin()
+    signal = comm.duplicate()
     if comm.rank == 0:
         message = comm.gather(torch.ones(1))
         assert not message.done()
@@ -282,7 +282,7 @@ def the_given_is_kept_by_gather(comm: Communicator) -> None:
 
 
 def twins_have_an_order_of_their_own(comm: Communicator) -> None:
-    one, two = comm.twin(), comm.twin()
+    one, two = comm.duplicate(), comm.duplicate()
     for other in (one, two):
         assert (other.rank, other.size) == (comm.rank, comm.size)
     worlds = {"comm": comm, "one": one, "two": two}
@@ -294,14 +294,14 @@ def twins_have_an_order_of_their_own(comm: Communicator) -> None:
 
 
 def a_courier_works_in_order_beside(comm: Communicator) -> None:
-    courier, twin, done = comm.courier(), comm.twin(), []
+    task_queue, duplicate, done = comm.task_queue(), comm.duplicate(), []
 
     def job(number: int) -> float:
-        total = twin.total([torch.tensor([float(number)])]).wait()[0].item()
+        total = duplicate.total([torch.tensor([float(number)])]).wait()[0].item()
         done.append(number)
         return total
 
-    jobs = [courier.give(lambda n=n: job(n)) for n in range(3)]
+    jobs = [task_queue.give(lambda n=n: job(n)) for n in range(3)]
     assert comm.total([torch.ones(1)]).wait()[0].item() == comm.size
     assert jobs[2].wait() == 2.0 * comm.size
     assert done == [0, 1, 2]
@@ -312,35 +312,35 @@ def a_courier_works_in_order_beside(comm: Communicator) -> None:
 
     for later in (bad, lambda: done.append(9)):
         with pytest.raises(KeyError, match="trouble"):
-            courier.give(later).wait()
+            task_queue.give(later).wait()
     assert done == [0, 1, 2]
-    courier.close()
+    task_queue.close()
 
 
 def a_companion_works_beside(comm: Communicator) -> None:
     if comm.size == 1:
-        with pytest.raises(NotImplementedError, match=r"^Solo\.companion\(\): only Torch and simulated"):
-            comm.companion()
+        with pytest.raises(NotImplementedError, match=r"^Solo\.sidecar\(\): only Torch and simulated"):
+            comm.sidecar()
         return
-    companion, found = comm.companion(), []
-    assert (companion.comm.rank, companion.comm.size, companion.heard) == (comm.rank, comm.size, -1)
+    sidecar, found = comm.sidecar(), []
+    assert (sidecar.comm.rank, sidecar.comm.size, sidecar.heard) == (comm.rank, comm.size, -1)
 
     def work() -> None:
-        world = companion.comm.split([list(range(comm.size))])
+        world = sidecar.comm.split([list(range(comm.size))])
         total = world.total([torch.tensor([comm.rank + 1.0])]).wait()[0].item()
-        with companion.locked():
+        with sidecar.locked():
             found.append(total)
-            companion.until(lambda: companion.heard >= 7, "a call")
-            found.append(companion.heard)
+            sidecar.until(lambda: sidecar.heard >= 7, "a call")
+            found.append(sidecar.heard)
 
-    companion.start(work)
-    with companion.locked():
-        companion.until(lambda: len(found) >= 1, "the sum")
+    sidecar.start(work)
+    with sidecar.locked():
+        sidecar.until(lambda: len(found) >= 1, "the sum")
         if comm.rank == comm.size - 1:
-            companion.announce(7)
-        companion.until(lambda: len(found) == 2, "the call")
-    companion.check()
-    companion.stop()
+            sidecar.announce(7)
+        sidecar.until(lambda: len(found) == 2, "the call")
+    sidecar.check()
+    sidecar.stop()
     assert found == [ranks_sum(comm), 7]
 
 
@@ -373,11 +373,11 @@ def who_leaves_is_not_waited_for(comm: Communicator) -> None:
     """Rank 1 leaves after a message that still arrives; the others wait for one that never will."""
     early = comm.mean([torch.tensor([float(comm.rank)])])
     if comm.size == 1:
-        assert comm.leave(Farewell("leaves")) is None
+        assert comm.leave(Departure("leaves")) is None
         return
     if comm.rank == 1:
-        comm.leave(Farewell.of(ValueError("no more data")))
-        comm.leave(Farewell("says something else"))  # only the first counts
+        comm.leave(Departure.of(ValueError("no more data")))
+        comm.leave(Departure("says something else"))  # only the first counts
     expected = torch.tensor(float(ranks_sum(comm) - comm.size)).mul(1 / comm.size).item()
     assert early.wait()[0].item() == expected
     if comm.rank != 1:
@@ -417,9 +417,9 @@ LAWS: dict[str, list[Callable[[Communicator], None]]] = {
     "shift": [shift_passes_to_the_next_rank, shift_goes_round],
     "tell": [tell_carries_whole_numbers],
     "split": [split_makes_worlds_of_their_own, split_takes_the_order_of_the_list],
-    "twin": [twins_have_an_order_of_their_own],
-    "courier": [a_courier_works_in_order_beside],
-    "companion": [a_companion_works_beside],
+    "duplicate": [twins_have_an_order_of_their_own],
+    "task_queue": [a_courier_works_in_order_beside],
+    "sidecar": [a_companion_works_beside],
     "now": [messages_arrive_between_the_beginning_and_now],
     "computed": [computing_takes_virtual_time],
     "leave": [who_leaves_is_not_waited_for],
@@ -470,7 +470,7 @@ def held(comm: Communicator, wrapper: str) -> tuple[list[str], set[str]]:
             try:
                 law(noting)  # type: ignore[arg-type]
             except BaseException as error:
-                comm.leave(Farewell.of(error))  # so that the others do not wait
+                comm.leave(Departure.of(error))  # so that the others do not wait
                 raise AssertionError(f"{law.__name__}: {traceback.format_exc()}") from None
             made |= {law.__name__} if call in noting.asked else set()
     return layers(wrapped), made
@@ -553,7 +553,7 @@ def plain(value: Any) -> Any:
 def test_imagined_workers_answer_as_simulated_ones(row: int, workers: int) -> None:
     """All send the same; the bytes they note are those that a meter counts."""
     _, send, sent = ROWS[row]
-    imagined = Imagined(workers)
+    imagined = RecordingComm(workers)
     found = send(imagined)
     assert not found.done()
     expected = offbeat.simulate(lambda comm: plain(send(comm).wait()), workers)
@@ -583,13 +583,13 @@ def test_a_meter_passes_time_through() -> None:
     assert offbeat.simulate(worker, 2, compute=lambda rank, step: 10.0 * rank + step) == [3.0, 13.0]
 
 
-def left(comm: Communicator, farewell: Farewell) -> str:
+def left(comm: Communicator, departure: Departure) -> str:
     """Rank 1 leaves after a message that still arrives; the others wait for one that never will."""
     metered = offbeat.Metered(comm)
     early = metered.mean([torch.tensor([float(comm.rank)])])
     if comm.rank == 1:
-        metered.leave(farewell)
-        metered.leave(Farewell("says something else"))  # only the first counts
+        metered.leave(departure)
+        metered.leave(Departure("says something else"))  # only the first counts
         assert early.wait()[0].item() == 0.5
         return "gone"
     assert early.wait()[0].item() == 0.5
@@ -600,21 +600,21 @@ def left(comm: Communicator, farewell: Farewell) -> str:
 
 @pytest.mark.parametrize("kind", ["Virtual", "Torch"])
 def test_leaving(pool: Pool, kind: str) -> None:
-    def run(farewell: Farewell) -> list[str]:
+    def run(departure: Departure) -> list[str]:
         if kind == "Virtual":
-            return offbeat.simulate(lambda comm: left(comm, farewell), 2)
-        return pool.run(left, farewell, workers=2, fresh=True)
+            return offbeat.simulate(lambda comm: left(comm, departure), 2)
+        return pool.run(left, departure, workers=2, fresh=True)
 
     what = "the mean of float32[2]" if kind == "Virtual" else "the mean of 8 bytes"
-    failed = Farewell.of(ValueError("no more data"))
+    failed = Departure.of(ValueError("no more data"))
     sentence = f"PeerLost: Waiting for {what}: rank 1 failed (ValueError: no more data)."
     assert run(failed) == [sentence, "gone"]
-    shared = Farewell.of(offbeat.Disagreement("Workers disagree."))
+    shared = Departure.of(offbeat.Disagreement("Workers disagree."))
     assert run(shared) == ["Disagreement: Workers disagree.", "gone"]
 
 
 def test_solo_leaves_in_peace() -> None:
-    assert offbeat.Solo().leave(Farewell("leaves")) is None
+    assert offbeat.Solo().leave(Departure("leaves")) is None
     with pytest.raises(TypeError, match="abstract"):
         Communicator()
 

@@ -21,7 +21,7 @@ import offbeat
 
 # One that meets everyone in every round, and one that meets parts of them.
 REAL = ["local_sgd(every=3, delay=2)", "hierarchical(nodes=2, inner=1, outer=4)"]
-# A rank that stopped early is waited for behind a half-sent message, by a companion, and while connecting.
+# A rank that stopped early is waited for behind a half-sent message, by a sidecar, and while connecting.
 ASIDE = [
     "streaming_diloco(every=4, fragments=2, delay=2, reduce=ErrorFeedback(Quantized(4, block=8, least=1)))",
     "eager_sgd(every=4, grace=60.0)",

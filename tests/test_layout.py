@@ -51,7 +51,7 @@ def trained(comm: offbeat.Communicator, expression: str, flat: bool) -> tuple[di
         optimizer.zero_grad()
     part = sync.parts[-1]
     assert isinstance(part, offbeat.Exchange)
-    memories = {flat.untyped_storage().data_ptr() for flat in part.cargo.room.flats}
+    memories = {flat.untyped_storage().data_ptr() for flat in part.payload.room.flats}
     sync.finish()
     return snapshot(net), net.body[0].weight.untyped_storage().data_ptr() in memories
 

@@ -231,7 +231,7 @@ class Initialised(torch.optim.Optimizer):
                     state["uses"] += 1
 
 
-class Lazy(torch.optim.Adam):
+class VirtualQueue(torch.optim.Adam):
     """A user's own, whose state is made in its first step."""
 
     @torch.no_grad()
@@ -287,7 +287,7 @@ NEWBORN: list[tuple[type[torch.optim.Optimizer], dict[str, Any]]] = [
     (torch.optim.SGD, {"momentum": 0.5, "dampening": 0.25, "fused": True}),
     (torch.optim.SparseAdam, {}),
     (Initialised, {"first": 3.0}),
-    (Lazy, {}),
+    (VirtualQueue, {}),
 ]
 if hasattr(torch.optim, "Muon"):
     NEWBORN.append((torch.optim.Muon, {}))
@@ -318,7 +318,7 @@ def test_after_a_reset_optimizers_step_like_new_ones(
     kind: type[torch.optim.Optimizer], options: dict[str, Any]
 ) -> None:
     options = {"lr": 0.1, **options}
-    real = (torch.optim.Adafactor, torch.optim.LBFGS, torch.optim.SparseAdam, Initialised, Lazy)
+    real = (torch.optim.Adafactor, torch.optim.LBFGS, torch.optim.SparseAdam, Initialised, VirtualQueue)
     fits = kind not in real and kind.__name__ != "Muon" and not options.get("fused")
     net = Matrices(complex_too=fits)
     opt = kind(net.parameters(), **options)

@@ -20,7 +20,7 @@ import offbeat.app.cli.train
 from offbeat import methods
 from offbeat.lab import Lab
 from offbeat.methods.expression import DEEPEST, LONGEST, VALUES, method
-from offbeat.plan.recording import Imagined
+from offbeat.plan.recording import RecordingComm
 
 COMMANDS: dict[str, Any] = typer.main.get_command(offbeat.app.cli.app.app).commands  # type: ignore[attr-defined]
 NONSENSE = (
@@ -152,7 +152,7 @@ def construct(expression: str) -> None:
     """Among imagined workers, who need no process."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    method(expression)(model, optimizer, group=Imagined(4))
+    method(expression)(model, optimizer, group=RecordingComm(4))
 
 
 def refused_in_a_sentence(expression: str) -> None:

@@ -23,7 +23,7 @@ from offbeat import (
     Uneven,
 )
 from offbeat.plan import Cluster, Cosine, Flat, Job, plan, predict, read
-from offbeat.plan.proxy_model import StandIn, local_optimizer
+from offbeat.plan.proxy_model import ProxyModel, local_optimizer
 
 LAYERS, WIDTH = 4, 32
 
@@ -32,7 +32,7 @@ def simulated(expression: str, job: Job, cluster: Cluster) -> tuple[float, int, 
     """Seconds, bytes per worker and rounds of the real method in virtual time."""
 
     def worker(comm: Communicator) -> tuple[float, int, int]:
-        model = StandIn(job, WIDTH)
+        model = ProxyModel(job, WIDTH)
         optimizer = local_optimizer(job, model)
         sync = offbeat.method(expression)(model, optimizer, group=comm)
         for step in range(job.steps):
@@ -217,7 +217,7 @@ def test_failures_are_those_of_the_simulation() -> None:
     failures = Failures(per_hour=40.0, restart=5.0, checkpoint=10.0)
 
     def worker(comm: Communicator) -> float:
-        model = StandIn(JOB, 8)
+        model = ProxyModel(JOB, 8)
         sync = offbeat.local_sgd(model, local_optimizer(JOB, model), every=5, group=comm)
         for _ in range(4000):
             sync.step()

@@ -483,13 +483,13 @@ def test_averaged_needs_no_message_while_a_pull_is_in_the_air() -> None:
             slope(model, comm.rank)
             sync.step()
             before = snapshot(model)
-            part.ring.drain()
+            part.slots.drain()
             sent = meter.sent
             with sync.averaged():
                 assert live(model).tolist() == [-1.0 * step] * 4
             assert same(snapshot(model), before)
             seen.append(meter.sent - sent)
-        assert seen == [0, 64, 0, 64, 0, 64]  # the header; the courier's pull has a road of its own
+        assert seen == [0, 64, 0, 64, 0, 64]  # the header; the task queue's pull has a road of its own
         assert sync.totals.bytes_sent > 0
 
     simulate(worker, 2)
@@ -532,7 +532,7 @@ def train_whole(comm: Communicator) -> list[dict[str, Tensor]]:
 
 
 def two_models(comm: Communicator) -> list[list[np.ndarray]]:
-    """Two servers among the same workers, each with its own courier."""
+    """Two servers among the same workers, each with its own task_queue."""
     models = [Vector(5), Vector(5)]
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.25, momentum=0.5) for m in models]
     syncs = [
@@ -606,8 +606,8 @@ def test_a_message_that_ends_with_a_slice_of_waiting_has_arrived() -> None:
 class Order:
     """Jobs that note when they are done."""
 
-    def __init__(self, courier: offbeat.comm.task_queue.Courier) -> None:
-        self.courier, self.done = courier, []
+    def __init__(self, task_queue: offbeat.comm.task_queue.TaskQueue) -> None:
+        self.task_queue, self.done = task_queue, []
 
     def give(self, name: int) -> offbeat.Pending[int]:
         def job() -> int:
@@ -616,14 +616,14 @@ class Order:
             self.done.append(name)
             return name
 
-        return self.courier.give(job)
+        return self.task_queue.give(job)
 
 
 @pytest.mark.parametrize("kind", ["thread", "world of one", "simulation"])
 def test_a_courier_keeps_the_order_and_stops_at_trouble(kind: str) -> None:
     def worker(comm: Communicator) -> None:
-        courier = offbeat.comm.task_queue.Threaded() if kind == "thread" else comm.courier()
-        order = Order(courier)
+        task_queue = offbeat.comm.task_queue.ThreadQueue() if kind == "thread" else comm.task_queue()
+        order = Order(task_queue)
         jobs = [order.give(name) for name in range(5)]
         assert jobs[3].wait() == 3
         assert order.done[:4] == [0, 1, 2, 3]
@@ -634,7 +634,7 @@ def test_a_courier_keeps_the_order_and_stops_at_trouble(kind: str) -> None:
                 with pytest.raises(KeyError):
                     job.wait()
             assert 7 not in order.done
-        courier.close()
+        task_queue.close()
 
     simulate(worker, 1) if kind == "simulation" else worker(Solo())
 
@@ -653,8 +653,8 @@ def test_a_shift_goes_round(size: int) -> None:
 
 
 def shifted(comm: Communicator) -> list[float]:
-    twin = comm.twin()
-    return [twin.shift(torch.full((3,), float(comm.rank))).wait().sum().item(), twin.size]
+    duplicate = comm.duplicate()
+    return [duplicate.shift(torch.full((3,), float(comm.rank))).wait().sum().item(), duplicate.size]
 
 
 def test_a_shift_of_processes(pool: Pool) -> None:
@@ -907,7 +907,9 @@ def failing(comm: Communicator) -> bool:
         with offbeat.ssd_sgd(model, torch.optim.SGD(model.parameters(), lr=0.1), group=comm) as sync:
             slope(model, comm.rank)
             sync.step()
-            ours = {thread for thread in threading.enumerate() if thread.name.startswith("offbeat-courier")}
+            ours = {
+                thread for thread in threading.enumerate() if thread.name.startswith("offbeat-task_queue")
+            }
             raise ZeroDivisionError
     except ZeroDivisionError:
         pass

@@ -18,7 +18,7 @@ import offbeat
 from offbeat.app.cli.result import caption
 from offbeat.app.report.page import render, told
 from offbeat.app.runs import summary
-from offbeat.app.runs.checkpoints import Shelf
+from offbeat.app.runs.checkpoints import CheckpointStore
 from offbeat.app.runs.folder import prepare
 from offbeat.app.runs.grid import with_period
 from offbeat.app.runs.launch import launch
@@ -61,7 +61,7 @@ def test_a_long_run_writes_one_line_for_several_steps(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_counts_once_all_ranks_have_saved(tmp_path: Path) -> None:
-    shelves = [Shelf(tmp_path, rank=rank, workers=2) for rank in range(2)]
+    shelves = [CheckpointStore(tmp_path, rank=rank, workers=2) for rank in range(2)]
     for step in (10, 20, 30):
         shelves[1].save(step, {"x": torch.tensor([step])})
         assert step not in shelves[0].whole()

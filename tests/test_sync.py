@@ -31,7 +31,7 @@ from offbeat import (
 )
 
 
-class Line(nn.Module):
+class Transport(nn.Module):
     """Two numbers that move by 1, 3, 5, … at every step of rank 0, 1, 2, …; a floating and a whole buffer."""
 
     def __init__(self, start: float = 0.0) -> None:
@@ -45,17 +45,17 @@ def sgd(model: nn.Module, **options: float) -> torch.optim.SGD:
     return torch.optim.SGD(model.parameters(), **{"lr": 1.0, **options})
 
 
-def push(model: Line, rank: int) -> None:
+def push(model: Transport, rank: int) -> None:
     """The gradient that moves it."""
     model.x.grad = torch.full((2,), -(2.0 * rank + 1))
 
 
-def line(comm: Communicator, expression: str, **options: float) -> tuple[Line, Synchronizer]:
-    model = Line()
+def line(comm: Communicator, expression: str, **options: float) -> tuple[Transport, Synchronizer]:
+    model = Transport()
     return model, offbeat.method(expression)(model, sgd(model, **options), group=comm)
 
 
-def go(model: Line, sync: Synchronizer, comm: Communicator, steps: int) -> None:
+def go(model: Transport, sync: Synchronizer, comm: Communicator, steps: int) -> None:
     for _ in range(steps):
         push(model, comm.rank)
         sync.step()
@@ -67,7 +67,7 @@ def go(model: Line, sync: Synchronizer, comm: Communicator, steps: int) -> None:
 def test_everyone_starts_from_rank_0() -> None:
     """Weights and buffers of all kinds, at the first step and not at construction."""
 
-    class Mixed(Line):
+    class Mixed(Transport):
         def __init__(self, start: float) -> None:
             super().__init__(start)
             self.register_buffer("mask", torch.tensor([start > 0, start == 0]))
@@ -86,7 +86,7 @@ def test_everyone_starts_from_rank_0() -> None:
 @pytest.mark.parametrize("begin", ["averaged", "finish"])
 def test_the_start_may_come_without_a_step(begin: str) -> None:
     def worker(comm: Communicator) -> list[float]:
-        model = Line(5.0 * comm.rank + 1)
+        model = Transport(5.0 * comm.rank + 1)
         sync = offbeat.local_sgd(model, sgd(model), group=comm)
         if begin == "averaged":
             with sync.averaged():
@@ -318,7 +318,7 @@ def test_finish_twice_is_finish_once() -> None:
 
 def test_leaving_the_block_finishes() -> None:
     def worker(comm: Communicator) -> float:
-        model = Line()
+        model = Transport()
         with offbeat.local_sgd(model, sgd(model), every=8, group=comm) as sync:
             assert isinstance(sync, Synchronizer)
             go(model, sync, comm, 1)
@@ -332,7 +332,7 @@ def test_leaving_the_block_by_an_exception_tells_the_others() -> None:
     said = {}
 
     def worker(comm: Communicator) -> None:
-        model = Line()
+        model = Transport()
         try:
             with offbeat.local_sgd(model, sgd(model), every=8, group=comm) as sync:
                 go(model, sync, comm, 1)
@@ -408,7 +408,7 @@ def test_an_error_in_the_local_step_is_told() -> None:
 class Holding(Part):
     """Makes the step itself: adds 10."""
 
-    def __init__(self, model: Line, hold: bool = True) -> None:
+    def __init__(self, model: Transport, hold: bool = True) -> None:
         self.model, self.peers, self.hold, self.clocks = model, World(Solo()), hold, []
 
     def before(self, clock: offbeat.Clock) -> bool:
@@ -422,7 +422,7 @@ class Holding(Part):
 
 
 def test_a_part_may_make_the_step() -> None:
-    model = Line()
+    model = Transport()
     optimizer = sgd(model)
     other = sgd(model)
     part = Holding(model)
@@ -453,7 +453,7 @@ def test_a_part_may_make_the_step() -> None:
 
 
 def test_the_optimizer_is_free_again_after_an_error() -> None:
-    model = Line()
+    model = Transport()
     optimizer = sgd(model)
     sync = Synchronizer(optimizer, [Holding(model)])
 
@@ -469,7 +469,7 @@ def test_the_optimizer_is_free_again_after_an_error() -> None:
 
 def test_schedulers_see_a_step_that_a_part_makes() -> None:
     """Or else they warn that they were called before the optimizer."""
-    model = Line()
+    model = Transport()
     optimizer = sgd(model)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
     part = Holding(model)
@@ -554,7 +554,7 @@ def test_a_mask_of_infinities_stays_one(expression: str) -> None:
     [
         (lambda m: offbeat.ddp(m, []), ValueError, "optimizer=[]: at least one optimizer is needed."),
         (
-            lambda m: offbeat.ddp(m, sgd(Line())),
+            lambda m: offbeat.ddp(m, sgd(Transport())),
             ValueError,
             "SGD holds parameters the model lacks: "
             "build it from the parameters of the very model passed here.",
@@ -565,7 +565,7 @@ def test_a_mask_of_infinities_stays_one(expression: str) -> None:
             "The learning rate is nan: it must be a finite number; look at its scheduler.",
         ),
         (
-            lambda m: Synchronizer(sgd(m), [Holding(m), Holding(Line())]),
+            lambda m: Synchronizer(sgd(m), [Holding(m), Holding(Transport())]),
             ValueError,
             "Synchronizer(...): all parts must be of one model.",
         ),
@@ -581,9 +581,9 @@ def test_a_mask_of_infinities_stays_one(expression: str) -> None:
         ),
     ],
 )
-def test_sentences(build: Callable[[Line], object], kind: type[Exception], sentence: str) -> None:
+def test_sentences(build: Callable[[Transport], object], kind: type[Exception], sentence: str) -> None:
     with says(kind, sentence):
-        build(Line())
+        build(Transport())
 
 
 def test_a_rate_that_becomes_infinite() -> None:
@@ -597,7 +597,7 @@ def test_a_rate_that_becomes_infinite() -> None:
 def test_a_model_in_ddp_is_refused() -> None:
     model = DistributedDataParallel.__new__(DistributedDataParallel)  # a real one needs a process group
     nn.Module.__init__(model)
-    model.module = Line()
+    model.module = Transport()
     sentence = (
         "The model is wrapped in DistributedDataParallel, which averages gradients at every step: "
         "pass model.module."
@@ -639,8 +639,8 @@ def test_a_report_by_hand() -> None:
 
 def made_of(
     comm: Communicator, *, steps: int = 2, **options: Any
-) -> tuple[list[offbeat.Report], Synchronizer, Line]:
-    model = Line()
+) -> tuple[list[offbeat.Report], Synchronizer, Transport]:
+    model = Transport()
     sync = Synchronizer(sgd(model), [Exchange(params(model), among=comm, **{"when": Every(2), **options})])
     go(model, sync, comm, steps)
     return sync.reports, sync, model
@@ -727,7 +727,7 @@ def test_totals_add_up() -> None:
 
 def test_the_last_thousand_reports() -> None:
     told: list[offbeat.Report] = []
-    model = Line()
+    model = Transport()
     part = Exchange(params(model), when=Every(1), among=Solo())
     sync = Synchronizer(sgd(model), [part], on_report=told.append)
     for _ in range(1005):
@@ -754,7 +754,7 @@ def test_on_report_may_be_set_later() -> None:
 
 def buffers(comm: Communicator, rule: str, delay: int) -> tuple[float, int]:
     """Rank r sends smooth = 4r and count = 10 + 10r; one step later they are 1 more."""
-    model = Line()
+    model = Transport()
     part = Exchange(params(model), when=Every(1), among=comm, buffers=rule, delay=delay)
     sync = Synchronizer(sgd(model), [part])
 
@@ -792,7 +792,7 @@ def test_buffers(rule: str, delay: int, expected: list[tuple[float, int]]) -> No
 
 def test_buffers_that_are_true_or_false_follow() -> None:
     def worker(comm: Communicator) -> list[bool]:
-        model = Line()
+        model = Transport()
         model.register_buffer("mask", torch.tensor([True, False]))
         sync = offbeat.local_sgd(model, sgd(model), every=1, delay=1, group=comm)
         for step in range(2):
@@ -807,7 +807,7 @@ def test_buffers_that_are_true_or_false_follow() -> None:
 
 def momentum(comm: Communicator, rule: str, delay: int = 0) -> list[float]:
     """With momentum ½ the buffer is d, then 1.5 d, then 1.75 d; d = −1 and −3."""
-    model = Line()
+    model = Transport()
     optimizer = sgd(model, momentum=0.5)
     sync = offbeat.local_sgd(model, optimizer, every=2, delay=delay, moments=rule, group=comm)
     go(model, sync, comm, 2 + delay)
@@ -834,7 +834,7 @@ def test_momentum(rule: str, delay: int, expected: list[float]) -> None:
 @pytest.mark.parametrize("rule", ["keep", "average", "reset"])
 def test_moments_of_adamw(rule: str) -> None:
     def worker(comm: Communicator) -> dict[str, Any]:
-        model = Line()
+        model = Transport()
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.5, betas=(0.5, 0.75), amsgrad=True)
         sync = offbeat.local_sgd(model, optimizer, every=2, moments=rule, group=comm)
         go(model, sync, comm, 2)
@@ -864,7 +864,7 @@ def test_moments_that_not_all_have(caplog: pytest.LogCaptureFixture) -> None:
     """The first step was skipped on rank 1: this round leaves them; the next averages."""
 
     def worker(comm: Communicator) -> list[float]:
-        model = Line()
+        model = Transport()
         optimizer = sgd(model, momentum=0.5)
         sync = offbeat.local_sgd(model, optimizer, every=1, moments="average", group=comm)
         push(model, comm.rank)
@@ -891,7 +891,7 @@ def test_gradients_that_are_none(present: tuple[int, ...], expected: float | Non
     alone: no weight decay, no state."""
 
     def worker(comm: Communicator) -> tuple[Any, ...]:
-        model = Line(4.0)
+        model = Transport(4.0)
         optimizer = sgd(model, momentum=0.5, weight_decay=1.0)
         sync = offbeat.ddp(model, optimizer, group=comm)
         model.x.grad = torch.full((2,), -(2.0 * comm.rank + 1)) if comm.rank in present else None
@@ -928,7 +928,7 @@ def test_sparse_gradients_do_not_matter_where_parameters_are_averaged() -> None:
 
 
 def test_reprs() -> None:
-    model = Line()
+    model = Transport()
     assert repr(offbeat.ddp(model, sgd(model))) == "ddp()"
     assert repr(offbeat.local_sgd(model, sgd(model), every=8)) == "local_sgd()"  # as the default
     assert repr(offbeat.local_sgd(model, sgd(model), every=Every(8))) == "local_sgd()"

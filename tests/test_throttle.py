@@ -108,14 +108,14 @@ def test_time_behind_computation_is_not_waited_for() -> None:
 def shared(comm: Communicator, kind: str) -> tuple[bool, list[float]]:
     slow = throttled(comm, rate=RATE)
     groups = [[0, 1], [2, 3]]
-    other = slow.split(groups) if kind == "split" else slow.twin()
+    other = slow.split(groups) if kind == "split" else slow.duplicate()
     messages = [slow.mean([megabyte(comm)]), other.mean([megabyte(comm)])]
     for message in messages:
         message.wait()
     return slow.split(groups) is slow.split(groups), [message.arrived() for message in messages]
 
 
-@pytest.mark.parametrize(("kind", "second"), [("split", 1.0), ("twin", 1.5)])
+@pytest.mark.parametrize(("kind", "second"), [("split", 1.0), ("duplicate", 1.5)])
 def test_groups_and_twins_share_the_link(kind: str, second: float) -> None:
     for same, times in offbeat.simulate(lambda comm: shared(comm, kind), 4):
         assert same
@@ -124,20 +124,20 @@ def test_groups_and_twins_share_the_link(kind: str, second: float) -> None:
 
 def accompanied(comm: Communicator) -> list[float]:
     slow = throttled(comm, rate=RATE)
-    companion, lands = slow.companion(), []
+    sidecar, lands = slow.sidecar(), []
 
     def work() -> None:
-        message = companion.comm.split([[0, 1]]).mean([megabyte(comm)])
+        message = sidecar.comm.split([[0, 1]]).mean([megabyte(comm)])
         message.wait()
-        with companion.locked():
+        with sidecar.locked():
             lands.append(message.arrived())
 
-    companion.start(work)
-    with companion.locked():
-        companion.until(lambda: bool(lands), "the companion")
+    sidecar.start(work)
+    with sidecar.locked():
+        sidecar.until(lambda: bool(lands), "the sidecar")
     mine = slow.mean([megabyte(comm)])
     mine.wait()
-    companion.stop()
+    sidecar.stop()
     return [*lands, mine.arrived()]
 
 

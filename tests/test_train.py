@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from offbeat.app.runs.checkpoints import Shelf
+from offbeat.app.runs.checkpoints import CheckpointStore
 from offbeat.app.runs.folder import finished
 from offbeat.app.runs.record import entries, log_path
 from offbeat.app.runs.summary import read
@@ -110,7 +110,7 @@ def test_a_run_leaves_logs_and_checkpoints(whole: Path) -> None:
     assert run.ends[0]["weights"] == run.ends[1]["weights"]
     assert [e["step"] for e in run.evals] == [0, 20, 40, 60]
     assert run.evals[-1]["loss"] < run.evals[0]["loss"]
-    kept = Shelf(whole / "checkpoints", rank=0, workers=2).whole()
+    kept = CheckpointStore(whole / "checkpoints", rank=0, workers=2).whole()
     assert kept[-2:] == [49, 56]
     assert len(kept) <= 3, "rank 0 drops the old when it saves, perhaps before the others have saved"
     state = torch.load(whole / "checkpoints/step-000000056/rank-1.pt", weights_only=True)
@@ -159,7 +159,7 @@ def test_ctrl_c_saves_a_checkpoint_and_resuming_is_exact(whole: Path, tmp_path: 
     assert re.fullmatch(
         r"offbeat: stopped; the last checkpoint is of step \d+: go on with .* --resume\n", error
     ), error
-    saved = Shelf(folder / "checkpoints", rank=0, workers=2).whole()[-1]
+    saved = CheckpointStore(folder / "checkpoints", rank=0, workers=2).whole()[-1]
     assert saved == last_step(folder), "it ended with the step it saved"
     assert not list(folder.glob(".stop*"))
     done = offbeat(*words, "--resume")
@@ -177,7 +177,7 @@ def test_ctrl_c_waits_for_a_rank_that_is_many_steps_behind(tmp_path: Path) -> No
     process.send_signal(signal.SIGINT)
     _, error = process.communicate(timeout=120)
     assert process.returncode == 130, error
-    (saved,) = Shelf(folder / "checkpoints", rank=0, workers=2).whole()
+    (saved,) = CheckpointStore(folder / "checkpoints", rank=0, workers=2).whole()
     assert saved >= 10
     assert error.startswith(f"offbeat: stopped; the last checkpoint is of step {saved}: ")
     assert error.count("\n") == 1

@@ -43,7 +43,7 @@ from offbeat.waitfree.rounds import Rounds
 Compute = Callable[[int, int], float]
 
 
-class Line(nn.Module):
+class Transport(nn.Module):
     """One number; a step of rank k adds 2k + 1."""
 
     def __init__(self) -> None:
@@ -62,7 +62,7 @@ def walk(
     """x on each rank after every step, and each rank's reports of group rounds."""
 
     def worker(comm: offbeat.Communicator) -> Any:
-        model = Line()
+        model = Transport()
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
         sync = offbeat.method(expression)(model, optimizer, group=comm)
         trace = []
@@ -107,7 +107,7 @@ def test_a_late_worker_by_hand() -> None:
 
 
 def test_a_late_worker_whose_steps_are_added_by_hand() -> None:
-    # The same, with c what rank 1's companion has.
+    # The same, with c what rank 1's sidecar has.
     # 1.0  rank 0: W' = 1; c = 0: 1/2 for both.  2.0  rank 0: W' = 3/2; c = 1/2: 1 for both.
     # 2.5  rank 1: 0 became 3, so c + 3 = 4.
     # 3.0  rank 0: W' = 2; rank 1's 4: 3 for both.
@@ -252,7 +252,7 @@ def test_by_default_a_worker_that_is_always_slower_is_awaited_which_costs_no_tim
 
 
 def last_moment(comm: offbeat.Communicator, expression: str) -> float:
-    model = Line()
+    model = Transport()
     sync = offbeat.method(expression)(model, torch.optim.SGD(model.parameters(), lr=1.0), group=comm)
     for _ in range(8):
         sync.step()
@@ -265,7 +265,7 @@ def test_a_straggler_costs_the_others_nothing_between_global_rounds() -> None:
 
     def seconds(expression: str) -> float:
         def worker(comm: offbeat.Communicator) -> float:
-            model = Line()
+            model = Transport()
             optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
             sync = offbeat.method(expression)(model, optimizer, group=comm)
             for _ in range(16):
@@ -311,7 +311,7 @@ def test_groups_mix() -> None:
     for workers, size, rounds in ((4, 2, 2), (8, 2, 3), (16, 4, 2), (8, 8, 1), (64, 8, 2)):
 
         def worker(comm: offbeat.Communicator, size: int = size, rounds: int = rounds) -> float:
-            model = Line()
+            model = Transport()
             sync = offbeat.wagma(
                 model, torch.optim.SGD(model.parameters(), lr=0.0), group_size=size, every=99, group=comm
             )
@@ -410,7 +410,7 @@ def conserved(
 ) -> tuple[list[tuple[float, float]], list[str]]:
     """All that was produced and all that was applied here, after every step; whole numbers, so exact. And
     how this worker came to its rounds."""
-    model = Line()
+    model = Transport()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     draw = random.Random(comm.rank)
     produced = applied = 0.0
@@ -449,7 +449,7 @@ def test_stragglers_are_visible_to_everybody() -> None:
     """Rank 2 needs twice as long as the others."""
 
     def worker(comm: offbeat.Communicator) -> Any:
-        model = Line()
+        model = Transport()
         sync = offbeat.wagma(model, torch.optim.SGD(model.parameters(), lr=1.0), every=8, grace=0, group=comm)
         assert sync.parts[1].attendance == []
         for _ in range(10):
@@ -465,7 +465,7 @@ def test_stragglers_are_visible_to_everybody() -> None:
     # Its steps end at 2, 4, …, 14; the others' at 1, …, 7: at 8 it has used the last of their rounds.
     assert [report.kind for report in reports] == ["late"] * 4 + ["nothing new"] * 3
     assert (straggler.late, straggler.nothing_new) == (4 / 7, 3 / 7)
-    # Companions run rounds 0 to 6 at 1, …, 7, with what was made at 0, 2, 4, 6 in rounds −1, 0, 1, 2.
+    # Sidecars run rounds 0 to 6 at 1, …, 7, with what was made at 0, 2, 4, 6 in rounds −1, 0, 1, 2.
     ages = [1, 1 + 0, 2, 2 + 0, 3, 3 + 0, 4]
     assert straggler.age == pytest.approx(statistics.mean(ages))
     assert straggler.oldest == 4
@@ -490,7 +490,7 @@ def test_the_totals_have_what_is_said_beside_the_rounds(expression: str) -> None
     """Eight numbers for each of the others: the roll, twice, and one word before the threads end."""
 
     def worker(comm: offbeat.Communicator) -> None:
-        model = Line()
+        model = Transport()
         sync = offbeat.method(expression)(model, torch.optim.SGD(model.parameters(), lr=1.0), group=comm)
         with sync.averaged():
             started = sync.totals.bytes_sent
@@ -511,7 +511,7 @@ def test_the_totals_have_what_is_said_beside_the_rounds(expression: str) -> None
 
 def test_averaged_is_the_mean_of_all_in_the_middle_of_a_period() -> None:
     def worker(comm: offbeat.Communicator) -> tuple[float, float, float]:
-        model = Line()
+        model = Transport()
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
         sync = offbeat.wagma(model, optimizer, group_size=2, every=8, group=comm)
         for _ in range(3):
@@ -585,7 +585,7 @@ def test_resuming_after_a_global_round_is_exact_also_among_the_late(expression: 
 
 def test_elsewhere_a_checkpoint_is_refused_and_the_run_goes_on() -> None:
     def worker(comm: offbeat.Communicator) -> None:
-        model = Line()
+        model = Transport()
         with offbeat.wagma(model, torch.optim.SGD(model.parameters(), lr=1.0), every=4, group=comm) as sync:
             sync.state_dict()
             for step in range(1, 10):
@@ -606,7 +606,7 @@ def test_elsewhere_a_checkpoint_is_refused_and_the_run_goes_on() -> None:
 )
 def test_where_nothing_runs_beside_the_workers_any_step_can_be_saved(expression: str, workers: int) -> None:
     def worker(comm: offbeat.Communicator, cut: int | None) -> list[float]:
-        model = Line()
+        model = Transport()
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
         sync = offbeat.method(expression)(model, optimizer, group=comm)
         trace = []
@@ -630,7 +630,7 @@ def test_loading_into_a_running_synchronizer() -> None:
     """The old threads end, new ones begin at the step that was loaded."""
 
     def worker(comm: offbeat.Communicator) -> list[float]:
-        model = Line()
+        model = Transport()
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
         sync = offbeat.wagma(model, optimizer, every=2, group=comm)
         trace = []
@@ -668,7 +668,7 @@ def test_an_error_in_the_companion_surfaces_in_the_next_step(monkeypatch: pytest
     reached = []
 
     def worker(comm: offbeat.Communicator) -> None:
-        model = Line()
+        model = Transport()
         sync = offbeat.wagma(model, torch.optim.SGD(model.parameters(), lr=1.0), every=8, group=comm)
         for step in range(5):
             sync.step()
@@ -683,7 +683,7 @@ def test_a_worker_that_fails_ends_the_run_of_all() -> None:
     errors = {}
 
     def worker(comm: offbeat.Communicator) -> None:
-        model = Line()
+        model = Transport()
         try:
             with offbeat.wagma(
                 model, torch.optim.SGD(model.parameters(), lr=1.0), every=4, group=comm
@@ -708,7 +708,7 @@ def test_after_an_error_there_is_no_next_step(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(Rounds, "_run", lambda self, round: 1 / 0)
 
     def worker(comm: offbeat.Communicator) -> None:
-        model = Line()
+        model = Transport()
         sync = offbeat.wagma(model, torch.optim.SGD(model.parameters(), lr=1.0), every=4, group=comm)
         with pytest.raises(ZeroDivisionError):
             sync.step()
@@ -720,7 +720,7 @@ def test_after_an_error_there_is_no_next_step(monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_worker_that_has_no_more_data_is_named() -> None:
     def worker(comm: offbeat.Communicator) -> None:
-        model = Line()
+        model = Transport()
         with offbeat.wagma(model, torch.optim.SGD(model.parameters(), lr=1.0), every=4, group=comm) as sync:
             for _ in range(6 if comm.rank else 5):
                 sync.step()
@@ -732,7 +732,7 @@ def test_a_worker_that_has_no_more_data_is_named() -> None:
 
 def test_forgotten_finish_is_no_deadlock() -> None:
     def worker(comm: offbeat.Communicator) -> float:
-        model = Line()
+        model = Transport()
         sync = offbeat.wagma(model, torch.optim.SGD(model.parameters(), lr=1.0), every=4, group=comm)
         for _ in range(6):
             sync.step()
@@ -753,7 +753,7 @@ def test_forgotten_finish_is_no_deadlock() -> None:
     ],
 )
 def test_bad_arguments(expression: str, sentence: str) -> None:
-    model = Line()
+    model = Transport()
     with pytest.raises(ValueError, match=sentence.replace("(", r"\(")):
         offbeat.method(expression)(model, torch.optim.SGD(model.parameters(), lr=1.0), group=offbeat.Solo())
 
@@ -768,7 +768,7 @@ def test_schedules_that_cannot_be_known_and_lossy_codes_are_refused() -> None:
         def __repr__(self) -> str:
             return "Lossy()"
 
-    model = Line()
+    model = Transport()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     exchange = Exchange(params(model), when=Every(4))
     with pytest.raises(ValueError, match=r"reduce=Lossy\(\): groups sum the weights themselves"):
@@ -780,8 +780,8 @@ def test_schedules_that_cannot_be_known_and_lossy_codes_are_refused() -> None:
     )
 
 
-def line() -> tuple[Line, torch.optim.Optimizer]:
-    model = Line()
+def line() -> tuple[Transport, torch.optim.Optimizer]:
+    model = Transport()
     return model, torch.optim.SGD(model.parameters(), lr=1.0)
 
 
@@ -831,7 +831,7 @@ def test_only_what_makes_everybody_equal_holds_global_rounds(kind: str) -> None:
 
 def test_group_averages_need_an_exchange_among_the_same_workers() -> None:
     def worker(comm: offbeat.Communicator) -> None:
-        exchange = Exchange(params(Line()), when=Every(4), among=comm)
+        exchange = Exchange(params(Transport()), when=Every(4), among=comm)
         others = Butterfly(2, comm.split([[0, 1], [2, 3]]))
         with says(
             ValueError,
@@ -841,7 +841,7 @@ def test_group_averages_need_an_exchange_among_the_same_workers() -> None:
             GroupAverage(exchange, among=others)
 
     offbeat.simulate(worker, 4)
-    live = params(Line())
+    live = params(Transport())
     with says(
         TypeError,
         f"GroupAverage({live!r}): the Exchange that holds the global rounds is needed, such as "

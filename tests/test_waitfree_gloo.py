@@ -200,7 +200,7 @@ def failing(comm: offbeat.Communicator, interrupt: bool) -> tuple[str, list[str]
 
 
 def in_a_thread(comm: offbeat.Communicator) -> tuple[str, int, list[str]]:
-    """The companion fails between two steps, while its worker computes; the next step raises.
+    """The sidecar fails between two steps, while its worker computes; the next step raises.
 
     The others call to round 2 while rank 0 has made two steps. Its third waits until the thread has failed.
     """

@@ -56,7 +56,7 @@ def watch(
     steps: int,
     pause: Callable[[int], float] = lambda step: 0.0,
 ) -> Watched:
-    """Train a little model, looking over the shoulder of the companion and of every merge."""
+    """Train a little model, looking over the shoulder of the sidecar and of every merge."""
     seen = Watched()
     torch.manual_seed(comm.rank)
     net = nn.Linear(5, 3)
@@ -81,8 +81,8 @@ def _watch_merges(part: GroupAverage, seen: Watched) -> None:
     load, wait_for = part.load, part.await_round
     used: list[int] = []
 
-    def loaded(first: int, companion: Any) -> Any:
-        snapshots = load(first, companion)
+    def loaded(first: int, sidecar: Any) -> Any:
+        snapshots = load(first, sidecar)
         _watch_rounds(part, snapshots, seen)
         return snapshots
 

@@ -73,12 +73,12 @@ class Packed:
 
     @property
     def flats(self) -> list[Tensor]:
-        self._settle()
+        self._materialize()
         return self._flats
 
     @property
     def views(self) -> list[Tensor]:
-        self._settle()
+        self._materialize()
         return self._views
 
     @property
@@ -105,7 +105,7 @@ class Packed:
 
     def scaled(self, factor: float) -> Packed:
         """The same memory, its values to be multiplied by `factor` when they are looked at or written."""
-        self._settle()
+        self._materialize()
         return Packed(self.names, self._views, self._flats, self._spans, factor=factor)
 
     def over(self, flats: Sequence[Tensor]) -> Packed:
@@ -146,7 +146,7 @@ class Packed:
             if chosen:
                 torch._foreach_copy_(chosen, [self._staged.pop(id(view)) for view in chosen])
 
-    def _settle(self) -> None:
+    def _materialize(self) -> None:
         self._fill()
         if self._factor != 1:
             for flat in self._flats:
@@ -156,7 +156,7 @@ class Packed:
     def write(self, tensors: Sequence[Tensor]) -> None:
         """Copy into tensors."""
         if self._is(tensors):
-            self._settle()
+            self._materialize()
         elif self._factor != 1 and all(t.dtype == v.dtype for t, v in zip(tensors, self._views, strict=True)):
             for tensor, view in zip(tensors, self._views, strict=True):
                 torch.mul(view, self._factor, out=tensor)  # one pass instead of two

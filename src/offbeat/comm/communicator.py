@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 from torch import Tensor
 
-from offbeat.comm.departure import Farewell
+from offbeat.comm.departure import Departure
 from offbeat.comm.pending import Pending, arrived
-from offbeat.comm.sidecar import Companion
+from offbeat.comm.sidecar import Sidecar
 
 if TYPE_CHECKING:
     from offbeat.comm.place import Track
-    from offbeat.comm.task_queue import Courier
+    from offbeat.comm.task_queue import TaskQueue
 
 T = TypeVar("T")
 S = TypeVar("S")
@@ -54,30 +54,30 @@ class Communicator(ABC):
 
     @abstractmethod
     def tell(self, numbers: Sequence[int]) -> Pending[list[list[int]]]:
-        """At most eight whole numbers from every rank, in rank order, on a lane of their own."""
+        """At most eight whole numbers from every rank, in rank order, on a connection of their own."""
 
     @abstractmethod
     def split(self, groups: Sequence[Sequence[int]]) -> Communicator:
         """The communicator of the group this rank is in; the groups are disjoint and cover all ranks."""
 
-    def twin(self) -> Communicator:
+    def duplicate(self) -> Communicator:
         """Another communicator of the same ranks, whose messages have an order of their own."""
-        raise NotImplementedError(f"{type(self).__name__} has no twin().")
+        raise NotImplementedError(f"{type(self).__name__} has no duplicate().")
 
-    def courier(self) -> Courier:
+    def task_queue(self) -> TaskQueue:
         """Somebody who works beside this worker, on its clock."""
-        from offbeat.comm.task_queue import Threaded  # which is made of what stands here
+        from offbeat.comm.task_queue import ThreadQueue  # which is made of what stands here
 
-        return Threaded()
+        return ThreadQueue()
 
     @abstractmethod
-    def leave(self, farewell: Farewell) -> None:
+    def leave(self, departure: Departure) -> None:
         """Tell the others that this rank has failed and sends no more, so that nobody waits for it."""
 
-    def companion(self) -> Companion:
+    def sidecar(self) -> Sidecar:
         """A thread beside this worker's own, with its own connections; all ranks ask for theirs together."""
         raise NotImplementedError(
-            f"{type(self).__name__}.companion(): only Torch and simulated workers can have a second thread."
+            f"{type(self).__name__}.sidecar(): only Torch and simulated workers can have a second thread."
         )
 
     def scatter_mean(self, tensor: Tensor) -> Pending[Tensor]:
@@ -149,13 +149,13 @@ class Solo(Communicator):
     def split(self, groups: Sequence[Sequence[int]]) -> Communicator:
         return self
 
-    def twin(self) -> Communicator:
+    def duplicate(self) -> Communicator:
         return self
 
-    def courier(self) -> Courier:
-        from offbeat.comm.task_queue import Prompt
+    def task_queue(self) -> TaskQueue:
+        from offbeat.comm.task_queue import InlineQueue
 
-        return Prompt()
+        return InlineQueue()
 
-    def leave(self, farewell: Farewell) -> None:
+    def leave(self, departure: Departure) -> None:
         pass

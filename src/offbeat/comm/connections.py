@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
 
-class Sent:
+class InFlight:
     """A message and when it was first seen to have arrived.
 
     Python must not run in gloo's threads, which may outlive the interpreter: so no callbacks.
@@ -31,18 +31,18 @@ class Sent:
         return self.arrived > 0
 
 
-class Lane:
+class Connection:
     """Connections of their own, how many messages were begun on them, and which may be in the air."""
 
     def __init__(self, backend: Any) -> None:
         self.backend = backend
         self.begun = 0
-        self._air: list[Sent] = []
+        self._air: list[InFlight] = []
 
-    def begin(self, call: Callable[[Any], dist.Work]) -> Sent:
+    def begin(self, call: Callable[[Any], dist.Work]) -> InFlight:
         self.look()
         self.begun += 1
-        message = Sent(call(self.backend))
+        message = InFlight(call(self.backend))
         self._air.append(message)
         return message
 

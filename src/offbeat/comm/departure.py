@@ -8,14 +8,14 @@ from offbeat.base.errors import CheckpointMismatch, Disagreement, NotFinite, Off
 
 
 @dataclass(frozen=True)
-class Farewell:
+class Departure:
     """Why a rank left: its own trouble, or an error that concerns everybody, to be raised by all."""
 
     text: str
     shared: str | None = None  # the kind of the error
 
     @classmethod
-    def of(cls, error: BaseException) -> Farewell:
+    def of(cls, error: BaseException) -> Departure:
         for kind in _SHARED:
             if isinstance(error, kind):
                 return cls(str(error), shared=kind.__name__)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
 from offbeat.base.errors import Disagreement, OffbeatError, PeerLost
-from offbeat.comm.departure import Farewell
+from offbeat.comm.departure import Departure
 from offbeat.comm.place import Place, Track, disagreement
 from offbeat.comm.store import Bulletin, Silent
 
@@ -46,9 +46,9 @@ class Lookout:
         track.key = f"{self.key}/run {self._runs}"
         self._tracks.add(track)
 
-    def leave(self, farewell: Farewell, begun: Mapping[str, Mapping[str, int]]) -> None:
-        """Tell everybody that this rank sends no more than it has begun, by communicator and lane."""
-        note = json.dumps({"text": farewell.text, "shared": farewell.shared, "begun": begun})
+    def leave(self, departure: Departure, begun: Mapping[str, Mapping[str, int]]) -> None:
+        """Tell everybody that this rank sends no more than it has begun, by communicator and connection."""
+        note = json.dumps({"text": departure.text, "shared": departure.shared, "begun": begun})
 
         def write(store: Store) -> None:
             store.set(f"{self.key}/left/{self.name}", note)
@@ -59,18 +59,18 @@ class Lookout:
         except (dist.DistError, Silent):
             pass  # who waits for us sees our connections close, or waits for the store's host as well
 
-    def arrive(self, lane: str, begun: int) -> None:
+    def arrive(self, connection: str, begun: int) -> None:
         """Tell the others that this rank waits here, having begun so many messages."""
-        self.bulletin.post(lambda store: store.set(f"{self.key}/{lane}/at/{self.name}", str(begun)))
+        self.bulletin.post(lambda store: store.set(f"{self.key}/{connection}/at/{self.name}", str(begun)))
 
-    def look(self, lane: str, number: int, what: str) -> None:
+    def look(self, connection: str, number: int, what: str) -> None:
         """Raise if the message will never arrive, as far as the store tells."""
-        error = self.bulletin.ask(lambda store: self._look(store, lane, number, what), _ANSWER)
+        error = self.bulletin.ask(lambda store: self._look(store, connection, number, what), _ANSWER)
         if error is not None:
             raise error
 
-    def _look(self, store: Store, lane: str, number: int, what: str) -> OffbeatError | None:
-        error = self._leaver(store, what, lambda note: _in_vain(note, self.key, lane, number))
+    def _look(self, store: Store, connection: str, number: int, what: str) -> OffbeatError | None:
+        error = self._leaver(store, what, lambda note: _in_vain(note, self.key, connection, number))
         return error or self._elsewhere(store)
 
     def _leaver(
@@ -85,7 +85,7 @@ class Lookout:
                     if name != self.name and store.check([place]):
                         note = json.loads(store.get(place))
                         if counts(note):
-                            return Farewell(note["text"], note["shared"]).error(name, what)
+                            return Departure(note["text"], note["shared"]).error(name, what)
             level = level._above
         return None
 
@@ -111,13 +111,13 @@ class Lookout:
             level = level._above
         return None
 
-    def absent(self, lane: str, number: int) -> list[int]:
+    def absent(self, connection: str, number: int) -> list[int]:
         """Who has not come to a message, as far as the store tells."""
 
         def find(store: Store) -> list[int]:
             missing = []
             for name in self.names:
-                place = f"{self.key}/{lane}/at/{name}"
+                place = f"{self.key}/{connection}/at/{name}"
                 if name != self.name and not (store.check([place]) and int(store.get(place)) > number):
                     missing.append(name)
             return missing
@@ -127,11 +127,11 @@ class Lookout:
     def lost(self, what: str, error: Exception, backends: Sequence[Any]) -> OffbeatError:
         """What to raise for a broken connection: why a rank left, if it said so; else whose it was."""
         try:
-            farewell = self.bulletin.ask(lambda store: self._leaver(store, what, lambda note: True), _ANSWER)
+            departure = self.bulletin.ask(lambda store: self._leaver(store, what, lambda note: True), _ANSWER)
         except (dist.DistError, Silent):
-            farewell = None
-        if farewell is not None:
-            return farewell
+            departure = None
+        if departure is not None:
+            return departure
         reason = str(error).splitlines()[0].split("] ", 1)[-1].split(". ")[0]
         gone = self.closed(backends)
         for _ in range(_LOOKS):
@@ -160,12 +160,12 @@ class Lookout:
 _unread: list[Any] = []  # gloo must not see the end of them
 
 
-def _in_vain(note: dict[str, Any], key: str, lane: str, number: int) -> bool:
+def _in_vain(note: dict[str, Any], key: str, connection: str, number: int) -> bool:
     """Whether a message will not come; number −1 is the connecting before the first.
 
     What was sent before its sender left still arrives, unless a worker on the way is lost.
     """
-    begun: int = note["begun"].get(key, {}).get(lane, -1)
+    begun: int = note["begun"].get(key, {}).get(connection, -1)
     return number >= begun or note["shared"] == PeerLost.__name__
 
 

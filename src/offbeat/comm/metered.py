@@ -9,13 +9,13 @@ from torch import Tensor
 
 from offbeat.comm.collective import COLLECTIVES
 from offbeat.comm.communicator import WORDS, Communicator
-from offbeat.comm.departure import Farewell
+from offbeat.comm.departure import Departure
 from offbeat.comm.pending import Pending
 from offbeat.comm.place import Track
-from offbeat.comm.sidecar import Companion
+from offbeat.comm.sidecar import Sidecar
 
 if TYPE_CHECKING:
-    from offbeat.comm.task_queue import Courier
+    from offbeat.comm.task_queue import TaskQueue
 
 
 def nbytes(tensors: Sequence[Tensor]) -> int:
@@ -55,17 +55,17 @@ class Wrapped(Communicator):
     def split(self, groups: Sequence[Sequence[int]]) -> Communicator:
         return self.comm.split(groups)
 
-    def twin(self) -> Communicator:
-        return self.comm.twin()
+    def duplicate(self) -> Communicator:
+        return self.comm.duplicate()
 
-    def courier(self) -> Courier:
-        return self.comm.courier()
+    def task_queue(self) -> TaskQueue:
+        return self.comm.task_queue()
 
-    def companion(self) -> Companion:
-        return self.comm.companion()
+    def sidecar(self) -> Sidecar:
+        return self.comm.sidecar()
 
-    def leave(self, farewell: Farewell) -> None:
-        self.comm.leave(farewell)
+    def leave(self, departure: Departure) -> None:
+        self.comm.leave(departure)
 
     def follow(self, track: Track) -> None:
         self.comm.follow(track)

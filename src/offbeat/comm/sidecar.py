@@ -12,17 +12,17 @@ if TYPE_CHECKING:
 
 
 class Stopped(Exception):
-    """Raised in a companion that is to end; never seen outside of it."""
+    """Raised in a sidecar that is to end; never seen outside of it."""
 
 
-class Companion(ABC):
+class Sidecar(ABC):
     """One thread beside a worker's own, what the two share, and numbers announced by the other workers.
 
-    Real workers have threads, simulated ones take turns in virtual time. An error in the companion is raised
+    Real workers have threads, simulated ones take turns in virtual time. An error in the sidecar is raised
     by the worker's next `until` or `check`.
     """
 
-    comm: Communicator  # connections for the companion alone
+    comm: Communicator  # connections for the sidecar alone
 
     @property
     @abstractmethod
@@ -31,7 +31,7 @@ class Companion(ABC):
 
     @abstractmethod
     def start(self, work: Callable[[], None]) -> None:
-        """Begin the companion's work."""
+        """Begin the sidecar's work."""
 
     @abstractmethod
     def locked(self) -> AbstractContextManager[None]:
@@ -47,8 +47,8 @@ class Companion(ABC):
 
     @abstractmethod
     def check(self) -> None:
-        """Raise the companion's error, if it had one."""
+        """Raise the sidecar's error, if it had one."""
 
     @abstractmethod
     def stop(self) -> None:
-        """End the companion, whatever it waits for. Idempotent."""
+        """End the sidecar, whatever it waits for. Idempotent."""

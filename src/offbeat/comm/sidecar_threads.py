@@ -1,4 +1,4 @@
-"""The companion of a worker that is a process: one thread works, another listens."""
+"""The sidecar of a worker that is a process: one thread works, another listens."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from offbeat.base.errors import PeerLost
 from offbeat.comm.communicator import Communicator
 from offbeat.comm.lookout import STORE_GONE, STORE_SILENT
-from offbeat.comm.sidecar import Companion, Stopped
+from offbeat.comm.sidecar import Sidecar, Stopped
 from offbeat.comm.store import Bulletin, Silent
 
 T = TypeVar("T")
@@ -26,7 +26,7 @@ _WAKE = 2.0  # seconds in which the store must take a word
 _END = 10.0  # seconds in which a thread ends; each of them looks up four times a second
 
 
-class Threads(Companion):
+class ThreadSidecar(Sidecar):
     """Numbers travel through queues in the process group's store, one queue per rank.
 
     The store's clients are clones, one per thread, and the communicator's connections belong to the working

@@ -15,10 +15,10 @@ from offbeat.comm.pending import Pending, arrived
 T = TypeVar("T")
 
 
-class Courier(ABC):
+class TaskQueue(ABC):
     """Does jobs in the order they were given. After one has failed, all later ones fail with its error.
 
-    What a job sends goes through a communicator that nobody else uses, such as a `twin`: then the messages
+    What a job sends goes through a communicator that nobody else uses, such as a `duplicate`: then messages
     are in the same order on all ranks, whatever the workers themselves send in the meantime.
     """
 
@@ -47,19 +47,19 @@ class Courier(ABC):
             raise
 
 
-class Prompt(Courier):
+class InlineQueue(TaskQueue):
     """Does every job at once: in a world of one there is nothing to wait for."""
 
     def give(self, job: Callable[[], T]) -> Pending[T]:
         return arrived(self._do(job))
 
 
-class Threaded(Courier):
+class ThreadQueue(TaskQueue):
     """Does jobs in a thread of its own. The interpreter waits at its end for the jobs given."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="offbeat-courier")
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="offbeat-task_queue")
 
     def give(self, job: Callable[[], T]) -> Pending[T]:
         def timed() -> tuple[T, float]:
@@ -75,11 +75,11 @@ class Threaded(Courier):
         self._thread.shutdown(wait=False, cancel_futures=True)
 
 
-class Lazy(Courier):
+class VirtualQueue(TaskQueue):
     """Does jobs when the result of one is wanted, at the virtual time at which they could be done.
 
     `clock` reads the worker's virtual clock, `move` sets it. While a job is done the clock is that of the
-    courier, who is where the last job ended or, if it was given later, where the worker was then.
+    task_queue, who is where the last job ended or, if it was given later, where the worker was then.
     """
 
     def __init__(self, clock: Callable[[], float], move: Callable[[float], None]) -> None:

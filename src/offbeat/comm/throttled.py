@@ -13,7 +13,7 @@ from offbeat.comm.collective import COLLECTIVES
 from offbeat.comm.communicator import Communicator
 from offbeat.comm.metered import Wrapped, nbytes, traffic
 from offbeat.comm.pending import Pending
-from offbeat.comm.sidecar import Companion
+from offbeat.comm.sidecar import Sidecar
 
 T = TypeVar("T")
 
@@ -99,13 +99,13 @@ class Throttled(Wrapped):
             self._children[id(part)] = self._beside(part)
         return self._children[id(part)]
 
-    def twin(self) -> Communicator:
-        return self._beside(self.comm.twin())
+    def duplicate(self) -> Communicator:
+        return self._beside(self.comm.duplicate())
 
-    def companion(self) -> Companion:
-        companion = self.comm.companion()
-        companion.comm = self._beside(companion.comm)
-        return companion
+    def sidecar(self) -> Sidecar:
+        sidecar = self.comm.sidecar()
+        sidecar.comm = self._beside(sidecar.comm)
+        return sidecar
 
     def _beside(self, comm: Communicator) -> Throttled:
         """Another communicator behind the same link."""

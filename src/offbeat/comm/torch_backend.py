@@ -18,14 +18,14 @@ from torch.distributed.distributed_c10d import PrefixStore, get_backend_config
 
 from offbeat.base.errors import OffbeatError, PeerLost
 from offbeat.comm.communicator import WORDS, Communicator, words
-from offbeat.comm.connections import Lane, connected
-from offbeat.comm.departure import Farewell
+from offbeat.comm.connections import Connection, connected
+from offbeat.comm.departure import Departure
 from offbeat.comm.lookout import STORE_GONE, STORE_SILENT, Lookout, listed
 from offbeat.comm.metered import nbytes
 from offbeat.comm.pending import Pending
 from offbeat.comm.place import Track
-from offbeat.comm.sidecar import Companion, Stopped
-from offbeat.comm.sidecar_threads import Threads
+from offbeat.comm.sidecar import Sidecar, Stopped
+from offbeat.comm.sidecar_threads import ThreadSidecar
 from offbeat.comm.store import Silent, bulletin, start
 
 T = TypeVar("T")
@@ -61,41 +61,41 @@ class Torch(Communicator):
         self._stopped, self._bulletin = threading.Event(), bulletin()
         self._join(f"offbeat/{group.group_name}/{ranks}/{_made[group]}", ("control", "cpu"))
 
-    def _join(self, key: str, lanes: tuple[str, ...], above: Lookout | None = None) -> Torch:
+    def _join(self, key: str, connections: tuple[str, ...], above: Lookout | None = None) -> Torch:
         self.rank, self.size = self._ranks.index(dist.get_rank()), len(self._ranks)
-        self._key, self._first_lanes = key, lanes
+        self._key, self._first_connections = key, connections
         self._lookout = Lookout(key, self._names, self.rank, self._bulletin, above)
-        self._lanes: dict[str, Lane] = {}
+        self._connections: dict[str, Connection] = {}
         self._children: dict[tuple[int, ...], Torch] = {}
-        self._beside: WeakSet[Torch] = WeakSet()  # twins and companions
+        self._beside: WeakSet[Torch] = WeakSet()  # duplicates and sidecars
         self._made_beside = 0
         self._left = False
         # gloo connects all with all, and hangs if one is missing: now, while everybody is here.
-        for lane in lanes:
-            self._lane(lane)
+        for connection in connections:
+            self._connection(connection)
         return self
 
-    def _lane(self, name: str) -> Lane:
+    def _connection(self, name: str) -> Connection:
         """The connections for control messages, or for tensors on a kind of device.
 
         `new_group` is of no use: it numbers groups per process, and hangs where some ranks have made others.
         """
-        if name not in self._lanes:
-            self._lanes[name] = Lane(self._connected(name))
-        return self._lanes[name]
+        if name not in self._connections:
+            self._connections[name] = Connection(self._connected(name))
+        return self._connections[name]
 
-    def _connected(self, lane: str) -> Any:
+    def _connected(self, connection: str) -> Any:
         """Connections to all others. torch waits for them without looking up: a thread of its own does."""
-        kind = "gloo" if lane in ("control", "cpu") else self._backends[lane]
+        kind = "gloo" if connection in ("control", "cpu") else self._backends[connection]
         what = "everybody to connect"
 
         def connect() -> Any:
             with self._bulletin.lend(shared=True) as client:
-                store = PrefixStore(f"{self._key}/{lane}", client)
+                store = PrefixStore(f"{self._key}/{connection}", client)
                 return connected(kind, store, self.rank, self.size, self._timeout + _LATER)
 
-        self._lookout.arrive(lane, 0)
-        connecting, wait = start(connect, "offbeat-connect"), _Wait(self, lane, -1, what)
+        self._lookout.arrive(connection, 0)
+        connecting, wait = start(connect, "offbeat-connect"), _Wait(self, connection, -1, what)
         while not futures.wait([connecting], _GLANCE).done:
             wait.look()
         try:
@@ -178,32 +178,32 @@ class Torch(Communicator):
         parts = [torch.empty(WORDS, dtype=torch.int64) for _ in range(self.size)]
         calls = [(given, lambda pg: pg.allgather([parts], [given]))]
         return self._send(
-            calls, lambda: [part.tolist() for part in parts], lambda: "word from all", lane="control"
+            calls, lambda: [part.tolist() for part in parts], lambda: "word from all", connection="control"
         )
 
     def split(self, groups: Sequence[Sequence[int]]) -> Communicator:
         mine = tuple(next(group for group in groups if self.rank in group))
         if mine not in self._children:
             self._children[mine] = self._like(mine)._join(
-                f"{self._key}/{mine}", self._first_lanes, self._lookout
+                f"{self._key}/{mine}", self._first_connections, self._lookout
             )
         return self._children[mine]
 
-    def twin(self) -> Communicator:
-        return self._aside("twin", self._like(range(self.size)), self._first_lanes)
+    def duplicate(self) -> Communicator:
+        return self._aside("duplicate", self._like(range(self.size)), self._first_connections)
 
-    def companion(self) -> Companion:
+    def sidecar(self) -> Sidecar:
         other = self._like(range(self.size))
         other._stopped = threading.Event()
         # It speaks to the groups it is split into, and to nobody else.
-        aside = self._aside("companion", other, ())
-        aside._first_lanes = self._first_lanes
-        return Threads(aside, self._bulletin, f"{aside._key}/queue", aside._stopped, self._timeout)
+        aside = self._aside("sidecar", other, ())
+        aside._first_connections = self._first_connections
+        return ThreadSidecar(aside, self._bulletin, f"{aside._key}/queue", aside._stopped, self._timeout)
 
-    def _aside(self, kind: str, other: Torch, lanes: tuple[str, ...]) -> Torch:
+    def _aside(self, kind: str, other: Torch, connections: tuple[str, ...]) -> Torch:
         self._made_beside += 1
         self._beside.add(other)
-        return other._join(f"{self._key}/{kind} {self._made_beside}", lanes, self._lookout)
+        return other._join(f"{self._key}/{kind} {self._made_beside}", connections, self._lookout)
 
     def _like(self, members: Iterable[int]) -> Torch:
         """Another communicator, of some of these ranks, that has yet to connect to them."""
@@ -217,22 +217,22 @@ class Torch(Communicator):
     def follow(self, track: Track) -> None:
         self._lookout.follow(track)
 
-    def leave(self, farewell: Farewell) -> None:
+    def leave(self, departure: Departure) -> None:
         if not self._left:
-            self._lookout.leave(farewell, self._begun())
+            self._lookout.leave(departure, self._begun())
 
     def _begun(self) -> dict[str, dict[str, int]]:
         """How many messages were begun here and on all communicators made from this one, which is left."""
         self._left = True
-        begun = {self._key: {name: lane.begun for name, lane in self._lanes.items()}}
+        begun = {self._key: {name: connection.begun for name, connection in self._connections.items()}}
         for other in (*self._children.values(), *self._beside):
             begun.update(other._begun())
         return begun
 
     def computed(self, step: int) -> None:
         """See what arrived behind the computation: times of arrival are as fine as steps are."""
-        for lane in self._lanes.values():
-            lane.look()
+        for connection in self._connections.values():
+            connection.look()
         for child in self._children.values():
             child.computed(step)
 
@@ -242,15 +242,15 @@ class Torch(Communicator):
         result: Callable[[], T],
         what: Callable[[], str],
         *,
-        lane: str | None = None,
+        connection: str | None = None,
     ) -> Pending[T]:
         """Start the calls; once all have arrived, the result."""
         sent = []
         for tensor, call in calls:
-            name = lane or tensor.device.type
-            number = self._lane(name).begun
+            name = connection or tensor.device.type
+            number = self._connection(name).begun
             try:
-                sent.append((self._lane(name).begin(call), name, number))
+                sent.append((self._connection(name).begin(call), name, number))
             except OffbeatError:
                 raise
             except RuntimeError as error:
@@ -268,9 +268,9 @@ class Torch(Communicator):
             lambda: max((message.arrived for message, _, _ in sent), default=0.0),
         )
 
-    def _await(self, work: dist.Work, lane: str, number: int, what: str) -> None:
+    def _await(self, work: dist.Work, connection: str, number: int, what: str) -> None:
         """Wait in short slices, looking up between them whether the message can still come."""
-        wait = _Wait(self, lane, number, what)
+        wait = _Wait(self, connection, number, what)
         while True:
             over = work.is_completed()
             try:
@@ -287,14 +287,14 @@ class Torch(Communicator):
     @property
     def _gloo(self) -> list[Any]:
         """The connections that tell who is there."""
-        return [self._lanes[name].backend for name in ("control", "cpu") if name in self._lanes]
+        return [self._connections[name].backend for name in ("control", "cpu") if name in self._connections]
 
 
 class _Wait:
     """One wait for a message, or for everybody to connect: when it is in vain it ends."""
 
-    def __init__(self, comm: Torch, lane: str, number: int, what: str) -> None:
-        self._comm, self._lane, self._number, self._what = comm, lane, number, what
+    def __init__(self, comm: Torch, connection: str, number: int, what: str) -> None:
+        self._comm, self._connection, self._number, self._what = comm, connection, number, what
         self._deadline, self._trouble = time.perf_counter() + comm._timeout, ""
         self._arrived = False
 
@@ -302,12 +302,12 @@ class _Wait:
         comm, lookout = self._comm, self._comm._lookout
         if comm._stopped.is_set():
             raise Stopped
-        if not self._arrived and self._lane in comm._lanes:
-            lookout.arrive(self._lane, comm._lanes[self._lane].begun)
+        if not self._arrived and self._connection in comm._connections:
+            lookout.arrive(self._connection, comm._connections[self._connection].begun)
             self._arrived = True
         try:
             self._trouble = ""
-            lookout.look(self._lane, self._number, self._what)
+            lookout.look(self._connection, self._number, self._what)
         except Silent:
             self._trouble = STORE_SILENT
         except dist.DistError as error:
@@ -325,7 +325,7 @@ class _Wait:
         if self._trouble:
             return f"{silence}, {self._trouble}"
         try:
-            absent = self._comm._lookout.absent(self._lane, self._number)
+            absent = self._comm._lookout.absent(self._connection, self._number)
         except (Silent, dist.DistError):
             return silence
         if not absent:

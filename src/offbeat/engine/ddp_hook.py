@@ -15,7 +15,7 @@ from offbeat.base.errors import CheckpointMismatch
 from offbeat.base.packed import Packed
 from offbeat.base.tensors import named
 from offbeat.comm.communicator import Communicator
-from offbeat.comm.departure import Farewell
+from offbeat.comm.departure import Departure
 from offbeat.comm.metered import Metered
 from offbeat.comm.torch_backend import Torch
 from offbeat.engine.checkpoint import copied
@@ -134,7 +134,7 @@ class Hook:
                 self._reduce(gradients, step, coded=again or step > 0)
         except Exception as error:
             if self.error is None:
-                self._comm.leave(Farewell.of(error))
+                self._comm.leave(Departure.of(error))
             self.error = error
             for one in held:
                 one.future.set_exception(error)  # type: ignore[arg-type]

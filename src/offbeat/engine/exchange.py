@@ -24,9 +24,9 @@ from offbeat.engine.handshake import ROUND, compare_headers, header
 from offbeat.engine.ledger import Ledger
 from offbeat.engine.optimizers import mark, rates
 from offbeat.engine.part import Part
-from offbeat.engine.payload import Cargo
+from offbeat.engine.payload import Payload
 from offbeat.engine.report import Report
-from offbeat.engine.round import Flight, halfway, naming, profiled, soonest
+from offbeat.engine.round import Round, halfway, naming, profiled, soonest
 from offbeat.reduce import Mean, Reducer
 from offbeat.update.update import Replace, Update
 from offbeat.when import Schedule
@@ -78,8 +78,8 @@ class Exchange(Part):
         self.drift = self._measured(drift)
         plain = self.reduce == Mean() and self.update == Replace()
         in_place = plain and delay == 0 and not self.drift and not live.early
-        self.cargo = Cargo(live, buffers, moments, in_place=in_place)
-        self.cargo.late = self.reduce.remembers or delay != 0
+        self.payload = Payload(live, buffers, moments, in_place=in_place)
+        self.payload.late = self.reduce.remembers or delay != 0
         _check_delay(delay, when)
         if live.early and self.update.anchored:
             raise ValueError(
@@ -97,7 +97,7 @@ class Exchange(Part):
         self._plan: int | None = None
         self._round, self._began_at, self._landed_at = 0, 0, -1
         self._opened = False
-        self._flight: Flight | None = None
+        self._flight: Round | None = None
         self._rates: tuple[float, ...] = ()  # of every live tensor in the last step, that of its own group
         self._marks = 0
 
@@ -116,13 +116,13 @@ class Exchange(Part):
     def __repr__(self) -> str:
         return (
             f"Exchange({self.live!r}, when={self.when!r}, among={self.peers!r}, reduce={self.reduce!r}, "
-            f"update={self.update!r}, delay={self.delay!r}, buffers={self.cargo.buffers.rule!r}, "
-            f"moments={self.cargo.moments.rule!r}, drift={self.drift})"
+            f"update={self.update!r}, delay={self.delay!r}, buffers={self.payload.buffers.rule!r}, "
+            f"moments={self.payload.moments.rule!r}, drift={self.drift})"
         )
 
     def bind(self, index: int, optimizers: Sequence[Optimizer], report: Callable[[Report], None]) -> None:
-        self._index, self._ledger.hand_in = index, report
-        self.cargo.moments.bind(optimizers)
+        self._index, self._ledger.emit = index, report
+        self.payload.moments.bind(optimizers)
 
     def communicators(self) -> list[Communicator]:
         return [self.peers.everyone, self.peers.at(self._round)]
@@ -139,7 +139,7 @@ class Exchange(Part):
 
     def _look(self) -> None:
         """See the learning rates of the coming step: a scheduler may step before the round begins."""
-        optimizers = self.cargo.moments.optimizers
+        optimizers = self.payload.moments.optimizers
         self._marks = mark(optimizers)
         # Gradients have no use for the rates.
         self._rates = () if self.live.early else rates(self.live.parameters, optimizers)
@@ -159,7 +159,7 @@ class Exchange(Part):
         What is in the air lands at the latest when the next round begins. Gradients to be sent are taken
         first, because what lands overwrites them.
         """
-        self._ledger.settle(wait=False)
+        self._ledger.flush_reports(wait=False)
         if self._plan is None and self._flight is None:
             self._ledger.mean_loss()  # forgotten: the step belongs to no period
         begins = self._plan == clock.step
@@ -179,12 +179,12 @@ class Exchange(Part):
         """This step's own gradients. None for parameters: these are sent as they are after the landing."""
         return self.live.taken(copy=copy) if isinstance(self.live, Gradients) else None
 
-    def _halfway(self, flight: Flight) -> int | None:
-        return halfway(flight.clock.step, soonest(flight.due, self._plan))
+    def _halfway(self, round_: Round) -> int | None:
+        return halfway(round_.clock.step, soonest(round_.due, self._plan))
 
     def _ask(self, clock: Clock) -> None:
         """Plan the next round."""
-        self._ledger.settle(wait=bool(self.when.needs))
+        self._ledger.flush_reports(wait=bool(self.when.needs))
         self._plan = self.when.next(
             self._ledger.told(replace(clock, round=self._round)), self._states["when"]
         )
@@ -197,7 +197,7 @@ class Exchange(Part):
     @torch.no_grad()
     def _open(self) -> None:
         """The first period begins."""
-        self.update.open(list(self.live.like().values()), self.cargo.own, self._states["update"])
+        self.update.open(list(self.live.like().values()), self.payload.own, self._states["update"])
         self._opened = True
 
     @torch.no_grad()
@@ -205,16 +205,18 @@ class Exchange(Part):
         """Send this worker's share of the round: the live tensors, unless it was taken earlier."""
         comm = Metered(self.peers.at(self._round))
         clock = replace(clock, round=self._round, workers=comm.size, rates=self._rates)
-        cargo, state = self.cargo, self._states["update"]
+        state = self._states["update"]
         memory = self._states.get("reduce", state)  # an update that owns its code has one state for both
         with profiled("offbeat.begin"), naming(clock):
             began = comm.now()
             head = header(ROUND, self._index, clock, self._marks, self.peers.everyone.rank)
-            heads = comm.tell([*head, cargo.moments.mark()]).then(compare_headers)
-            moments = cargo.moments.averaged(heads.wait, comm)
+            heads = comm.tell([*head, self.payload.moments.mark()]).then(compare_headers)
+            moments = self.payload.moments.averaged(heads.wait, comm)
             waited = comm.now() - began
-            payload = cargo.pack(lambda live, room: self.update.outgoing(live, room, clock, state), share)
-            self._flight = Flight(
+            packed = self.payload.pack(
+                lambda live, room: self.update.outgoing(live, room, clock, state), share
+            )
+            self._flight = Round(
                 clock=clock,
                 due=None if self.delay == "round" else clock.step + self.delay,
                 period=clock.step - self._began_at,
@@ -222,10 +224,10 @@ class Exchange(Part):
                 began=began,
                 waited=waited,
                 heads=heads,
-                mean=self.reduce.start(payload, comm, clock, memory),
-                followed=cargo.buffers.follow(comm),
+                mean=self.reduce.start(packed, comm, clock, memory),
+                followed=self.payload.buffers.follow(comm),
                 moments=send_mean(moments, comm),
-                sent=[t.clone() for t in cargo.riders(moments)] if self.delay else None,
+                sent=[t.clone() for t in self.payload.extras(moments)] if self.delay else None,
             )
         self._round, self._began_at, self._plan = self._round + 1, clock.step, None
 
@@ -233,15 +235,15 @@ class Exchange(Part):
     def land(self, clock: Clock) -> None:
         """Wait for the round's messages and apply them."""
         assert self._flight is not None
-        flight, self._flight = self._flight, None
-        with profiled("offbeat.land"), naming(flight.clock):
-            flight.wait()
-            clock = replace(clock, round=flight.clock.round, workers=flight.comm.size, rates=self._rates)
-            distances = self._apply(flight, clock)
+        round_, self._flight = self._flight, None
+        with profiled("offbeat.land"), naming(round_.clock):
+            round_.wait()
+            clock = replace(clock, round=round_.clock.round, workers=round_.comm.size, rates=self._rates)
+            distances = self._apply(round_, clock)
         stepped, self._landed_at = clock.step > self._landed_at, clock.step
-        self._account(flight, distances, stepped)
+        self._account(round_, distances, stepped)
 
-    def _apply(self, flight: Flight, clock: Clock) -> _Distances | None:
+    def _apply(self, round_: Round, clock: Clock) -> _Distances | None:
         state = self._states["update"]
         distances: _Distances | None = None
 
@@ -251,16 +253,16 @@ class Exchange(Part):
                 distances = (None, None) if self.reduce.lossy else self.update.distances(live, mean, state)
             self.update.incoming(live, mean, clock, state)
 
-        self.cargo.land(flight, incoming)
+        self.payload.land(round_, incoming)
         return distances
 
-    def _account(self, flight: Flight, distances: _Distances | None, stepped: bool) -> None:
+    def _account(self, round_: Round, distances: _Distances | None, stepped: bool) -> None:
         """Without a step since the round before, which only `finish()` can bring about, there is no loss."""
         loss = self._ledger.mean_loss()
         lacking = loss is None and "loss" in self.when.needs
         if distances is None or (lacking and not stepped):
-            self._ledger.settle(wait=True)  # reports come in the order of their rounds
-            self._ledger.hand_in(flight.report(norm=None))
+            self._ledger.flush_reports(wait=True)  # reports come in the order of their rounds
+            self._ledger.emit(round_.report(norm=None))
             return
         drift, norm = distances
         if lacking:
@@ -268,11 +270,11 @@ class Exchange(Part):
                 f"{self.when!r} needs the loss: call sync.observe(loss) before every sync.step()."
             )
         # What decides when the next round comes must be the same for everyone, not only for its peers.
-        comm = self.peers.everyone if self.when.needs else flight.comm.comm
-        self._ledger.add(flight, comm, drift, loss or 0.0, None if norm is None else math.sqrt(norm))
+        comm = self.peers.everyone if self.when.needs else round_.comm.comm
+        self._ledger.add(round_, comm, drift, loss or 0.0, None if norm is None else math.sqrt(norm))
 
-    def settle(self, *, wait: bool) -> None:
-        self._ledger.settle(wait=wait)
+    def flush_reports(self, *, wait: bool) -> None:
+        self._ledger.flush_reports(wait=wait)
 
     def shared_gradient(self, step: int) -> bool:
         return self.live.early and self._landed_at == step and self._equalizes
@@ -283,7 +285,7 @@ class Exchange(Part):
     @property
     def _equalizes(self) -> bool:
         """Whether the last landing left the same in all these tensors and buffers of all workers."""
-        whole = self.live.only is None and self.cargo.buffers.equalizes
+        whole = self.live.only is None and self.payload.buffers.equalizes
         return whole and self._everywhere and self.delay == 0 and self.update.equalizes and self.reduce.agrees
 
     @property
@@ -298,7 +300,7 @@ class Exchange(Part):
 
     @torch.no_grad()
     def shown(self) -> tuple[dict[str, Tensor], bool]:
-        live, own, state = self.live.tensors, self.cargo.own, self._states["update"]
+        live, own, state = self.live.tensors, self.payload.own, self._states["update"]
         shown = None if self.live.early else self.update.shown(live(), own, state)
         if shown is None:
             return {}, True
@@ -313,7 +315,7 @@ class Exchange(Part):
             # No step is left for gradients in the air: only what rides along with them is applied.
             with self.live.aside() if isinstance(self.live, Gradients) else nullcontext():
                 self.land(clock)
-        self._ledger.settle(wait=True)
+        self._ledger.flush_reports(wait=True)
         closed = not self.live.early and self._close(clock)
         return landed or closed
 
@@ -321,19 +323,19 @@ class Exchange(Part):
         """The update's last act, which is a round if it sends something."""
         comm = Metered(self._last_peers)
         began = comm.now()
-        closed = self.update.close(self.live.tensors(), self.cargo.own, comm, self._states["update"])
+        closed = self.update.close(self.live.tensors(), self.payload.own, comm, self._states["update"])
         if comm.sent:
             clock = replace(clock, round=self._round)
-            self._ledger.hand_in(Report.blocking(clock, comm, began, clock.step - self._began_at))
+            self._ledger.emit(Report.blocking(clock, comm, began, clock.step - self._began_at))
         return closed
 
     @torch.no_grad()
     def follow(self) -> None:
         if not self.live.early:
-            self.update.follow(self.live.tensors(), self.cargo.own, self._states["update"])
+            self.update.follow(self.live.tensors(), self.payload.own, self._states["update"])
 
     def state_dict(self) -> State:
-        flight = None if self._flight is None else self._flight.state_dict()  # first: arrivals change states
+        round_ = None if self._flight is None else self._flight.state_dict()  # first: arrivals change states
         return {
             "plan": self._plan,
             "round": self._round,
@@ -342,7 +344,7 @@ class Exchange(Part):
             "opened": self._opened,
             "ledger": self._ledger.state_dict(),
             "states": copied(self._states),
-            "flight": flight,
+            "round_": round_,
         }
 
     @torch.no_grad()
@@ -352,9 +354,9 @@ class Exchange(Part):
         self._ledger.load_state_dict(state["ledger"])
         self._states = copied(state["states"])
         self._flight = None
-        if state["flight"] is not None:
-            comm = Metered(self.peers.at(state["flight"]["round"]))
-            self._flight = Flight.resumed(state["flight"], comm, self.cargo.room)
+        if state["round_"] is not None:
+            comm = Metered(self.peers.at(state["round_"]["round"]))
+            self._flight = Round.resumed(state["round_"], comm, self.payload.room)
 
 
 def _reducer(reduce: Reducer | None, update: Update, live: Live) -> Reducer:

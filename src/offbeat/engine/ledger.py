@@ -14,14 +14,14 @@ from offbeat.comm.communicator import Communicator
 from offbeat.comm.metered import Metered
 from offbeat.comm.pending import Pending
 from offbeat.engine.report import Report
-from offbeat.engine.round import Flight, naming
+from offbeat.engine.round import Round, naming
 
 
 class Ledger:
     """Reports are handed in when the mean drift of their round has arrived: nobody waits for it."""
 
     def __init__(self) -> None:
-        self.hand_in: Callable[[Report], None] = lambda report: None
+        self.emit: Callable[[Report], None] = lambda report: None
         self._open: deque[tuple[Report, float, bool, Pending[list[Tensor]]]] = deque()
         self._last: tuple[float, float, float] | None = None  # drift, loss and lr of the last round known
         self._loss: float | Tensor = 0.0  # sum of the losses observed since the last round landed
@@ -40,24 +40,24 @@ class Ledger:
         return loss
 
     def add(
-        self, flight: Flight, comm: Communicator, drift: float | None, loss: float, norm: float | None
+        self, round_: Round, comm: Communicator, drift: float | None, loss: float, norm: float | None
     ) -> None:
         """Send this worker's drift and loss; the report follows when those of all of `comm` have come."""
         metered = Metered(comm)
         scalars = metered.mean([torch.tensor([drift or 0.0, loss], dtype=torch.float64)])
-        report = flight.report(norm)
+        report = round_.report(norm)
         sent, received = report.bytes_sent + metered.sent, report.bytes_received + metered.received
         report = replace(report, bytes_sent=sent, bytes_received=received)
-        self._open.append((report, flight.clock.lr, drift is not None, scalars))
+        self._open.append((report, round_.clock.lr, drift is not None, scalars))
 
-    def settle(self, *, wait: bool) -> None:
+    def flush_reports(self, *, wait: bool) -> None:
         """Hand in what is complete; with `wait`, everything."""
         while self._open and (wait or self._open[0][3].done()):
             report, lr, measured, scalars = self._open.popleft()
             with naming(report):
                 drift, loss = scalars.wait()[0].tolist()
             self._last = (drift, loss, lr)
-            self.hand_in(replace(report, drift=drift if measured else None))
+            self.emit(replace(report, drift=drift if measured else None))
 
     def told(self, clock: Clock) -> Clock:
         """The clock with what the last round told."""
@@ -67,7 +67,7 @@ class Ledger:
         return replace(clock, drift=drift, loss=loss, round_lr=lr)
 
     def state_dict(self) -> State:
-        self.settle(wait=True)
+        self.flush_reports(wait=True)
         last = None if self._last is None else list(self._last)
         return {"last": last, "loss": float(self._loss), "losses": self._losses}
 

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from offbeat.among import Peers
 from offbeat.base.clock import Clock, State
 from offbeat.comm.communicator import Communicator
-from offbeat.comm.departure import Farewell
+from offbeat.comm.departure import Departure
 from offbeat.engine.report import Report
 
 
@@ -59,14 +59,14 @@ class Part:
         """The run ends: land what is in the air; whether anything was changed."""
         return False
 
-    def leave(self, farewell: Farewell) -> None:
+    def leave(self, departure: Departure) -> None:
         """This worker fails: whoever waits for it is told, threads end."""
-        self.peers.everyone.leave(farewell)  # and all it was split into
+        self.peers.everyone.leave(departure)  # and all it was split into
 
     def follow(self) -> None:
         """All workers have been given the same weights."""
 
-    def settle(self, *, wait: bool) -> None:
+    def flush_reports(self, *, wait: bool) -> None:
         """Hand in the reports that are complete; with `wait`, all of them."""
 
     def unreported(self) -> tuple[int, int]:
@@ -81,7 +81,7 @@ class Part:
         """Whether this part left all workers with the same weights and buffers after `step` iterations."""
         return False
 
-    def settles(self) -> int:
+    def steps_to_observe(self) -> int:
         """How many iterations show all it ever does, to plan the rest by them; 0 if it sends nothing."""
         return 0
 

@@ -9,10 +9,10 @@ from torch import Tensor
 from offbeat.base.packed import Packed
 from offbeat.base.tensors import Live, Share
 from offbeat.engine.extras import BufferRule, Buffers, MomentRule, Moments, land
-from offbeat.engine.round import Flight
+from offbeat.engine.round import Round
 
 
-class Cargo:
+class Payload:
     """Live tensors, the notes that go with them, buffers and moments: packed together, landed together."""
 
     def __init__(
@@ -31,12 +31,12 @@ class Cargo:
         they are copied there and back.
         """
         if self._room is None:
-            riders = {f"+{name}": t for name, t in {**self.live.notes(), **self.buffers.averaged()}.items()}
+            extras = {f"+{name}": t for name, t in {**self.live.notes(), **self.buffers.averaged()}.items()}
             flat = Packed.around(self.live.like()) if self._in_place else None
             if flat is None:
-                self._room = Packed.like({**self.live.like(), **riders})
+                self._room = Packed.like({**self.live.like(), **extras})
             else:
-                self._room = flat.beside(Packed.like(riders)) if riders else flat
+                self._room = flat.beside(Packed.like(extras)) if extras else flat
         return self._room
 
     @property
@@ -51,22 +51,22 @@ class Cargo:
         tensors and their notes if it was taken earlier."""
         notes, live = share or (self.live.notes(), self.live.tensors())
         buffers = self.buffers.averaged()
-        own, riders = self.room.cut(len(live))
+        own, extras = self.room.cut(len(live))
         outgoing(live, own)
-        riders.read([*notes.values(), *buffers.values()])
+        extras.read([*notes.values(), *buffers.values()])
         return self.room
 
-    def land(self, flight: Flight, incoming: Callable[[Sequence[Tensor], Packed], None]) -> None:
+    def land(self, round_: Round, incoming: Callable[[Sequence[Tensor], Packed], None]) -> None:
         """Apply what has arrived: `incoming(live, mean)`, then what rode along."""
-        live, moments = self.live.tensors(), flight.moments.wait()
-        own, notes, buffers = flight.mean.wait().cut(len(live), len(self.live.notes()))
+        live, moments = self.live.tensors(), round_.moments.wait()
+        own, notes, buffers = round_.mean.wait().cut(len(live), len(self.live.notes()))
         incoming(live, own)
         self.live.landed(notes.views, late=self.late)
         found = self.moments.found() if moments.names else {}
-        news = [*buffers.views, *flight.followed.wait(), *moments.views]
-        land(self.riders({name: found[name] for name in moments.names}), news, flight.sent)
+        news = [*buffers.views, *round_.followed.wait(), *moments.views]
+        land(self.extras({name: found[name] for name in moments.names}), news, round_.sent)
         self.moments.reset()
 
-    def riders(self, moments: dict[str, Tensor]) -> list[Tensor]:
+    def extras(self, moments: dict[str, Tensor]) -> list[Tensor]:
         """Buffers averaged, buffers followed, moments averaged."""
         return [*self.buffers.averaged().values(), *self.buffers.followed().values(), *moments.values()]

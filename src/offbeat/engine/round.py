@@ -38,12 +38,12 @@ def halfway(begun: int, due: int | None) -> int | None:
 
 
 def soonest(due: int | None, plan: int | None) -> int | None:
-    """The step at which a flight lands: when it is due, or when the next round begins if that is sooner."""
+    """The step at which a round_ lands: when it is due, or when the next round begins if that is sooner."""
     return min((step for step in (due, plan) if step is not None), default=None)
 
 
 @dataclass
-class Flight:
+class Round:
     """The messages of one round."""
 
     clock: Clock  # when it began
@@ -55,7 +55,7 @@ class Flight:
     mean: Pending[Packed]
     followed: Pending[list[Tensor]]  # rank 0's buffers
     moments: Pending[Packed]
-    sent: list[Tensor] | None  # the riders' values, if it lands late: buffers averaged and followed, moments
+    sent: list[Tensor] | None  # the extras' values, if it lands late: buffers averaged and followed, moments
     waited: float = 0.0  # seconds this worker has stood still for it
 
     def wait(self) -> None:
@@ -109,8 +109,8 @@ class Flight:
         }
 
     @classmethod
-    def resumed(cls, state: State, comm: Metered, room: Packed) -> Flight:
-        """A flight whose messages have all arrived, the mean in `room`."""
+    def resumed(cls, state: State, comm: Metered, room: Packed) -> Round:
+        """A round whose messages have all arrived, the mean in `room`."""
         for flat, saved in zip(room.flats, state["mean"], strict=True):
             flat.copy_(saved)
         comm.sent, comm.received = state["bytes"]

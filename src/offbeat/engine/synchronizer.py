@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from offbeat.base.clock import Clock, State
 from offbeat.base.tensors import named, trainable
-from offbeat.comm.departure import Farewell
+from offbeat.comm.departure import Departure
 from offbeat.comm.metered import Metered
 from offbeat.comm.place import Track
 from offbeat.engine import checkpoint
@@ -261,13 +261,13 @@ class Synchronizer:
     @property
     def reports(self) -> list[Report]:
         """The last 1 000 rounds. Waits for the drift of the last one."""
-        self._settle()
+        self._flush_reports()
         return list(self._reports)
 
     @property
     def totals(self) -> Totals:
         """What the run has cost so far, on this worker."""
-        self._settle()
+        self._flush_reports()
         return self._totals
 
     def _clock(self) -> Clock:
@@ -335,9 +335,9 @@ class Synchronizer:
         if self.on_report is not None:
             self.on_report(report)
 
-    def _settle(self) -> None:
+    def _flush_reports(self) -> None:
         for part in self.parts:
-            part.settle(wait=True)
+            part.flush_reports(wait=True)
             sent, received = part.unreported()
             self._totals.bytes_sent += sent
             self._totals.bytes_received += received
@@ -360,7 +360,7 @@ class Synchronizer:
 
     def _leave(self, error: BaseException) -> None:
         for part in self.parts:
-            part.leave(Farewell.of(error))
+            part.leave(Departure.of(error))
 
     @contextmanager
     def _failing(self) -> Iterator[None]:

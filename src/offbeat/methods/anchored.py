@@ -11,7 +11,7 @@ from offbeat.base.tensors import params
 from offbeat.engine.exchange import Exchange
 from offbeat.engine.pull import PseudoSync
 from offbeat.engine.synchronizer import Synchronizer
-from offbeat.methods.call import Optimizers, Options, Riders, recorded
+from offbeat.methods.call import Extras, Optimizers, Options, recorded
 from offbeat.methods.fragments import fragments as cut
 from offbeat.methods.fragments import turn
 from offbeat.methods.warmup import after, synchronous
@@ -128,7 +128,7 @@ def streaming_diloco(
     momentum: float = 0.9,
     reduce: Reducer | None = _FOUR_BITS,
     group: Group = None,
-    **riders: Unpack[Riders],
+    **extras: Unpack[Extras],
 ) -> Synchronizer:
     """DiLoCo by fragments of whole layers that take turns, each landing `delay` steps after it was sent.
 
@@ -152,7 +152,7 @@ def streaming_diloco(
                 update=Outer(SGD(lr, momentum, nesterov=True), keep=keep if delay else 0.0),
                 reduce=reduce,
                 delay=delay,
-                **(riders if i == 0 else {**riders, "buffers": "keep"}),
+                **(extras if i == 0 else {**extras, "buffers": "keep"}),
             )
             for i, names in enumerate(cut(model, fragments))
         ],

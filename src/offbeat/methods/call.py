@@ -24,7 +24,7 @@ P = ParamSpec("P")
 Optimizers = Optimizer | Sequence[Optimizer]
 
 
-class Riders(TypedDict, total=False):
+class Extras(TypedDict, total=False):
     """What every method that exchanges parameters takes besides its own arguments; see `Exchange`."""
 
     buffers: BufferRule
@@ -32,7 +32,7 @@ class Riders(TypedDict, total=False):
     drift: bool | None
 
 
-class Options(Riders, total=False):
+class Options(Extras, total=False):
     """The same where what is sent is free, and by default the exact mean."""
 
     reduce: Reducer | None
@@ -111,7 +111,7 @@ def arguments(function: Callable[..., Synchronizer]) -> dict[str, Any]:
     """A method's own arguments and options with their defaults; `Parameter.empty` where one is required."""
     parameters = inspect.signature(function).parameters.values()
     own = {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY and p.name != "group"}
-    taken = {"options": ("reduce", *Riders.__annotations__), "riders": tuple(Riders.__annotations__)}
+    taken = {"options": ("reduce", *Extras.__annotations__), "extras": tuple(Extras.__annotations__)}
     names = [name for p in parameters if p.kind is p.VAR_KEYWORD for name in taken[p.name]]
     defaults = inspect.signature(Exchange).parameters
     return {**own, **{name: defaults[name].default for name in names}}

@@ -11,7 +11,7 @@ from offbeat.base.tensors import grads, params
 from offbeat.engine.exchange import Exchange
 from offbeat.engine.synchronizer import Synchronizer
 from offbeat.methods.averages import average
-from offbeat.methods.call import Optimizers, Options, Riders, recorded
+from offbeat.methods.call import Extras, Optimizers, Options, recorded
 from offbeat.reduce import Code, ErrorFeedback, RandomBlock, TopK, TwoLevel
 from offbeat.update.detached import Detached
 from offbeat.update.outer import SGD, Outer
@@ -71,7 +71,7 @@ def def_sgd(
     seed: int = 0,
     reduce: Code | None = None,
     group: Group = None,
-    **riders: Unpack[Riders],
+    **extras: Unpack[Extras],
 ) -> Synchronizer:
     """A `ratio`-th of the way from the anchor is sent; workers stand beside it by a part of what was not.
 
@@ -93,7 +93,7 @@ def def_sgd(
                 when=schedule(every),
                 among=World(group),
                 update=Detached(RandomBlock(ratio, seed) if reduce is None else reduce, lam),
-                **riders,
+                **extras,
             )
         ],
     )
@@ -109,7 +109,7 @@ def sparse_loco(
     decay: float = 0.95,
     lr: float = 1.0,
     group: Group = None,
-    **riders: Unpack[Riders],
+    **extras: Unpack[Extras],
 ) -> Synchronizer:
     """DiLoCo that sends the largest 64 of each 4 096 values, in 2 bits; error feedback is its momentum.
 
@@ -130,7 +130,7 @@ def sparse_loco(
                 among=World(group),
                 reduce=ErrorFeedback(TopK(ratio, chunk=4096, bits=2), decay),
                 update=Outer(SGD(lr)),
-                **riders,
+                **extras,
             )
         ],
     )

@@ -9,17 +9,17 @@ import torch
 
 from offbeat.comm.metered import traffic
 from offbeat.plan.groups import Groups, alike
-from offbeat.plan.probe import Acts, Seen
+from offbeat.plan.probe import Seen, Trace
 from offbeat.plan.recording import sent_in
-from offbeat.plan.unroll import Act, Course
-from offbeat.plan.waitfree_model import Rush
+from offbeat.plan.unroll import Act, Timeline
+from offbeat.plan.waitfree_model import WaitfreeModel
 
 
 class Amount:
     """The bytes of one method, from what was seen of it and from its whole course."""
 
     def __init__(
-        self, seen: Seen, course: Course, closing: Acts, workers: int, among: Callable[[Act], Groups]
+        self, seen: Seen, course: Timeline, closing: Trace, workers: int, among: Callable[[Act], Groups]
     ) -> None:
         self._seen, self._course, self._closing, self._among = seen, course, closing, among
         self._steps, self._world = len(course.iterations), Groups(workers)
@@ -30,7 +30,7 @@ class Amount:
             self._bytes(acts, self._world) for acts in (self._seen.start, self._seen.meet, self._closing)
         )
         counted: dict[tuple[int, str, int], int] = {}
-        total += self._habitual() + sum(self._rushed(rush) for rush in self._seen.rushes)
+        total += self._habitual() + sum(self._rushed(waitfree) for waitfree in self._seen.waitfree_parts)
         acts = [*self._course.acts, *self._course.flush]
         for act in acts:
             key = (act.place, act.what, alike(act.round))
@@ -42,24 +42,24 @@ class Amount:
                 known[key] = self._bytes(getattr(self._seen.rounds[act.place], act.what), self._among(act))
         return round(total + sum(known[key] * count for key, count in counted.items()))
 
-    def _rushed(self, rush: Rush) -> float:
+    def _rushed(self, waitfree: WaitfreeModel) -> float:
         total = 0.0
         for step in range(self._steps):
-            if rush.held(step):
-                sizes = rush.among(step).sizes
+            if waitfree.held(step):
+                sizes = waitfree.among(step).sizes
                 size = round(float((sizes * sizes).sum()) / self._world.workers)  # of a worker's group
-                total += traffic("mean", size, round(rush.size.at(size)))
+                total += traffic("mean", size, round(waitfree.size.at(size)))
         return total
 
     def _habitual(self) -> float:
-        habit = self._seen.habit
-        often = Counter(habit.like(step) for step in range(self._steps)) if habit else Counter()
+        periodic = self._seen.periodic
+        often = Counter(periodic.like(step) for step in range(self._steps)) if periodic else Counter()
         return sum(
-            count * self._bytes(Acts(habit.steps[step], self._seen.sizes), self._world)
+            count * self._bytes(Trace(periodic.steps[step], self._seen.sizes), self._world)
             for step, count in often.items()
         )
 
-    def _bytes(self, acts: Acts, groups: Groups) -> float:
+    def _bytes(self, acts: Trace, groups: Groups) -> float:
         total = 0.0
         for event in sent_in(acts.events):
             among = self._world if event.everyone else groups

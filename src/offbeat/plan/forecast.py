@@ -13,14 +13,14 @@ from torch import Tensor
 from offbeat.engine.exchange import Exchange
 from offbeat.plan.groups import Groups, alike, groups_at
 from offbeat.plan.job import Cluster, Job
-from offbeat.plan.probe import Acts, Seen
+from offbeat.plan.probe import Seen, Trace
 from offbeat.plan.replay import Clocks, Costs
-from offbeat.plan.unroll import Act, Course
+from offbeat.plan.unroll import Act, Timeline
 from offbeat.simulate import Network
 
 _SECONDS = 1.0  # about what one method may take to plan
 _WINDOWS = 12
-_NOTHING = Acts((), {})
+_NOTHING = Trace((), {})
 
 
 @dataclass
@@ -54,7 +54,7 @@ class Forecast:
     """One method on one cluster, for several networks at once."""
 
     def __init__(
-        self, seen: Seen, course: Course, job: Job, cluster: Cluster, networks: Sequence[Network]
+        self, seen: Seen, course: Timeline, job: Job, cluster: Cluster, networks: Sequence[Network]
     ) -> None:
         self._seen, self._course, self._job, self._cluster = seen, course, job, cluster
         self._networks, self._costs = list(networks), Costs(networks, alike=not cluster.compute.spread)
@@ -62,8 +62,8 @@ class Forecast:
         self._world = Groups(cluster.workers)
         self._steps = [0, *course.iterations]  # completed before each gradient
         due = {done: tuple(acts) for done, acts in groupby(course.acts, key=lambda a: a.done)}
-        # Parts with a habit of their own act at every step.
-        self._constant = bool(seen.habit or seen.rushes)
+        # Parts with a periodic of their own act at every step.
+        self._constant = bool(seen.periodic or seen.waitfree_parts)
         when = range(1, job.steps + 1) if self._constant else due
         self._moments = [Moment(done, due.get(done, ())) for done in when]
 
@@ -143,9 +143,9 @@ class Forecast:
         for moment in self._moments[first:last]:
             clocks.compute(self._steps[done : moment.done])
             before, done = done, moment.done
-            for rush in self._seen.rushes:
-                clocks.rush(rush, done - 1, self._costs)
-            if self._seen.habit:
+            for waitfree in self._seen.waitfree_parts:
+                clocks.waitfree(waitfree, done - 1, self._costs)
+            if self._seen.periodic:
                 self._repeat(done - 1, clocks)
             for act in moment.acts:
                 self._act(act, clocks)
@@ -154,22 +154,22 @@ class Forecast:
 
     def _repeat(self, step: int, clocks: Clocks) -> None:
         """What parts do that are no exchanges."""
-        habit = self._seen.habit
-        acts = Acts(habit.steps[habit.like(step)], self._seen.sizes)
-        clocks.act(acts, self._world, lambda number: habit.key(step, number), self._costs)
+        periodic = self._seen.periodic
+        acts = Trace(periodic.steps[periodic.like(step)], self._seen.sizes)
+        clocks.act(acts, self._world, lambda number: periodic.key(step, number), self._costs)
 
     def _act(self, act: Act, clocks: Clocks) -> None:
         acts = getattr(self._seen.rounds[act.place], act.what)
         clocks.act(acts, self.among(act), lambda number: (act.place, act.round, number), self._costs)
 
-    def _do(self, name: str, acts: Acts, clocks: Clocks) -> None:
+    def _do(self, name: str, acts: Trace, clocks: Clocks) -> None:
         clocks.act(acts, self._world, lambda number: (name, number), self._costs)
 
     def _finish(self, clocks: Clocks) -> None:
         self._do("meet", self._seen.meet, clocks)
         for act in self._course.flush:
             self._act(act, clocks)
-        clocks.settle()
+        clocks.wait_all()
         self._do("last", self.closing(), clocks)
 
     def among(self, act: Act) -> Groups:
@@ -180,13 +180,13 @@ class Forecast:
             self._groups[key] = self._world if found.members is None else found
         return self._groups[key]
 
-    def closing(self) -> Acts:
+    def closing(self) -> Trace:
         """What finish() ends with."""
         return _NOTHING if self._equal_at_the_end() else self._seen.last
 
     def _equal_at_the_end(self) -> bool:
         """Whether finish() finds all workers alike."""
-        if self._seen.habit:
+        if self._seen.periodic:
             return False
         end = self._course.iterations[-1]
         for place, round in self._seen.rounds.items():

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from offbeat.engine.exchange import Exchange
 from offbeat.engine.part import Part
-from offbeat.plan.recording import Imagined
+from offbeat.plan.recording import RecordingComm
 from offbeat.simulate import Network
 from offbeat.simulate.collective import hops, own_bytes, uplink_bytes
 
@@ -107,7 +107,7 @@ def groups_at(part: Part, round: int, workers: int) -> Groups:
     if not isinstance(part, Exchange):
         return Groups(workers)
     comm = part.peers.at(round)
-    assert isinstance(comm, Imagined)
+    assert isinstance(comm, RecordingComm)
     return Groups.of(workers, comm.groups)
 
 

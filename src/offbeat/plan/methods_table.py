@@ -15,8 +15,8 @@ from offbeat.engine.exchange import Exchange
 from offbeat.engine.part import Part
 from offbeat.methods.expression import Call, brief, method
 from offbeat.plan import Flat, Job
-from offbeat.plan.per_step import steady
-from offbeat.plan.recording import Imagined
+from offbeat.plan.per_step import per_step_cost
+from offbeat.plan.recording import RecordingComm
 
 WORKERS = 8
 PARAMETERS = 124_000_000
@@ -50,9 +50,9 @@ class Entry:
     reference: str
 
 
-def catalogue(names: Sequence[str] = methods.__all__) -> list[Entry]:
+def methods_table(names: Sequence[str] = methods.__all__) -> list[Entry]:
     """The named methods, in the order given."""
-    base = steady(method("ddp"), JOB, WORKERS).bytes_per_step
+    base = per_step_cost(method("ddp"), JOB, WORKERS).bytes_per_step
     return [_entry(name, base) for name in names]
 
 
@@ -73,7 +73,7 @@ def reference(name: str) -> str:
 
 def _entry(name: str, base: float) -> Entry:
     call = example(name)
-    found = steady(call, JOB, WORKERS)
+    found = per_step_cost(call, JOB, WORKERS)
     return Entry(
         name=name,
         call=str(call),
@@ -88,7 +88,7 @@ def _entry(name: str, base: float) -> Entry:
 
 def _parts(call: Call) -> list[Part]:
     model = nn.Sequential(*[nn.Linear(2, 2) for _ in range(JOB.layers)])
-    sync = call(model, torch.optim.SGD(model.parameters(), lr=0.01), group=Imagined(WORKERS))
+    sync = call(model, torch.optim.SGD(model.parameters(), lr=0.01), group=RecordingComm(WORKERS))
     return sync.parts
 
 

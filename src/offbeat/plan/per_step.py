@@ -8,7 +8,7 @@ from offbeat.methods.expression import Call
 from offbeat.plan.amount import Amount
 from offbeat.plan.groups import Groups, alike, groups_at
 from offbeat.plan.job import Job
-from offbeat.plan.probe import Acts, Seen, probe
+from offbeat.plan.probe import Seen, Trace, probe
 from offbeat.plan.unroll import Act, unroll
 
 LEAD = 128  # steps before the window that counts, in which the first rounds are
@@ -16,18 +16,18 @@ WARM = ("warmup", "switch")  # arguments that say how long a method does somethi
 
 
 @dataclass(frozen=True)
-class Steady:
+class PerStepCost:
     """Bytes that a worker sends per step, on average, and the most copies of the model that it keeps."""
 
     bytes_per_step: float
     copies: float
 
 
-def steady(call: Call, job: Job, workers: int) -> Steady:
+def per_step_cost(call: Call, job: Job, workers: int) -> PerStepCost:
     """Of the method in this call after its warm-up, over `job.steps` steps; best a multiple of its period."""
     seen = probe(without_warmup(call), job, workers)
     before, after = (_sent(seen, replace(job, steps=steps), workers) for steps in (LEAD, LEAD + job.steps))
-    return Steady((after - before) / job.steps, seen.copies)
+    return PerStepCost((after - before) / job.steps, seen.copies)
 
 
 def without_warmup(call: Call) -> Call:
@@ -44,4 +44,4 @@ def _sent(seen: Seen, job: Job, workers: int) -> int:
             known[key] = groups_at(seen.sync.parts[act.place], key[1], workers)
         return known[key]
 
-    return Amount(seen, unroll(seen.sync.parts, job), Acts((), {}), workers, among).bytes_sent()
+    return Amount(seen, unroll(seen.sync.parts, job), Trace((), {}), workers, among).bytes_sent()

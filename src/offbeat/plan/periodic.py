@@ -11,13 +11,13 @@ _LONGEST = 256  # a rhythm of more steps is not recognised
 
 
 @dataclass(frozen=True)
-class Habit:
+class PeriodicTrace:
     """The steps that were seen, of which the last `rhythm` are repeated for ever."""
 
     steps: tuple[tuple[Event, ...], ...]
     reports: tuple[int, ...]  # handed in by each step
     rhythm: int
-    born: dict[int, tuple[int, int]]  # for each message, the step that sent it and its place there
+    sent_at: dict[int, tuple[int, int]]  # for each message, the step that sent it and its place there
 
     def __bool__(self) -> bool:
         return any(self.steps)
@@ -29,8 +29,8 @@ class Habit:
 
     def key(self, done: int, number: int) -> object:
         """What a message is called in another step than the one it was seen in."""
-        step, place = self.born[number]
-        return ("habit", done - (self.like(done) - step), place)
+        step, place = self.sent_at[number]
+        return ("periodic", done - (self.like(done) - step), place)
 
     def rounds(self, steps: int) -> int:
         """Reports in so many steps."""
@@ -39,14 +39,16 @@ class Habit:
         return sum(self.reports[self.like(done)] for done in range(steps))
 
 
-def habit(steps: Sequence[Sequence[Event]], reports: Sequence[int]) -> Habit:
-    born: dict[int, tuple[int, int]] = {}
+def periodic(steps: Sequence[Sequence[Event]], reports: Sequence[int]) -> PeriodicTrace:
+    sent_at: dict[int, tuple[int, int]] = {}
     for step, events in enumerate(steps):
         for place, number in enumerate(_numbers(events)):
-            born[number] = (step, place)
+            sent_at[number] = (step, place)
     # What was in the air before the first step is not waited for.
-    known = [tuple(_kept(event, born) for event in events if _is_known(event, born)) for events in steps]
-    return Habit(tuple(known), tuple(reports), _rhythm(known, born), born)
+    known = [
+        tuple(_kept(event, sent_at) for event in events if _is_known(event, sent_at)) for events in steps
+    ]
+    return PeriodicTrace(tuple(known), tuple(reports), _rhythm(known, sent_at), sent_at)
 
 
 def _numbers(events: Sequence[Event]) -> list[int]:
@@ -60,35 +62,35 @@ def _numbers(events: Sequence[Event]) -> list[int]:
     return found
 
 
-def _is_known(event: Event, born: dict[int, tuple[int, int]]) -> bool:
-    return isinstance(event, Sent | Beside) or (isinstance(event, Waited) and event.number in born)
+def _is_known(event: Event, sent_at: dict[int, tuple[int, int]]) -> bool:
+    return isinstance(event, Sent | Beside) or (isinstance(event, Waited) and event.number in sent_at)
 
 
-def _kept(event: Event, born: dict[int, tuple[int, int]]) -> Event:
+def _kept(event: Event, sent_at: dict[int, tuple[int, int]]) -> Event:
     if isinstance(event, Beside):
-        inside = tuple(_kept(inner, born) for inner in event.events if _is_known(inner, born))
-        return Beside(event.number, event.courier, inside)
+        inside = tuple(_kept(inner, sent_at) for inner in event.events if _is_known(inner, sent_at))
+        return Beside(event.number, event.task_queue, inside)
     return event
 
 
-def _rhythm(steps: Sequence[tuple[Event, ...]], born: dict[int, tuple[int, int]]) -> int:
+def _rhythm(steps: Sequence[tuple[Event, ...]], sent_at: dict[int, tuple[int, int]]) -> int:
     """The shortest number of steps after which the last ones repeat those before."""
-    looks = [_look(events, step, born) for step, events in enumerate(steps)]
+    looks = [_look(events, step, sent_at) for step, events in enumerate(steps)]
     for length in range(1, min(_LONGEST, len(looks) // 2) + 1):
         if looks[-length:] == looks[-2 * length : -length]:
             return length
     return 1
 
 
-def _look(events: Sequence[Event], step: int, born: dict[int, tuple[int, int]]) -> tuple[object, ...]:
+def _look(events: Sequence[Event], step: int, sent_at: dict[int, tuple[int, int]]) -> tuple[object, ...]:
     """The events without the numbers of their messages, which are never the same."""
     looks: list[object] = []
     for event in events:
         if isinstance(event, Sent):
             looks.append((event.kind, event.size, event.given, event.control))
         elif isinstance(event, Waited):
-            sent, place = born[event.number]
+            sent, place = sent_at[event.number]
             looks.append((step - sent, place))
         elif isinstance(event, Beside):
-            looks.append((event.courier, _look(event.events, step, born)))
+            looks.append((event.task_queue, _look(event.events, step, sent_at)))
     return tuple(looks)

@@ -12,7 +12,7 @@ from offbeat.plan.amount import Amount
 from offbeat.plan.forecast import Forecast, Spent
 from offbeat.plan.job import Cluster, Job
 from offbeat.plan.probe import Build, Seen, probe
-from offbeat.plan.unroll import Course, unroll
+from offbeat.plan.unroll import Timeline, unroll
 from offbeat.simulate import Network
 
 
@@ -62,10 +62,10 @@ def predict(expression: str, job: Job, cluster: Cluster) -> Prediction:
     amount = Amount(seen, course, forecast.closing(), cluster.workers, forecast.among)
     totals = [_with_failures(float(mean), cluster) for mean in spent.mean]
     here = totals[0]
-    rushed = sum(rush.held(step) for rush in seen.rushes for step in range(job.steps))
+    rushed = sum(waitfree.held(step) for waitfree in seen.waitfree_parts for step in range(job.steps))
     return Prediction(
         method=expression.strip(),
-        rounds=sum(course.rounds.values()) + seen.habit.rounds(job.steps) + rushed,
+        rounds=sum(course.rounds.values()) + seen.periodic.rounds(job.steps) + rushed,
         bytes_sent=amount.bytes_sent(),
         seconds=here,
         spread=_spread(spent, cluster),
@@ -105,8 +105,8 @@ def _notes(seen: Seen) -> tuple[str, ...]:
     return tuple(dict.fromkeys(notes))
 
 
-def _must_meet(seen: Seen, course: Course, job: Job) -> None:
-    if not seen.habit and not any(course.rounds.values()):
+def _must_meet(seen: Seen, course: Timeline, job: Job) -> None:
+    if not seen.periodic and not any(course.rounds.values()):
         raise ValueError(
             f"{seen.sync!r}: there is no round in {job.steps} steps: shorten the period or lengthen the run."
         )

@@ -14,10 +14,10 @@ from offbeat.engine.weights import replace_by_mean
 from offbeat.plan.fit import Size, message_sizes
 from offbeat.plan.job import Job
 from offbeat.plan.memory import copies
-from offbeat.plan.periodic import Habit, habit
-from offbeat.plan.proxy_model import WIDTHS, StandIn, local_optimizer, real_width
-from offbeat.plan.recording import Absent, Computed, Event, Imagined, Sent, Waited, sent_in
-from offbeat.plan.waitfree_model import Rush, Silent
+from offbeat.plan.periodic import PeriodicTrace, periodic
+from offbeat.plan.proxy_model import WIDTHS, ProxyModel, local_optimizer, real_width
+from offbeat.plan.recording import Computed, Event, NullSidecar, RecordingComm, Sent, Waited, sent_in
+from offbeat.plan.waitfree_model import NullPart, WaitfreeModel
 from offbeat.waitfree.base import Waitfree
 from offbeat.when import Never
 
@@ -28,7 +28,7 @@ _LOOKS = 32  # steps in which memory is looked at
 
 
 @dataclass(frozen=True)
-class Acts:
+class Trace:
     """What a worker sends and waits for, in order, with the bytes of the real model."""
 
     events: tuple[Event, ...]
@@ -36,13 +36,13 @@ class Acts:
 
 
 @dataclass(frozen=True)
-class Round:
+class RoundTrace:
     """One exchange: what it does when a round begins, when it lands, and when the next is planned."""
 
-    begin: Acts
-    advance: Acts  # half-way, if it lands late
-    land: Acts
-    ask: Acts
+    begin: Trace
+    advance: Trace  # half-way, if it lands late
+    land: Trace
+    ask: Trace
     equalizes: bool  # a landing leaves all workers the same
     shares: bool  # it shares gradients
 
@@ -52,13 +52,13 @@ class Seen:
     """What was seen of a method."""
 
     sync: Synchronizer  # among as many workers as there are, on a small model
-    start: Acts
-    meet: Acts  # the words with which finish() begins
-    last: Acts  # the mean with which it ends unless the workers are equal
-    rounds: dict[int, Round]  # of the exchanges, by their place among the parts
-    habit: Habit  # what other parts do, step by step
+    start: Trace
+    meet: Trace  # the words with which finish() begins
+    last: Trace  # the mean with which it ends unless the workers are equal
+    rounds: dict[int, RoundTrace]  # of the exchanges, by their place among the parts
+    periodic: PeriodicTrace  # what other parts do, step by step
     sizes: dict[int, Size]  # of the messages in it
-    rushes: tuple[Rush, ...]  # parts that wait for nobody
+    waitfree_parts: tuple[WaitfreeModel, ...]  # parts that wait for nobody
     copies: float  # of the model
 
 
@@ -92,15 +92,15 @@ def probe(build: Build, job: Job, workers: int) -> Seen:
     first = watches[0]
     width = real_width(job)
 
-    def acts(pick: Callable[[_Watch], list[Event]]) -> Acts:
+    def acts(pick: Callable[[_Watch], list[Event]]) -> Trace:
         told = [(watch.width, pick(watch)) for watch in watches]
-        return Acts(tuple(pick(first)), message_sizes(told, width))
+        return Trace(tuple(pick(first)), message_sizes(told, width))
 
-    def round_of(place: int) -> Round:
-        def of(name: str) -> Acts:
+    def round_of(place: int) -> RoundTrace:
+        def of(name: str) -> Trace:
             return acts(lambda watch: watch.rounds[place][name])
 
-        return Round(of("begin"), of("advance"), of("land"), of("ask"), *first.flags[place])
+        return RoundTrace(of("begin"), of("advance"), of("land"), of("ask"), *first.flags[place])
 
     sync = _made(build, job, workers, 8, whole=True)[0]
     for part in sync.parts:
@@ -112,8 +112,10 @@ def probe(build: Build, job: Job, workers: int) -> Seen:
         meet=acts(lambda watch: watch.meet),
         last=acts(lambda watch: watch.last),
         rounds={place: round_of(place) for place in first.rounds},
-        habit=habit(first.steps, first.reports),
-        rushes=tuple(Rush.of(part, job, workers) for part in sync.parts if isinstance(part, Waitfree)),
+        periodic=periodic(first.steps, first.reports),
+        waitfree_parts=tuple(
+            WaitfreeModel.of(part, job, workers) for part in sync.parts if isinstance(part, Waitfree)
+        ),
         sizes=acts(lambda watch: [event for events in watch.steps for event in events]).sizes,
         copies=max(watch.copies for watch in watches if watch.width == WIDTHS[-1]),
     )
@@ -142,13 +144,13 @@ def _worlds(build: Build, job: Job, workers: int) -> list[int]:
 
 def _made(
     build: Build, job: Job, size: int, width: int, *, whole: bool = False
-) -> tuple[Synchronizer, Imagined, nn.Module]:
+) -> tuple[Synchronizer, RecordingComm, nn.Module]:
     """Unless it is to be whole, without what parts do that wait for nobody."""
-    comm = Imagined(size)
-    model = StandIn(job, width)
+    comm = RecordingComm(size)
+    model = ProxyModel(job, width)
     sync = build(model, local_optimizer(job, model), group=comm)
     if not whole:
-        sync.parts = [Silent(part) if isinstance(part, Waitfree) else part for part in sync.parts]
+        sync.parts = [NullPart(part) if isinstance(part, Waitfree) else part for part in sync.parts]
     return sync, comm, model
 
 
@@ -173,16 +175,16 @@ def _watch(build: Build, job: Job, size: int, width: int) -> _Watch:
     if sent_in(_but_words(events)):
         last = _but_words(events)  # some updates have a last act of their own
     steps, reports, closing, most = _watch_others(build, job, size, width)
-    held += _rushing(build, job, size, width)
+    held += _waitfree_copies(build, job, size, width)
     return _Watch(size, width, start, meet, closing or last, rounds, flags, steps, reports, max(held, most))
 
 
-def _rushing(build: Build, job: Job, size: int, width: int) -> float:
+def _waitfree_copies(build: Build, job: Job, size: int, width: int) -> float:
     """Copies of the model in what parts hold that wait for nobody."""
     sync = _made(build, job, size, width, whole=True)[0]
     for part in sync.parts:
         if isinstance(part, Waitfree) and part.active:
-            part.load(0, Absent(part.peers.everyone))
+            part.load(0, NullSidecar(part.peers.everyone))
     sync.parts = [part for part in sync.parts if isinstance(part, Waitfree)]
     return copies(sync)
 
@@ -198,7 +200,7 @@ def _watch_others(
         if isinstance(part, Exchange):
             part.when = Never()
             part._open()
-    longest = max(part.settles() for part in sync.parts)
+    longest = max(part.steps_to_observe() for part in sync.parts)
     steps: list[list[Event]] = []
     told: list[int] = []
     held = 0.0
@@ -231,7 +233,7 @@ def _words(events: list[Event]) -> list[Event]:
 
 
 def _watch_round(
-    part: Exchange, comm: Imagined, sync: Synchronizer
+    part: Exchange, comm: RecordingComm, sync: Synchronizer
 ) -> tuple[dict[str, list[Event]], tuple[bool, bool], float]:
     """Its second round: the first may create what later ones have. None is in the air when it begins."""
     told: dict[str, list[Event]] = {}
@@ -255,6 +257,6 @@ def _watch_round(
         part.land(clock)
         told["land"] = comm.log.take()
         if part.when.needs:
-            part.settle(wait=True)
+            part.flush_reports(wait=True)
         told["ask"] = comm.log.take()
     return told, (part.made_equal(clock.step), part.shared_gradient(clock.step)), max(held, copies(sync))

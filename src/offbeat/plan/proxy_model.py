@@ -12,7 +12,7 @@ from offbeat.plan.job import Job
 WIDTHS = (64, 128, 192)  # bytes are quadratic in the width, so three sizes tell those of any
 
 
-class StandIn(nn.Module):
+class ProxyModel(nn.Module):
     """Equal square layers, in the dtype of the job, with a gradient on every weight."""
 
     def __init__(self, job: Job, width: int) -> None:

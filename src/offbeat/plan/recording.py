@@ -10,11 +10,11 @@ from typing import TypeVar
 from torch import Tensor
 
 from offbeat.comm.communicator import WORDS, Communicator, words
-from offbeat.comm.departure import Farewell
+from offbeat.comm.departure import Departure
 from offbeat.comm.metered import nbytes
 from offbeat.comm.pending import Pending
-from offbeat.comm.sidecar import Companion
-from offbeat.comm.task_queue import Courier
+from offbeat.comm.sidecar import Sidecar
+from offbeat.comm.task_queue import TaskQueue
 
 T = TypeVar("T")
 
@@ -47,10 +47,10 @@ class Computed:
 
 @dataclass(frozen=True)
 class Beside:
-    """A job was given to a courier, who sends and waits beside the worker, one job after the other."""
+    """A job was given to a task queue, who sends and waits beside the worker, one job after the other."""
 
     number: int
-    courier: int  # which of the worker's
+    task_queue: int  # which of the worker's
     events: tuple[Event, ...]
 
 
@@ -58,7 +58,7 @@ Event = Sent | Waited | Computed | Beside
 
 
 def sent_in(events: Sequence[Event]) -> list[Sent]:
-    """All messages, the courier's included."""
+    """All messages, the task queue's included."""
     found: list[Sent] = []
     for event in events:
         if isinstance(event, Sent):
@@ -74,7 +74,7 @@ class Log:
 
     events: list[Event] = field(default_factory=list)
     sent: int = 0
-    couriers: int = 0
+    task_queues: int = 0
 
     def take(self) -> list[Event]:
         """All since the last time."""
@@ -82,14 +82,14 @@ class Log:
         return taken
 
 
-class Imagined(Communicator):
+class RecordingComm(Communicator):
     """Rank 0 among `size` workers that all send the very same."""
 
     def __init__(self, size: int, log: Log | None = None, groups: list[list[int]] | None = None) -> None:
         self.rank, self.size = 0, size
         self.log = Log() if log is None else log
         self.groups = groups  # None: everyone
-        self._children: dict[tuple[int, ...], Imagined] = {}
+        self._children: dict[tuple[int, ...], RecordingComm] = {}
 
     def total(self, tensors: Iterable[Tensor]) -> Pending[list[Tensor]]:
         given = list(tensors)
@@ -117,20 +117,20 @@ class Imagined(Communicator):
     def split(self, groups: Sequence[Sequence[int]]) -> Communicator:
         mine = next(tuple(group) for group in groups if self.rank in group)
         if mine not in self._children:
-            self._children[mine] = Imagined(len(mine), self.log)
+            self._children[mine] = RecordingComm(len(mine), self.log)
         self._children[mine].groups = [list(group) for group in groups]
         return self._children[mine]
 
-    def twin(self) -> Communicator:
-        return Imagined(self.size, self.log, self.groups)
+    def duplicate(self) -> Communicator:
+        return RecordingComm(self.size, self.log, self.groups)
 
-    def courier(self) -> Courier:
-        return Noted(self.log)
+    def task_queue(self) -> TaskQueue:
+        return RecordingQueue(self.log)
 
-    def companion(self) -> Companion:
-        return Absent(Imagined(self.size, self.log, self.groups))
+    def sidecar(self) -> Sidecar:
+        return NullSidecar(RecordingComm(self.size, self.log, self.groups))
 
-    def leave(self, farewell: Farewell) -> None:
+    def leave(self, departure: Departure) -> None:
         pass
 
     def now(self) -> float:
@@ -154,13 +154,13 @@ class Imagined(Communicator):
         return Pending(wait, lambda: False, lambda: 0.0)
 
 
-class Noted(Courier):
+class RecordingQueue(TaskQueue):
     """Does jobs at once, and notes what they send and wait for."""
 
     def __init__(self, log: Log) -> None:
         super().__init__()
-        self._log, self._number = log, log.couriers
-        log.couriers += 1
+        self._log, self._number = log, log.task_queues
+        log.task_queues += 1
 
     def give(self, job: Callable[[], T]) -> Pending[T]:
         log, number = self._log, self._log.sent
@@ -177,8 +177,8 @@ class Noted(Courier):
         return Pending(wait, lambda: False, lambda: 0.0)
 
 
-class Absent(Companion):
-    """Does nothing: what companions do is planned by `Rush`, not watched."""
+class NullSidecar(Sidecar):
+    """Does nothing: what sidecars do is planned by `WaitfreeModel`, not watched."""
 
     heard = -1
 

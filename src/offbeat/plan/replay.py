@@ -9,9 +9,9 @@ from torch import Tensor
 
 from offbeat.plan.fit import Size
 from offbeat.plan.groups import Groups, cost
-from offbeat.plan.probe import Acts
+from offbeat.plan.probe import Trace
 from offbeat.plan.recording import Beside, Event, Sent, Waited
-from offbeat.plan.waitfree_model import Rush
+from offbeat.plan.waitfree_model import WaitfreeModel
 from offbeat.simulate import Compute, Network
 
 _CHUNK = 2**15  # times drawn at once: as many as a cache holds
@@ -32,7 +32,7 @@ class Clocks:
         shape = (len(networks), runs, self._width)
         self.now = torch.zeros(shape, dtype=torch.float64)
         self.free = torch.zeros(shape, dtype=torch.float64)  # when their links are
-        self._companion = torch.zeros(shape, dtype=torch.float64)
+        self._sidecar = torch.zeros(shape, dtype=torch.float64)
         self._resumed = self.now  # when they began to compute
         self._couriers: dict[int, Tensor] = {}  # where those are who work beside them
         self.computed, self.skewed, self.exposed, self.flown = (
@@ -65,14 +65,14 @@ class Clocks:
         self.now = self.now + times
         self.computed += times.mean(-1)
 
-    def act(self, acts: Acts, groups: Groups, key: Callable[[int], object], costs: Costs) -> None:
+    def act(self, acts: Trace, groups: Groups, key: Callable[[int], object], costs: Costs) -> None:
         """All workers send and wait as one of them was seen to do."""
         self._go(acts.events, acts, groups, key, costs)
 
     def _go(
         self,
         events: Sequence[Event],
-        acts: Acts,
+        acts: Trace,
         groups: Groups,
         key: Callable[[int], object],
         costs: Costs,
@@ -85,39 +85,39 @@ class Clocks:
                 self._wait(key(event.number))
             elif isinstance(event, Beside):
                 worker, still = self.now, (self.skewed.clone(), self.exposed.clone())
-                self.now = torch.maximum(worker, self._couriers.get(event.courier, worker))
+                self.now = torch.maximum(worker, self._couriers.get(event.task_queue, worker))
                 self._go(event.events, acts, groups, key, costs)
                 done, self.now = self.now, worker
-                self._couriers[event.courier] = done
-                self.skewed, self.exposed = still  # it was the courier who stood still
+                self._couriers[event.task_queue] = done
+                self.skewed, self.exposed = still  # it was the task queue who stood still
                 self._air[key(event.number)] = (worker, done, worker)
 
-    def rush(self, rush: Rush, round: int, costs: Costs) -> None:
-        """A round that companions hold: each begins with its own worker, or some grace after the call."""
-        if not rush.held(round):
-            self._companion = torch.maximum(self._companion, self.now)
+    def waitfree(self, waitfree: WaitfreeModel, round: int, costs: Costs) -> None:
+        """A round that sidecars hold: each begins with its own worker, or some grace after the call."""
+        if not waitfree.held(round):
+            self._sidecar = torch.maximum(self._sidecar, self.now)
             return
-        groups = rush.among(round)
-        start = torch.maximum(self._companion, self.now)
-        if not rush.blocking(round):
-            first = rush.initiator(round)
+        groups = waitfree.among(round)
+        start = torch.maximum(self._sidecar, self.now)
+        if not waitfree.blocking(round):
+            first = waitfree.initiator(round)
             called = (
                 self.now.amin(-1, keepdim=True) if first is None else self.now[..., first % self._width, None]
             )
-            awake = torch.maximum(self._companion, torch.minimum(self.now, called + costs.announcement))
-            late = torch.minimum(self.now, rush.patience(awake, self._resumed, self._compute))
+            awake = torch.maximum(self._sidecar, torch.minimum(self.now, called + costs.announcement))
+            late = torch.minimum(self.now, waitfree.patience(awake, self._resumed, self._compute))
             start = torch.where(self.now <= awake, awake, late)
-        busy, delay = costs.priced("mean", rush.size, groups)
+        busy, delay = costs.priced("mean", waitfree.size, groups)
         if self._width > 1:
             start = torch.maximum(groups.latest(start), groups.latest(self.free))
         self.free = start + busy
-        self._companion = (self.free + delay).expand_as(self.now)
-        waited = (self._companion - self.now).clamp_(min=0)
+        self._sidecar = (self.free + delay).expand_as(self.now)
+        waited = (self._sidecar - self.now).clamp_(min=0)
         exposed = torch.minimum(waited, busy + delay)
         self.exposed += exposed.mean(-1)
         self.skewed += (waited - exposed).mean(-1)
         self.flown += (busy + delay).mean(-1)
-        self.now = torch.maximum(self.now, self._companion)
+        self.now = torch.maximum(self.now, self._sidecar)
 
     def start_here(self) -> None:
         """What was so far does not count."""
@@ -132,7 +132,7 @@ class Clocks:
         self.paces.setdefault(kind, []).append(latest - self._last)
         self._last = latest
 
-    def settle(self) -> None:
+    def wait_all(self) -> None:
         """Wait for all that is in the air."""
         for number in list(self._air):
             self._wait(number)
@@ -166,7 +166,7 @@ class Costs:
         self._networks, self._alike = networks, alike
         self._known: dict[object, tuple[Tensor, Tensor, Groups]] = {}
 
-    def of(self, event: Sent, acts: Acts, groups: Groups) -> tuple[Tensor, Tensor]:
+    def of(self, event: Sent, acts: Trace, groups: Groups) -> tuple[Tensor, Tensor]:
         """Seconds for which links are held, and seconds of flight besides; the worst where all are alike."""
         return self.priced(event.kind, acts.sizes[event.number], groups)
 

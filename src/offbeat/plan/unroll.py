@@ -30,7 +30,7 @@ class Act:
 
 
 @dataclass(frozen=True)
-class Course:
+class Timeline:
     """The whole run."""
 
     acts: list[Act]
@@ -39,7 +39,7 @@ class Course:
     iterations: list[int]  # completed after each gradient, those without one included
 
 
-def unroll(parts: list[Part], job: Job) -> Course:
+def unroll(parts: list[Part], job: Job) -> Timeline:
     """All rounds of all exchanges of a run."""
     iterations = _iterations(parts, job)
     acts: list[Act] = []
@@ -49,7 +49,7 @@ def unroll(parts: list[Part], job: Job) -> Course:
         if isinstance(part, Exchange):
             rounds[place] = _rounds(part, place, job, iterations, acts, flush)
     acts.sort()
-    return Course(acts, flush, rounds, iterations)
+    return Timeline(acts, flush, rounds, iterations)
 
 
 def _iterations(parts: list[Part], job: Job) -> list[int]:

@@ -15,7 +15,7 @@ from offbeat.engine.part import Part
 from offbeat.plan.fit import Size
 from offbeat.plan.groups import Groups
 from offbeat.plan.job import Job
-from offbeat.plan.recording import Imagined
+from offbeat.plan.recording import RecordingComm
 from offbeat.simulate import Compute
 from offbeat.waitfree import EagerGradients
 from offbeat.waitfree.base import REMEMBERED, Waitfree, allowance
@@ -23,7 +23,7 @@ from offbeat.waitfree.base import REMEMBERED, Waitfree, allowance
 _CYCLE = 8  # rounds whose groups are looked at
 
 
-class Silent(Part):
+class NullPart(Part):
     """In place of a part that is not to be watched."""
 
     def __init__(self, part: Part) -> None:
@@ -31,21 +31,21 @@ class Silent(Part):
 
 
 @dataclass(frozen=True)
-class Rush:
-    """A part whose rounds, one after every step, are held by companions."""
+class WaitfreeModel:
+    """A part whose rounds, one after every step, are held by sidecars."""
 
     part: Waitfree
     size: Size  # bytes of a message
     groups: tuple[Groups, ...]
 
     @classmethod
-    def of(cls, part: Waitfree, job: Job, workers: int) -> Rush:
+    def of(cls, part: Waitfree, job: Job, workers: int) -> WaitfreeModel:
         like = part.live.like()
         sent = nbytes(Packed.like(like).flats) / sum(t.numel() for t in like.values()) * job.parameters
         groups = []
         for round in range(min(part.among.cycle, _CYCLE)):
             comm = part.peers.at(round)
-            assert isinstance(comm, Imagined)
+            assert isinstance(comm, RecordingComm)
             groups.append(Groups.of(workers, comm.groups))
         return cls(part, Size(sent), tuple(groups))
 
@@ -56,11 +56,11 @@ class Rush:
         return self.part.blocking(round)
 
     def held(self, round: int) -> bool:
-        """Whether companions send anything in a round."""
-        return self.part.active and (self.part.companions or not self.blocking(round))
+        """Whether sidecars send anything in a round."""
+        return self.part.active and (self.part.sidecars or not self.blocking(round))
 
     def patience(self, awake: Tensor, resumed: Tensor, compute: Compute) -> Tensor:
-        """Until when companions that were called at `awake` wait for workers that began at `resumed`."""
+        """Until when sidecars that were called at `awake` wait for workers that began at `resumed`."""
         if self.part.grace is not None:
             return awake + self.part.grace
         overdue = resumed + _allowances(compute, resumed.shape[-1])

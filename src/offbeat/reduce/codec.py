@@ -1,4 +1,4 @@
-"""How a vector of float32 looks on the wire, grain by grain."""
+"""How a vector of float32 looks on the wire, codec by codec."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _TILE = 2**18  # values that are worked on at a time, so that what lies between 
 _TINY = 2.0**-126  # the smallest scale: below it division is no longer exact enough
 
 
-class Grain(ABC):
+class Codec(ABC):
     """The wire form of vectors. Lengths on the wire are multiples of `unit`; vectors may be shorter."""
 
     unit: int
@@ -22,8 +22,8 @@ class Grain(ABC):
         """Bytes of so many values, a multiple of 4."""
 
     @abstractmethod
-    def encode(self, values: Tensor, wire: Tensor, dice: torch.Generator | None = None) -> None:
-        """Write the values into the bytes; `dice` round at random, without bias."""
+    def encode(self, values: Tensor, wire: Tensor, rng: torch.Generator | None = None) -> None:
+        """Write the values into the bytes; `rng` round at random, without bias."""
 
     @abstractmethod
     def decode(self, wire: Tensor, out: Tensor, factor: float = 1.0, *, add: bool = False) -> None:
@@ -31,7 +31,7 @@ class Grain(ABC):
 
 
 @dataclass(frozen=True)
-class Narrow(Grain):
+class CastCodec(Codec):
     """A narrower floating type."""
 
     dtype: torch.dtype
@@ -41,7 +41,7 @@ class Narrow(Grain):
     def size(self, length: int) -> int:
         return 2 * length
 
-    def encode(self, values: Tensor, wire: Tensor, dice: torch.Generator | None = None) -> None:
+    def encode(self, values: Tensor, wire: Tensor, rng: torch.Generator | None = None) -> None:
         wire.view(self.dtype)[: values.numel()].copy_(values)
 
     def decode(self, wire: Tensor, out: Tensor, factor: float = 1.0, *, add: bool = False) -> None:
@@ -59,7 +59,7 @@ class Narrow(Grain):
 
 
 @dataclass(frozen=True)
-class Blocks(Grain):
+class BlockCodec(Codec):
     """Whole numbers of 8 or 4 bits, times one scale for each block: the codes of all blocks, then the scales.
 
     With 4 bits a byte holds a value of the first half of a block below, one of the second half above.
@@ -79,7 +79,7 @@ class Blocks(Grain):
     def size(self, length: int) -> int:
         return length * self.bits // 8 + 4 * (length // self.block)
 
-    def encode(self, values: Tensor, wire: Tensor, dice: torch.Generator | None = None) -> None:
+    def encode(self, values: Tensor, wire: Tensor, rng: torch.Generator | None = None) -> None:
         codes, scales = self._parts(wire)
         whole = values.numel() // self.block
         rows = values[: whole * self.block].view(whole, self.block)
@@ -88,23 +88,23 @@ class Blocks(Grain):
         for start in range(0, whole, step):
             part = rows[start : start + step]
             end = start + part.shape[0]
-            self._encode(part, codes[start:end], scales[start:end], tile[: part.shape[0]], dice)
+            self._encode(part, codes[start:end], scales[start:end], tile[: part.shape[0]], rng)
         if rest := values.numel() - whole * self.block:
             last = torch.zeros(1, self.block, device=values.device)
             last[0, :rest] = values[whole * self.block :]
-            self._encode(last, codes[whole : whole + 1], scales[whole : whole + 1], tile[:1], dice)
+            self._encode(last, codes[whole : whole + 1], scales[whole : whole + 1], tile[:1], rng)
 
     def _encode(
-        self, values: Tensor, codes: Tensor, scales: Tensor, tile: Tensor, dice: torch.Generator | None
+        self, values: Tensor, codes: Tensor, scales: Tensor, tile: Tensor, rng: torch.Generator | None
     ) -> None:
         low, high = values.amin(1, keepdim=True), values.amax(1, keepdim=True)
         torch.maximum(high, low.neg_(), out=scales)
         scales.div_(self.top).clamp_(min=_TINY)
         torch.div(values, scales, out=tile)
-        if dice is None:
+        if rng is None:
             tile.round_()
         else:
-            tile.add_(torch.rand(tile.shape, generator=dice, device=tile.device)).floor_()
+            tile.add_(torch.rand(tile.shape, generator=rng, device=tile.device)).floor_()
             tile.clamp_(max=self.top)  # adding may have rounded up
         if self.bits == 8:
             codes.view(torch.int8).copy_(tile)

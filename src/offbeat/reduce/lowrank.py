@@ -83,8 +83,8 @@ class LowRank(Code):
         known = factors.get(span.name)
         if known is not None and bool(known.any()):
             return known
-        dice = torch.Generator().manual_seed(whole(self.seed, span.name) % 2**63)
-        return torch.randn(matrix.shape[1], self.rank, generator=dice).to(matrix.device)
+        rng = torch.Generator().manual_seed(whole(self.seed, span.name) % 2**63)
+        return torch.randn(matrix.shape[1], self.rank, generator=rng).to(matrix.device)
 
 
 def _matrices(vector: Vector, flat: Tensor) -> list[Tensor]:

@@ -12,10 +12,10 @@ from offbeat.base.clock import Clock, State
 from offbeat.base.packed import Packed
 from offbeat.comm.communicator import Communicator
 from offbeat.comm.pending import Pending
-from offbeat.reduce.codec import Narrow
+from offbeat.reduce.codec import CastCodec
 from offbeat.reduce.payload_split import Vector
 from offbeat.reduce.reducer import Code
-from offbeat.reduce.two_phase import Slices
+from offbeat.reduce.two_phase import TwoPhaseMean
 
 _PIECE = 2**24  # values; on loopback gloo moves one long vector faster than many short ones
 _NARROW = {"bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -67,4 +67,4 @@ class Mean(Code):
         return comm.total(payload.pieces(_PIECE)).then(lambda _: payload.scaled(1 / comm.size))
 
     def carry(self, vector: Vector, comm: Communicator, clock: Clock, state: State) -> Pending[None]:
-        return Slices(vector, comm, Narrow(_NARROW[str(self.dtype)]), lambda way: None).send()
+        return TwoPhaseMean(vector, comm, CastCodec(_NARROW[str(self.dtype)]), lambda way: None).send()

@@ -15,7 +15,7 @@ from offbeat.base.errors import NotFinite
 from offbeat.base.packed import Packed
 from offbeat.comm.communicator import Communicator
 from offbeat.comm.pending import Pending
-from offbeat.reduce.workspace import Scratch
+from offbeat.reduce.workspace import Workspace
 
 
 @dataclass(frozen=True)
@@ -42,14 +42,14 @@ class Vector:
     values: Tensor
     residual: Tensor | None  # to be filled with what this rank failed to send
     spans: tuple[Span, ...]
-    scratch: Scratch
+    workspace: Workspace
 
     def views(self, flat: Tensor) -> list[Tensor]:
         """The tensors, in this or another vector of the same length."""
         return [flat[span.start : span.end].view(span.shape) for span in self.spans]
 
 
-class Parcel:
+class PayloadSplit:
     """Small tensors and what rides along are averaged as they are; the rest becomes vectors for a code.
 
     All ranks tell whether their payload is finite, and all raise if one is not, before anything is written.
@@ -139,7 +139,7 @@ class _Flat:
 
     def __init__(self, payload: Packed, index: int, members: Sequence[int]) -> None:
         self.flat, self.members = payload.flats[index], members
-        self._scratch = Scratch(payload, index)
+        self._workspace = Workspace(payload, index)
         self._spans = tuple(
             Span(payload.names[j], payload.spans[j][1], payload.views[j].shape) for j in members
         )
@@ -148,12 +148,12 @@ class _Flat:
     def vector(self, residual: Tensor | None, dtype: torch.dtype) -> Vector:
         values, left = self.flat, residual
         if values.dtype != dtype:
-            values = self._scratch.room("narrow", (self.flat.numel(),), self.flat, dtype)
+            values = self._workspace.room("narrow", (self.flat.numel(),), self.flat, dtype)
             values.copy_(self.flat)
             if residual is not None:
                 left = torch.zeros_like(values)
                 torch.sub(self.flat, values, out=residual)  # what the narrower type loses is not sent either
-        self._residual, self._given = residual, Vector(values, left, self._spans, self._scratch)
+        self._residual, self._given = residual, Vector(values, left, self._spans, self._workspace)
         return self._given
 
     def put_back(self) -> None:

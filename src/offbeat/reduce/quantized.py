@@ -10,10 +10,10 @@ from offbeat.base.clock import Clock, State
 from offbeat.base.draws import whole
 from offbeat.comm.communicator import Communicator
 from offbeat.comm.pending import Pending
-from offbeat.reduce.codec import Blocks
+from offbeat.reduce.codec import BlockCodec
 from offbeat.reduce.payload_split import Vector
 from offbeat.reduce.reducer import Code
-from offbeat.reduce.two_phase import Slices
+from offbeat.reduce.two_phase import TwoPhaseMean
 
 
 @dataclass(frozen=True, repr=False)
@@ -44,10 +44,10 @@ class Quantized(Code):
             raise ValueError(f"{self!r}: block must be a multiple of 8.")
 
     def carry(self, vector: Vector, comm: Communicator, clock: Clock, state: State) -> Pending[None]:
-        def dice(way: str) -> torch.Generator | None:
+        def rng(way: str) -> torch.Generator | None:
             if not self.stochastic:
                 return None
             key = (self.seed, clock.step, clock.round, vector.spans[0].name, comm.rank, way)
             return torch.Generator(vector.values.device).manual_seed(whole(*key) % 2**63)
 
-        return Slices(vector, comm, Blocks(self.bits, self.block), dice).send()
+        return TwoPhaseMean(vector, comm, BlockCodec(self.bits, self.block), rng).send()

@@ -11,7 +11,7 @@ from offbeat.base.clock import Clock, State
 from offbeat.base.packed import Packed
 from offbeat.comm.communicator import Communicator
 from offbeat.comm.pending import Pending, arrived
-from offbeat.reduce.payload_split import Parcel, Vector
+from offbeat.reduce.payload_split import PayloadSplit, Vector
 
 
 class Reducer:
@@ -91,8 +91,8 @@ class Code(Reducer):
             for flat in residual or ():
                 flat.zero_()
             return arrived(payload)
-        parcel = Parcel(payload, comm, clock, self.takes, self.most, residual)
-        return parcel.landing([self.carry(vector, comm, clock, state) for vector in parcel.vectors])
+        split = PayloadSplit(payload, comm, clock, self.takes, self.most, residual)
+        return split.landing([self.carry(vector, comm, clock, state) for vector in split.vectors])
 
     def carry(self, vector: Vector, comm: Communicator, clock: Clock, state: State) -> Pending[None]:
         """Replace the values of a vector by their mean, as this code has it, and fill its residual."""

@@ -12,7 +12,7 @@ from offbeat.base.packed import Packed
 from offbeat.base.tensors import PRESENT
 from offbeat.comm.communicator import Communicator
 from offbeat.comm.pending import Pending, arrived
-from offbeat.reduce.payload_split import Parcel
+from offbeat.reduce.payload_split import PayloadSplit
 from offbeat.reduce.reducer import Reducer
 
 
@@ -43,8 +43,8 @@ class TwoLevel(Reducer):
             return arrived(payload)
         sizes, here = _tensors(payload)
         most = torch.finfo(torch.float32).max
-        parcel = Parcel(payload, comm, clock, lambda tensor: True, most, None, dtype=None)
-        vectors = [vector.values for vector in parcel.vectors]
+        split = PayloadSplit(payload, comm, clock, lambda tensor: True, most, None, dtype=None)
+        vectors = [vector.values for vector in split.vectors]
         mine = torch.cat([_told(vectors, int(sizes[here].sum())).view(torch.uint8), here.to(torch.uint8)])
 
         def arrive(heard: list[Tensor]) -> None:
@@ -53,7 +53,7 @@ class TwoLevel(Reducer):
             for values in vectors:
                 values.add_(torch.where(values >= 0, values.new_tensor(above), values.new_tensor(-below)))
 
-        return parcel.landing([comm.gather(mine).then(arrive)])
+        return split.landing([comm.gather(mine).then(arrive)])
 
 
 def _tensors(payload: Packed) -> tuple[Tensor, Tensor]:

@@ -18,7 +18,7 @@ def kept_with(payload: Packed) -> list[Tensor]:
     return list(_kept.get(payload, {}).values())
 
 
-class Scratch:
+class Workspace:
     """Rooms by name, one for each shape asked for; zero at first, later with whatever was left in them."""
 
     def __init__(self, payload: Packed, part: int) -> None:

@@ -15,7 +15,7 @@ Groups = list[dict[str, Any]]
 
 
 @dataclass(frozen=True)
-class Run:
+class GroupSpan:
     """Values `start` to `stop` of a vector, all of one parameter group."""
 
     flat: int
@@ -28,13 +28,13 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Stretch:
+class ParamSlice:
     """The weights of a run in a local step."""
 
     base: Tensor  # to be moved, in place
     gradient: Tensor
-    way: Tensor  # from the last pulled weights to those before
-    pace: float  # the sum of the server's rates on it
+    displacement: Tensor  # from the last pulled weights to those before
+    lr_sum: float  # the sum of the server's rates on it
     origin: Tensor | None  # where the gradient was taken, if that is not the base
     lr: float
     decay: float
@@ -50,15 +50,15 @@ def groups_of(optimizers: Sequence[Optimizer]) -> Groups:
     return [group for optimizer in optimizers for group in optimizer.param_groups]
 
 
-def runs_of(packed: Packed, parameters: Sequence[Tensor], groups: Groups) -> list[Run]:
+def spans_of(packed: Packed, parameters: Sequence[Tensor], groups: Groups) -> list[GroupSpan]:
     """As few as possible, in order; what no optimizer holds is in none."""
     own = {id(p): i for i, group in enumerate(groups) for p in group["params"]}
-    runs: list[Run] = []
+    runs: list[GroupSpan] = []
     for (flat, start, n), p in sorted(zip(packed.spans, parameters, strict=True), key=lambda row: row[0]):
         group = own.get(id(p), -1)
         last = runs[-1] if runs else None
         if last and (last.flat, last.stop, last.group) == (flat, start, group):
-            runs[-1] = Run(flat, last.start, start + n, group)
+            runs[-1] = GroupSpan(flat, last.start, start + n, group)
         elif n:
-            runs.append(Run(flat, start, start + n, group))
+            runs.append(GroupSpan(flat, start, start + n, group))
     return [run for run in runs if run.group >= 0]

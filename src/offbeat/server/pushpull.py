@@ -15,20 +15,20 @@ from offbeat.base.clock import Clock, State
 from offbeat.base.packed import Packed
 from offbeat.base.tensors import Live
 from offbeat.comm.communicator import Communicator
-from offbeat.comm.departure import Farewell
+from offbeat.comm.departure import Departure
 from offbeat.comm.metered import Metered
 from offbeat.engine.extras import floating_buffers, send_mean
 from offbeat.engine.handshake import AVERAGED, ROUND, compare_headers, header
 from offbeat.engine.optimizers import mark
 from offbeat.engine.part import Part
 from offbeat.engine.report import Report
-from offbeat.server.groups import groups_of, runs_of
+from offbeat.server.groups import groups_of, spans_of
 from offbeat.server.replica import Replica
 from offbeat.server.rules import LocalRule, LocalStep
 from offbeat.server.shard import Factory, Options, Shard, check_server, options_of
-from offbeat.server.slots import Ring, Slot
+from offbeat.server.slots import PushSlots, Slot
 from offbeat.server.stability import Watch, sampled, stable_product, warn
-from offbeat.server.transport import Line, Pull, Slices
+from offbeat.server.transport import Pull, Slices, Transport
 
 
 class PushPull(Part):
@@ -73,7 +73,9 @@ class PushPull(Part):
         self._optimizers: Sequence[Optimizer] = ()
         self._smooth = bool(floating_buffers(self.model))
         self._round = self._pulled_at = 0
-        self._told = self._reported = 0  # bytes: of headers since the last pull; of the courier, in reports
+        self._told = self._reported = (
+            0  # bytes: of headers since the last pull; of the task queue, in reports
+        )
         self._waited = self._began = 0.0
         self._equal_at = -1
         self._pull: Pull | None = None
@@ -87,13 +89,13 @@ class PushPull(Part):
         return f"PushPull({self.live!r}, {told}, server={self.server!r}, among={self.peers!r})"
 
     def bind(self, index: int, optimizers: Sequence[Optimizer], report: Callable[[Report], None]) -> None:
-        self._index, self._optimizers, self._hand_in = index, optimizers, report
+        self._index, self._optimizers, self._emit = index, optimizers, report
         self._factory = check_server(self.server, optimizers)
 
     def communicators(self) -> list[Communicator]:
-        """The courier has a road of its own: it sends whenever it can."""
-        if not hasattr(self, "_line"):
-            self._line = Line(self.peers.everyone)
+        """The task queue has a channel of its own: it sends whenever it can."""
+        if not hasattr(self, "_transport"):
+            self._transport = Transport(self.peers.everyone)
         return [self.peers.everyone]
 
     def plan(self, clock: Clock) -> None:
@@ -108,16 +110,16 @@ class PushPull(Part):
         comm, groups = self.peers.everyone, groups_of(self._optimizers)
         base = Packed.like(self.live.like(), multiple=comm.size)
         base.read(self.live.tensors())
-        runs = runs_of(base, self.live.parameters, groups)
+        runs = spans_of(base, self.live.parameters, groups)
         self.replica = Replica(base, runs, len(groups))
         self.shard = Shard(base.flats, runs, (comm.rank, comm.size), self._factory, len(groups))
-        self.ring = Ring(self.live, base, self.in_flight)
-        self._pace = [0.0] * len(groups)  # the server's rates since the last pull
+        self.slots = PushSlots(self.live, base, self.in_flight)
+        self._lr_sum = [0.0] * len(groups)  # the server's rates since the last pull
         self._open = True
 
     def before(self, clock: Clock) -> bool:
         start = self.peers.everyone.now()
-        self._slot = self.ring.free(clock.step)
+        self._slot = self.slots.free(clock.step)
         self._waited += self.peers.everyone.now() - start
         self._look()
         return False
@@ -153,14 +155,14 @@ class PushPull(Part):
         self.replica.base.write(self.live.tensors())
 
     def _push(self, slot: Slot, options: Options, clock: Clock) -> None:
-        """Hand the gradient to the courier, who brings it to the server after those before it."""
+        """Hand the gradient to the task queue, who brings it to the server after those before it."""
         comm = Metered(self.peers.everyone)
         if clock.step == self._pulled_at + 1:
             self._began = comm.now()
         head = header(ROUND, self._index, clock, self._marks, comm.rank)
         heads = comm.tell(head).then(compare_headers)
-        slot.applied = self._line.push(slot.room.flats, self.shard, options, heads, clock)
-        self._pace = [pace + now["lr"] for pace, now in zip(self._pace, options, strict=True)]
+        slot.applied = self._transport.push(slot.room.flats, self.shard, options, heads, clock)
+        self._lr_sum = [lr_sum + now["lr"] for lr_sum, now in zip(self._lr_sum, options, strict=True)]
         self._told += comm.sent
 
     def _ask(self, clock: Clock) -> None:
@@ -168,14 +170,14 @@ class PushPull(Part):
         self._pull = Pull(
             clock=clock,
             period=clock.step - self._pulled_at,
-            pace=self._pace,
+            lr_sum=self._lr_sum,
             told=self._told,
             waited=self._waited,
             began=self._began,
-            weights=self._line.fetch(self.shard, clock),
+            weights=self._transport.fetch(self.shard, clock),
         )
         self._round += 1
-        self._pulled_at, self._pace = clock.step, [0.0] * len(self._pace)
+        self._pulled_at, self._lr_sum = clock.step, [0.0] * len(self._lr_sum)
         self._told, self._waited = 0, 0.0
 
     def _land(self) -> list[Tensor] | None:
@@ -191,16 +193,16 @@ class PushPull(Part):
                 here = self.replica.base.over([torch.zeros_like(flat) for flat in self.replica.base.flats])
                 here.read(self.live.tensors())
                 origin = here.flats
-            norm = self.replica.rebase(slices, pull.pace)
+            norm = self.replica.rebase(slices, pull.lr_sum)
         self._pull = None
-        self._hand_in(pull.report(comm.size, norm, waited, carried - self._reported))
+        self._emit(pull.report(comm.size, norm, waited, carried - self._reported))
         self._reported = carried
         return origin
 
     def _look_out(self, gradient: list[Tensor], momentum: float, clock: Clock) -> None:
         """Before a pull lands: is the run still stable?"""
         replica, watch = self.replica, self.watch
-        watch.see(sampled(replica.way), sampled(gradient), sampled(replica.base.flats))
+        watch.see(sampled(replica.displacement), sampled(gradient), sampled(replica.base.flats))
         limit = stable_product(self.every, round(momentum, 2), *self.local.gains)
         if watch.beyond(clock.lr, limit):
             warn(clock.step, self.every, clock.lr, watch.curvature()[0], limit)
@@ -222,7 +224,7 @@ class PushPull(Part):
         head = header(AVERAGED, self._index, self._clock, mark(self._optimizers), comm.rank)
         comm.tell(head).then(compare_headers).wait()
         self._told += comm.sent
-        return self._line.fetch(self.shard, self._clock).wait()[0]
+        return self._transport.fetch(self.shard, self._clock).wait()[0]
 
     @torch.no_grad()
     def flush(self, clock: Clock) -> bool:
@@ -234,9 +236,9 @@ class PushPull(Part):
             self.replica.base.write(self.live.tensors())
             self._equal_at = clock.step
         if self._open:
-            self.ring.drain()
+            self.slots.drain()
             self._average_buffers()
-        self._line.close()
+        self._transport.close()
         return self._open
 
     def _average_buffers(self) -> None:
@@ -245,34 +247,34 @@ class PushPull(Part):
             began = comm.now()
             send_mean(buffers, comm).wait().write(list(buffers.values()))
             self._smooth = False
-            self._hand_in(Report.blocking(replace(self._clock, round=self._round), comm, began, 0))
+            self._emit(Report.blocking(replace(self._clock, round=self._round), comm, began, 0))
 
-    def leave(self, farewell: Farewell) -> None:
+    def leave(self, departure: Departure) -> None:
         self._left = True
-        super().leave(farewell)
-        if hasattr(self, "_line"):
-            self._line.abandon()
+        super().leave(departure)
+        if hasattr(self, "_transport"):
+            self._transport.abandon()
 
     def made_equal(self, step: int) -> bool:
         return self._equal_at == step and not self._smooth
 
-    def settles(self) -> int:
-        return self.warmup + 5 * self.every + self.in_flight  # every other push takes the same road
+    def steps_to_observe(self) -> int:
+        return self.warmup + 5 * self.every + self.in_flight  # every other push takes the same channel
 
     def state_dict(self) -> State:
         """Pushes in the air are waited for, and applied: only their order counts. A pull is not."""
         if not self._open:
             return {"open": False}
-        self.ring.drain()
+        self.slots.drain()
         return {
             "open": True,
             "replica": self.replica.state_dict(),
             "shard": self.shard.state_dict(),
             "watch": self.watch.state_dict(),
-            "pace": list(self._pace),
+            "lr_sum": list(self._lr_sum),
             "pull": None if self._pull is None else self._pull.state_dict(self._reported),
             "counts": [self._round, self._pulled_at, self._equal_at, self._told],
-            "carried": self._line.sent - self._reported,
+            "carried": self._transport.sent - self._reported,
             "step": self._clock.step,
         }
 
@@ -285,11 +287,11 @@ class PushPull(Part):
         self.replica.load_state_dict(state["replica"])
         self.shard.load_state_dict(state["shard"])
         self.watch.load_state_dict(state["watch"])
-        self._pace = list(state["pace"])
+        self._lr_sum = list(state["lr_sum"])
         now = self.peers.everyone.now()
         self._began = now
         self._round, self._pulled_at, self._equal_at, self._told = state["counts"]
-        self._reported = self._line.sent - state["carried"]
+        self._reported = self._transport.sent - state["carried"]
         saved = state["pull"]
         self._pull = None if saved is None else Pull.resumed(saved, now, self._reported)
         self._clock = replace(self._clock, step=state["step"])

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from offbeat.server.groups import Stretch
+    from offbeat.server.groups import ParamSlice
 
 
 class LocalRule:
@@ -20,7 +20,7 @@ class LocalRule:
         """By how much it weighs the worker's gradient and the server's mean step."""
         raise NotImplementedError
 
-    def move(self, stretch: Stretch) -> None:
+    def move(self, stretch: ParamSlice) -> None:
         """One step of the base, in place."""
         raise NotImplementedError
 
@@ -36,7 +36,7 @@ class LocalStep(LocalRule):
     def gains(self) -> tuple[float, float]:
         return 1.0, 0.0
 
-    def move(self, stretch: Stretch) -> None:
+    def move(self, stretch: ParamSlice) -> None:
         stretch.descend(stretch.lr)
 
 
@@ -66,11 +66,11 @@ class GLU(LocalRule):
     def gains(self) -> tuple[float, float]:
         return self.alpha, self.beta
 
-    def move(self, stretch: Stretch) -> None:
+    def move(self, stretch: ParamSlice) -> None:
         lr = stretch.lr if self.lr is None else self.lr
         stretch.descend(lr, self.alpha)
-        if self.beta and stretch.pace:
-            stretch.base.sub_(stretch.way, alpha=lr * self.beta / stretch.pace)
+        if self.beta and stretch.lr_sum:
+            stretch.base.sub_(stretch.displacement, alpha=lr * self.beta / stretch.lr_sum)
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class Compensated(LocalRule):
     def gains(self) -> tuple[float, float]:
         return 1.0, 0.0
 
-    def move(self, stretch: Stretch) -> None:
+    def move(self, stretch: ParamSlice) -> None:
         extra = None
         if stretch.origin is not None:
             extra = (stretch.base - stretch.origin).mul_(stretch.gradient).mul_(stretch.gradient)

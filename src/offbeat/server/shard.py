@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from offbeat.base.clock import State
-from offbeat.server.groups import Groups, Run
+from offbeat.server.groups import Groups, GroupSpan
 
 Factory = Callable[[Any], Optimizer]
 Options = list[dict[str, Any]]
@@ -26,7 +26,7 @@ class Shard:
     def __init__(
         self,
         flats: Sequence[Tensor],
-        runs: Sequence[Run],
+        runs: Sequence[GroupSpan],
         place: tuple[int, int],
         server: Factory,
         groups: int,

@@ -42,7 +42,7 @@ class Slot:
         return self.room.flats
 
 
-class Ring:
+class PushSlots:
     """Slots that are used in turn. One is free again when the server has applied what lay in it."""
 
     def __init__(self, live: Live, room: Packed, length: int) -> None:

@@ -67,14 +67,17 @@ class Watch:
     def __init__(self) -> None:
         self.warned = False
         self._last: tuple[Tensor, Tensor] | None = None  # gradient and weights, when the last pull landed
-        self._rows: list[tuple[float, float]] = []  # how they changed along the way, pull by pull
+        self._rows: list[tuple[float, float]] = []  # how they changed along the displacement, pull by pull
 
-    def see(self, way: Tensor, gradient: Tensor, weights: Tensor) -> None:
-        """A pull lands: samples of the server's way so far, of the gradient, and of where it was taken."""
-        length = float(torch.linalg.vector_norm(way))
+    def see(self, displacement: Tensor, gradient: Tensor, weights: Tensor) -> None:
+        """A pull lands: sample the server's displacement, the gradient, and the point where it was taken."""
+        length = float(torch.linalg.vector_norm(displacement))
         if self._last is not None and length:
             before, place = self._last
-            row = (float((gradient - before) @ way) / length, float((weights - place) @ way) / length)
+            row = (
+                float((gradient - before) @ displacement) / length,
+                float((weights - place) @ displacement) / length,
+            )
             self._rows = [*self._rows[1 - _WINDOW :], row]
         self._last = (gradient, weights)
 

@@ -27,7 +27,7 @@ class Pull:
 
     clock: Clock  # when it was asked for
     period: int  # steps since the pull before
-    pace: list[float]  # the server's rates in them, summed, of each parameter group
+    lr_sum: list[float]  # the server's rates in them, summed, of each parameter group
     told: int  # bytes of their headers
     waited: float  # seconds the worker has stood still for them
     began: float  # when the first of them was pushed
@@ -54,7 +54,7 @@ class Pull:
             "round": self.clock.round,
             "lr": self.clock.lr,
             "period": self.period,
-            "pace": list(self.pace),
+            "lr_sum": list(self.lr_sum),
             "told": self.told,
             "carried": carried - reported,
             "slices": [[part.clone() for part in parts] for parts in slices],
@@ -67,7 +67,7 @@ class Pull:
         return cls(
             clock=Clock(step=state["step"], round=state["round"], lr=state["lr"]),
             period=state["period"],
-            pace=list(state["pace"]),
+            lr_sum=list(state["lr_sum"]),
             told=state["told"],
             waited=0.0,
             began=now,
@@ -75,23 +75,23 @@ class Pull:
         )
 
 
-class Road:
-    """A courier, and a twin of the communicator that nobody else uses."""
+class Channel:
+    """A task queue, and a duplicate of the communicator that nobody else uses."""
 
     def __init__(self, comm: Communicator) -> None:
-        self.comm, self.courier = Metered(comm.twin()), comm.courier()
+        self.comm, self.task_queue = Metered(comm.duplicate()), comm.task_queue()
 
 
-class Line:
-    """Pushes are applied and pulls fetched strictly in turn, by one courier.
+class Transport:
+    """Pushes are applied and pulls fetched strictly in turn, by one task_queue.
 
     Two more bring the gradients, every other one each: while the last words of one push are on their way, the
-    next has the link. What travels on a road is in the same order on all ranks.
+    next has the link. What travels on a channel is in the same order on all ranks.
     """
 
     def __init__(self, comm: Communicator) -> None:
-        self.server = Road(comm)
-        self.roads = [Road(comm), Road(comm)]
+        self.server = Channel(comm)
+        self.channels = [Channel(comm), Channel(comm)]
         self._pushed = 0
 
     @property
@@ -103,21 +103,21 @@ class Line:
         self, flats: Sequence[Tensor], shard: Shard, options: Options, heads: Pending[list[int]], clock: Clock
     ) -> Pending[None]:
         """Bring a gradient to the server, if all workers are at the same step, and let it be applied."""
-        road = self.roads[clock.step % len(self.roads)]
+        channel = self.channels[clock.step % len(self.channels)]
 
         def bring() -> tuple[list[Tensor], int]:
             with record_function("offbeat.push"), naming(clock), torch.no_grad():
                 heads.wait()
-                before = road.comm.sent
-                return [scattered(flat, road.comm) for flat in flats], road.comm.sent - before
+                before = channel.comm.sent
+                return [scattered(flat, channel.comm) for flat in flats], channel.comm.sent - before
 
         def apply() -> None:
             means, sent = brought.wait()
             shard.apply(means, options)
             self._pushed += sent
 
-        brought = road.courier.give(bring)
-        return self.server.courier.give(apply)
+        brought = channel.task_queue.give(bring)
+        return self.server.task_queue.give(apply)
 
     def fetch(self, shard: Shard, clock: Clock) -> Pending[tuple[Slices, int]]:
         """The weights after the pushes given so far, and the bytes sent by then."""
@@ -126,19 +126,19 @@ class Line:
             with record_function("offbeat.pull"), naming(clock), torch.no_grad():
                 return gathered(shard.weights, self.server.comm), self.sent
 
-        return self.server.courier.give(bring)
+        return self.server.task_queue.give(bring)
 
     def close(self) -> None:
-        for road in (self.server, *self.roads):
-            road.courier.close()
+        for channel in (self.server, *self.channels):
+            channel.task_queue.close()
 
     def abandon(self) -> None:
-        for road in (self.server, *self.roads):
-            road.courier.abandon()
+        for channel in (self.server, *self.channels):
+            channel.task_queue.abandon()
 
 
 def scattered(flat: Tensor, comm: Communicator) -> Tensor:
-    """The mean of this rank's slice, round the ring: each adds its own to what comes, and passes it on.
+    """The mean of this rank's slice, round the slots: each adds its own to what comes, and passes it on.
 
     Everyone talks to one neighbour all the time. In an all-to-all of as many bytes several send to one, and
     none at its full rate: on links of 100 Mbit/s it took half as long again. Slices go in parts: some fly

@@ -36,7 +36,7 @@ class Call:
         self.given[rank] = (kind, tensors, when)
         self.missing.discard(rank)
 
-    def settle(self, settle: Settle, traffic: Traffic, *, queue: bool) -> None:
+    def resolve(self, resolve: Settle, traffic: Traffic, *, queue: bool) -> None:
         said = {rank: describe(*self.given[rank][:2]) for rank in self.members}
         first = self.members[0]
         for rank in self.members:
@@ -44,7 +44,7 @@ class Call:
                 self.error = f"Workers disagree: rank {first} sends {said[first]}, rank {rank} {said[rank]}."
                 return
         with torch.no_grad():
-            self.results = settle([self.given[rank][1] for rank in self.members])
+            self.results = resolve([self.given[rank][1] for rank in self.members])
         kind, tensors, _ = self.given[first]
         ready = max(when for _, _, when in self.given.values())
         self.lands = traffic.carry(kind, self.members, nbytes(tensors), ready, queue=queue)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 
 @dataclass
-class Until:
+class Condition:
     """Somebody waits until something is so, or until a time."""
 
     ready: Callable[[], bool]

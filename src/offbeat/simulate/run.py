@@ -11,7 +11,7 @@ import torch
 from offbeat.comm.communicator import Communicator
 from offbeat.simulate.failures import Failures
 from offbeat.simulate.network import Network
-from offbeat.simulate.scheduler import Stage
+from offbeat.simulate.scheduler import Scheduler
 from offbeat.simulate.virtual import member
 
 T = TypeVar("T")
@@ -47,22 +47,22 @@ def simulate(
     rng = torch.get_rng_state()
     network = network or Network()
     network.check(workers)
-    stage = Stage(workers, network, compute or (lambda rank, step: 0.0), failures or Failures(0.0))
+    scheduler = Scheduler(workers, network, compute or (lambda rank, step: 0.0), failures or Failures(0.0))
     results: list[Any] = [None] * workers
 
     def play(rank: int) -> None:
-        with stage.entered(rank):
-            results[rank] = worker(member(stage, (tuple(range(workers)),), rank))
+        with scheduler.entered(rank):
+            results[rank] = worker(member(scheduler, (tuple(range(workers)),), rank))
 
     threads = [threading.Thread(target=play, args=(rank,), daemon=True) for rank in range(workers)]
     for thread in threads:
         thread.start()
-    stage.begin()
+    scheduler.begin()
     for thread in threads:
         thread.join()
-    for thread in stage.understudies:
+    for thread in scheduler.understudies:
         thread.join()
     torch.set_rng_state(rng)
-    if stage.failure is not None:
-        raise stage.failure
+    if scheduler.failure is not None:
+        raise scheduler.failure
     return results

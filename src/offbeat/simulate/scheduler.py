@@ -11,22 +11,24 @@ import torch
 
 from offbeat.base.errors import Deadlock, Disagreement
 from offbeat.comm.communicator import Communicator
-from offbeat.comm.departure import Farewell
+from offbeat.comm.departure import Departure
 from offbeat.comm.place import Track, find_disagreement
-from offbeat.comm.task_queue import Lazy
+from offbeat.comm.task_queue import VirtualQueue
 from offbeat.simulate.call import Call, describe
-from offbeat.simulate.condition import Until
+from offbeat.simulate.condition import Condition
 from offbeat.simulate.failures import Failures, Uptime
 from offbeat.simulate.network import Network, Traffic
 
-Path = tuple[tuple[int, ...], ...]  # a communicator's members, after those it comes from; below 0: a twin
+Path = tuple[
+    tuple[int, ...], ...
+]  # a communicator's members, after those it comes from; below 0: a duplicate
 
 
-class Stage:
+class Scheduler:
     """The workers' threads, of which one has the baton and runs; the others wait for a message or a turn.
 
-    An actor is a thread: those of the ranks come first, their companions after them. At the same virtual time
-    ranks act before companions, and in their order.
+    An actor is a thread: those of the ranks come first, their sidecars after them. At the same virtual time
+    ranks act before sidecars, and in their order.
     """
 
     def __init__(
@@ -37,13 +39,13 @@ class Stage:
         self._uptimes = [Uptime(failures, rank) for rank in range(workers)]
         self.clocks = [0.0] * workers
         self.calls: dict[tuple[Path, str, int], Call] = {}
-        self.farewells: dict[int, Farewell] = {}
+        self.farewells: dict[int, Departure] = {}
         self.failure: BaseException | None = None
         self.tracks: WeakSet[Track] = WeakSet()  # of all runs
-        self.heard: dict[tuple[Path, int], int] = {}  # numbers announced, by companion
+        self.heard: dict[tuple[Path, int], int] = {}  # numbers announced, by sidecar
         self.views: dict[tuple[Path, int], Communicator] = {}
-        self.waiting: dict[int, Call | Until | None] = dict.fromkeys(range(workers))  # None: may run
-        self.couriers: dict[int, list[Lazy]] = {}  # of every actor
+        self.waiting: dict[int, Call | Condition | None] = dict.fromkeys(range(workers))  # None: may run
+        self.task_queues: dict[int, list[VirtualQueue]] = {}  # of every actor
         self.current = 0  # who has the baton
         self.understudies: list[threading.Thread] = []
         self.on_exit: dict[int, list[Callable[[], None]]] = {rank: [] for rank in range(workers)}
@@ -59,8 +61,8 @@ class Stage:
     def entered(self, rank: int) -> Entered:
         return Entered(self, rank)
 
-    def hire(self, rank: int) -> int:
-        """One more actor, for a rank; it is not on the stage yet."""
+    def spawn(self, rank: int) -> int:
+        """One more actor, for a rank; it is not on the scheduler yet."""
         self.clocks.append(self.clocks[rank])
         self._ranks.append(rank)
         self._turns.append(_turn())
@@ -92,10 +94,10 @@ class Stage:
 
     def wait(self, actor: int, call: Call) -> None:
         """Give the baton away until the call is complete, and move this actor's clock to its landing."""
-        couriers = self.couriers.get(actor, [])
-        if not call.complete and not any(courier.busy for courier in couriers):
-            for courier in couriers:
-                courier.catch_up()
+        task_queues = self.task_queues.get(actor, [])
+        if not call.complete and not any(task_queue.busy for task_queue in task_queues):
+            for task_queue in task_queues:
+                task_queue.catch_up()
         if not call.complete:
             self.waiting[actor] = call
             self.catch_up(actor)
@@ -132,9 +134,9 @@ class Stage:
     def exit(self, rank: int, error: BaseException | None) -> None:
         if error is not None:
             self.failure = self.failure or error
-            self.farewells.setdefault(rank, Farewell.of(error))
+            self.farewells.setdefault(rank, Departure.of(error))
         del self.waiting[rank]
-        self.farewells.setdefault(rank, Farewell("has returned"))
+        self.farewells.setdefault(rank, Departure("has returned"))
         for leave in self.on_exit[rank]:
             leave()
         self._hand_over()
@@ -159,7 +161,7 @@ class Stage:
         """Who can move first, and from when on."""
         able = []
         for actor, what in self.waiting.items():
-            if isinstance(what, Until):
+            if isinstance(what, Condition):
                 if (due := what.due) is not None:
                     able.append((max(due, self.clocks[actor]), actor))
             elif what is None or self._over(what):
@@ -176,9 +178,9 @@ class Stage:
 
     def _standstill(self) -> str:
         waits = [
-            what.what if isinstance(what, Until) else self._lacks(rank, what)
+            what.what if isinstance(what, Condition) else self._lacks(rank, what)
             for rank, what in self.waiting.items()
-            if what is not None and rank in self.on_exit  # their companions wait for them
+            if what is not None and rank in self.on_exit  # their sidecars wait for them
         ]
         return "Nobody can move: " + "; ".join(waits) + "."
 
@@ -195,14 +197,14 @@ def _turn() -> threading.Lock:
 
 
 class Entered:
-    """A worker's time on the stage, from its first turn to its return."""
+    """A worker's time on the scheduler, from its first turn to its return."""
 
-    def __init__(self, stage: Stage, rank: int) -> None:
-        self.stage, self.rank = stage, rank
+    def __init__(self, scheduler: Scheduler, rank: int) -> None:
+        self.scheduler, self.rank = scheduler, rank
 
     def __enter__(self) -> None:
-        self.stage.enter(self.rank)
+        self.scheduler.enter(self.rank)
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
-        self.stage.exit(self.rank, error)
+        self.scheduler.exit(self.rank, error)
         return True  # `simulate` raises it in the caller's thread

@@ -50,7 +50,7 @@ class Tally:
         self._waited += waited
 
     def contributed(self, ages: Sequence[int]) -> None:
-        """Rounds its companion has run."""
+        """Rounds its sidecar has run."""
         self._rounds += len(ages)
         self._ages += sum(ages)
         self._oldest = max([self._oldest, *ages])

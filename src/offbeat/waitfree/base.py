@@ -15,10 +15,10 @@ from offbeat.among import Butterfly, Peers, World
 from offbeat.base.clock import Clock, State
 from offbeat.base.tensors import Live
 from offbeat.comm.communicator import Communicator
-from offbeat.comm.departure import Farewell
+from offbeat.comm.departure import Departure
 from offbeat.comm.metered import Metered
 from offbeat.comm.pending import Pending
-from offbeat.comm.sidecar import Companion
+from offbeat.comm.sidecar import Sidecar
 from offbeat.engine.part import Part
 from offbeat.engine.report import Report
 from offbeat.reduce import Mean, Reducer
@@ -46,13 +46,13 @@ def allowance(seconds: Sequence[float]) -> float:
 class Waitfree(Part):
     """Round t follows step t + 1. Every `every`-th is blocking: there all workers are at the same step.
 
-    `grace` is how many seconds a companion waits for its own worker after somebody called to a round: larger
+    `grace` is how many seconds a sidecar waits for its own worker after somebody called to a round: larger
     makes fewer workers late, and keeps the others waiting longer. None: it waits until the worker has taken
     longer for this step than is usual, unless it is rounds behind: a tenth longer than the median of its last
     20, or five times their median deviation where that is more.
     """
 
-    companions = False  # whether they hold the blocking rounds too
+    sidecars = False  # whether they hold the blocking rounds too
 
     def __init__(
         self, live: Live, *, every: int, among: Among, grace: float | None, reduce: Reducer | None = None
@@ -74,7 +74,7 @@ class Waitfree(Part):
         self.model = live.model
         self.reduce: Reducer = Mean() if reduce is None else reduce
         self._report: Callable[[Report], None] = lambda report: None
-        self._companion: Companion | None = None
+        self._sidecar: Sidecar | None = None
         self._rounds: Rounds | None = None
         self._durations: deque[float] = deque(maxlen=REMEMBERED)
         self._resumed: float | None = None  # when the worker's own work began
@@ -98,16 +98,16 @@ class Waitfree(Part):
         self._report = report
 
     def communicators(self) -> list[Communicator]:
-        if self._companion is None and self.active:
-            self._companion = self.peers.everyone.companion()
-            aside = replace(self.among, group=self._companion.comm)
+        if self._sidecar is None and self.active:
+            self._sidecar = self.peers.everyone.sidecar()
+            aside = replace(self.among, group=self._sidecar.comm)
             for round in range(aside.cycle):
                 aside.at(round)  # connects to its peers, while everybody is here
         return [self.peers.everyone]
 
     @property
     def active(self) -> bool:
-        """Whether there is anything for companions to do."""
+        """Whether there is anything for sidecars to do."""
         return self.peers.everyone.size > 1
 
     def plan(self, clock: Clock) -> None:
@@ -118,14 +118,14 @@ class Waitfree(Part):
         if self._rounds is None:
             self._open(clock.step)
         assert self._rounds is not None
-        self._rounds.companion.check()
+        self._rounds.sidecar.check()
 
     def _open(self, first: int) -> None:
         self.communicators()
-        assert self._companion is not None
-        timetable = Timetable(self.every, replace(self.among, group=self._companion.comm), self.companions)
-        load = self.load(first, self._companion)
-        self._rounds = Rounds(self._companion, load, first=first, reduce=self.reduce, timetable=timetable)
+        assert self._sidecar is not None
+        timetable = Timetable(self.every, replace(self.among, group=self._sidecar.comm), self.sidecars)
+        load = self.load(first, self._sidecar)
+        self._rounds = Rounds(self._sidecar, load, first=first, reduce=self.reduce, timetable=timetable)
         # The threads know nothing of this part: they end when it is forgotten, or the process ends.
         self._end = weakref.finalize(self, self._rounds.stop)
         self._used = first - 1
@@ -133,8 +133,8 @@ class Waitfree(Part):
         self._expect()
         self._rounds.start()
 
-    def load(self, first: int, companion: Companion) -> Load:
-        """What worker and companion hand to each other from round `first` on."""
+    def load(self, first: int, sidecar: Sidecar) -> Load:
+        """What worker and sidecar hand to each other from round `first` on."""
         raise NotImplementedError
 
     def blocking(self, round: int) -> bool:
@@ -200,16 +200,16 @@ class Waitfree(Part):
         """The worker goes back to its computation."""
         assert self._rounds is not None
         self._resumed = self.peers.everyone.now()
-        with self._rounds.companion.locked():
+        with self._rounds.sidecar.locked():
             self._expect()
 
     def _expect(self) -> None:
-        """Tell the companion when the worker is overdue."""
+        """Tell the sidecar when the worker is overdue."""
         assert self._rounds is not None
         if self._durations and self._resumed is not None:
             self._rounds.due = self._resumed + allowance(self._durations)
 
-    def settle(self, *, wait: bool) -> None:
+    def flush_reports(self, *, wait: bool) -> None:
         if wait:
             _ = self.attendance
 
@@ -225,18 +225,18 @@ class Waitfree(Part):
             self._say([]).wait()
         return False
 
-    def leave(self, farewell: Farewell) -> None:
+    def leave(self, departure: Departure) -> None:
         self._left = True
         self._stop()
-        super().leave(farewell)
+        super().leave(departure)
 
     def _stop(self) -> None:
         if self._rounds is not None:
             self._end()
-        self._rounds = self._companion = None
+        self._rounds = self._sidecar = None
 
     def savable(self, step: int) -> int:
-        """Only at global rounds: elsewhere workers may be at different rounds, and companions under way."""
+        """Only at global rounds: elsewhere workers may be at different rounds, and sidecars under way."""
         return -(-step // self.every) * self.every if self.active else step
 
     def state_dict(self) -> State:

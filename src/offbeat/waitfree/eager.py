@@ -13,9 +13,9 @@ from offbeat.base.clock import Clock, State
 from offbeat.base.draws import whole
 from offbeat.base.packed import Packed
 from offbeat.base.tensors import Gradients
-from offbeat.comm.sidecar import Companion
+from offbeat.comm.sidecar import Sidecar
 from offbeat.waitfree.base import Waitfree
-from offbeat.waitfree.rounds import Outcome, settled
+from offbeat.waitfree.rounds import Outcome, sync_device
 
 Activation = Literal["solo", "majority"]
 
@@ -23,8 +23,8 @@ Activation = Literal["solo", "majority"]
 class Accumulators:
     """Gradients on their way out and in. What is out of the one is in the other of everyone, once."""
 
-    def __init__(self, like: Mapping[str, Tensor], first: int, companion: Companion) -> None:
-        self._companion = companion
+    def __init__(self, like: Mapping[str, Tensor], first: int, sidecar: Sidecar) -> None:
+        self._sidecar = sidecar
         self.device = next(iter(like.values())).device
         self._out = [Packed.like(like) for _ in range(2)]
         self._open = 0  # the one gradients are added to; the other may be in the air
@@ -35,11 +35,11 @@ class Accumulators:
     def add(self, tensors: Sequence[Tensor], version: int) -> None:
         """In the worker, what is shared being locked: one more gradient."""
         torch._foreach_add_(self._out[self._open].views, list(tensors))
-        settled(self._out[self._open])
+        sync_device(self._out[self._open])
         self._version = version
 
     def take(self, round: int) -> tuple[Packed, int]:
-        with self._companion.locked():
+        with self._sidecar.locked():
             taken, version = self._out[self._open], self._version
             self._open = 1 - self._open
             for flat in self._out[self._open].flats:
@@ -48,7 +48,7 @@ class Accumulators:
 
     def bring(self, mean: Packed) -> None:
         torch._foreach_add_(self._received.flats, mean.flats)
-        settled(self._received)
+        sync_device(self._received)
 
     def fetch(self, outcome: Outcome) -> None:
         self._received, self.fetched = self.fetched, self._received
@@ -67,7 +67,7 @@ class EagerGradients(Waitfree):
     drawn from `seed` and the round, by which time half of the others have arrived on average.
     """
 
-    companions = True
+    sidecars = True
 
     def __init__(
         self,
@@ -92,9 +92,9 @@ class EagerGradients(Waitfree):
             f"grace={self.grace}, seed={self.seed})"
         )
 
-    def load(self, first: int, companion: Companion) -> Accumulators:
+    def load(self, first: int, sidecar: Sidecar) -> Accumulators:
         notes = {f"+{name}": note for name, note in self.live.notes().items()}
-        self._accumulators = Accumulators({**self.live.like(), **notes}, first, companion)
+        self._accumulators = Accumulators({**self.live.like(), **notes}, first, sidecar)
         return self._accumulators
 
     @torch.no_grad()

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from offbeat.among import Butterfly, World
 from offbeat.base.clock import Clock, State
-from offbeat.comm.sidecar import Companion
+from offbeat.comm.sidecar import Sidecar
 from offbeat.engine.exchange import Exchange
 from offbeat.engine.extras import Buffers
 from offbeat.reduce import Reducer
@@ -25,7 +25,7 @@ Late = Literal["join", "add"]
 
 
 class Weights(Load, Protocol):
-    """Weights that a worker and its companion hand to each other, and what becomes of a mean."""
+    """Weights that a worker and its sidecar hand to each other, and what becomes of a mean."""
 
     def meet(self, tensors: Sequence[Tensor]) -> None:
         """In the worker, before `publish`: a global round left everybody with these."""
@@ -67,13 +67,13 @@ def _period(exchange: Exchange) -> int:
 class GroupAverage(Waitfree):
     """After every step but each `every`-th the weights are averaged in a group of workers.
 
-    Whoever comes first calls all the others; a worker that is not there contributes, through its companion,
+    Whoever comes first calls all the others; a worker that is not there contributes, through its sidecar,
     the weights it had last:
 
         x ← sum/S              if these very weights are in the sum
         x ← (sum + x)/(S+1)    late: older ones are; each sum is used once, after which x stays as it is
 
-    That is `late="join"`, in which part of what a late worker did is lost. With "add" nothing is: companions
+    That is `late="join"`, in which part of what a late worker did is lost. With "add" nothing is: sidecars
     keep what their workers have, c, up to date, and a step that began at x₀ is added to it whenever it comes:
 
         c ← sum of all c in the group / S;    c ← c + (x − x₀),  x ← c
@@ -110,7 +110,7 @@ class GroupAverage(Waitfree):
         self.exchange = self.follows = exchange
         self.late = late
         # A running variance that differences are added to might become negative.
-        self._buffers = Buffers(self.model, exchange.cargo.buffers.rule if late == "join" else "keep")
+        self._buffers = Buffers(self.model, exchange.payload.buffers.rule if late == "join" else "keep")
         self._weights: Weights | None = None
         self._resumed_with: dict[str, Tensor] = {}
 
@@ -127,11 +127,11 @@ class GroupAverage(Waitfree):
         return size > 1 and self.every > 1
 
     @torch.no_grad()
-    def load(self, first: int, companion: Companion) -> Weights:
+    def load(self, first: int, sidecar: Sidecar) -> Weights:
         # The first forward pass has already moved the buffers: a resumed run knows what they were before it.
         buffers = {f"+{name}": b for name, b in {**self._buffers.averaged(), **self._resumed_with}.items()}
         kind = Snapshots if self.late == "join" else Accounts
-        self._weights = kind({**self.live.like(), **buffers}, first - 1, companion)
+        self._weights = kind({**self.live.like(), **buffers}, first - 1, sidecar)
         self._resumed_with = {}
         return self._weights
 

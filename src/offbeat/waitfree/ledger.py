@@ -1,4 +1,4 @@
-"""What each worker has, kept by its companion while it computes: rounds move it, steps are added to it."""
+"""What each worker has, kept by its sidecar while it computes: rounds move it, steps are added to it."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from offbeat.base.packed import Packed
-from offbeat.comm.sidecar import Companion
+from offbeat.comm.sidecar import Sidecar
 from offbeat.waitfree.attendance import Kind
-from offbeat.waitfree.rounds import Outcome, settled
+from offbeat.waitfree.rounds import Outcome, sync_device
 
 
 class Accounts:
@@ -20,8 +20,8 @@ class Accounts:
     lie in one of two rooms, so that a round can begin while the result of the one before is read.
     """
 
-    def __init__(self, tensors: Mapping[str, Tensor], version: int, companion: Companion) -> None:
-        self._companion = companion
+    def __init__(self, tensors: Mapping[str, Tensor], version: int, sidecar: Sidecar) -> None:
+        self._sidecar = sidecar
         self.device = next(iter(tensors.values())).device
         self._rooms = [Packed.like(tensors) for _ in range(2)]
         self._place, self._version = 0, version  # the room of the account
@@ -31,17 +31,17 @@ class Accounts:
         self.meet(list(tensors.values()))
 
     def meet(self, tensors: Sequence[Tensor]) -> None:
-        """In the worker, while its companion has no round to run: everybody has these, all steps in them."""
+        """In the worker, while its sidecar has no round to run: everybody has these, all steps in them."""
         self._open = False
         for packed in (self._rooms[self._place], self._mine):
             packed.read(tensors)
-            settled(packed)
+            sync_device(packed)
 
     def write(self, tensors: Sequence[Tensor]) -> None:
         """In the worker: the step it has made."""
         for began, now in zip(self._mine.views, tensors, strict=True):
             torch.sub(now.to(began.dtype), began, out=began)
-        settled(self._mine)
+        sync_device(self._mine)
         self._made = True
 
     def publish(self, version: int) -> None:
@@ -49,25 +49,25 @@ class Accounts:
         self._version = version
         if self._made and self._open:
             torch._foreach_add_(self._steps.flats, self._mine.flats)
-            settled(self._steps)
+            sync_device(self._steps)
         elif self._made:
             self._steps, self._mine, self._open = self._mine, self._steps, True
         self._made = False
 
     def take(self, round: int) -> tuple[Packed, int]:
         account, room = self._rooms[self._place], self._rooms[1 - self._place]
-        with self._companion.locked():
-            self._companion.until(lambda: self._read != 1 - self._place, "a result to be read")
+        with self._sidecar.locked():
+            self._sidecar.until(lambda: self._read != 1 - self._place, "a result to be read")
         torch._foreach_copy_(room.flats, account.flats)
-        with self._companion.locked():
+        with self._sidecar.locked():
             if self._open:
                 torch._foreach_add_(room.flats, self._steps.flats)
-                settled(room)
+                sync_device(room)
             self._open = False
             return room, self._version
 
     def bring(self, mean: Packed) -> None:
-        settled(mean)
+        sync_device(mean)
         self._place = 1 - self._place
         self._rooms[self._place] = mean
 
@@ -84,6 +84,6 @@ class Accounts:
         assert self._read is not None
         torch._foreach_add_(self._mine.flats, self._rooms[self._read].flats)
         self._mine.write(tensors)
-        settled(self._mine)  # lest the next round begins while it is read
-        with self._companion.locked():
+        sync_device(self._mine)  # lest the next round begins while it is read
+        with self._sidecar.locked():
             self._read = None

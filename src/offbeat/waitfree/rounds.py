@@ -1,4 +1,4 @@
-"""The engine: numbered rounds that a worker's companion runs strictly in order, each exactly once."""
+"""The engine: numbered rounds that a worker's sidecar runs strictly in order, each exactly once."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from offbeat.base.errors import PeerLost
 from offbeat.base.packed import Packed
 from offbeat.comm.communicator import Communicator
 from offbeat.comm.metered import Metered
-from offbeat.comm.sidecar import Companion
+from offbeat.comm.sidecar import Sidecar
 from offbeat.reduce import Reducer
 
 
 class Load(Protocol):
-    """What a worker and its companion hand to each other."""
+    """What a worker and its sidecar hand to each other."""
 
     device: torch.device  # where it lies
 
     def take(self, round: int) -> tuple[Packed, int]:
-        """In the companion: what is sent in a round, and the round in which the worker had made it."""
+        """In the sidecar: what is sent in a round, and the round in which the worker had made it."""
 
     def bring(self, mean: Packed) -> None:
-        """In the companion, what is shared being locked: the mean is here."""
+        """In the sidecar, what is shared being locked: the mean is here."""
 
     def fetch(self, outcome: Outcome) -> None:
         """In the worker, what is shared being locked: it is about to use this outcome."""
@@ -40,15 +40,15 @@ class Timetable:
     """With whom each round is held, and which are blocking: functions of its number alone."""
 
     every: int  # so many rounds to a blocking one
-    among: Butterfly | World  # on the companion's own connections
-    companions: bool  # whether companions hold the blocking rounds too; else the workers themselves do
+    among: Butterfly | World  # on the sidecar's own connections
+    sidecars: bool  # whether sidecars hold the blocking rounds too; else the workers themselves do
 
     def blocking(self, round: int) -> bool:
         return (round + 1) % self.every == 0
 
     def among_whom(self, round: int) -> Communicator | None:
-        """None: companions send nothing."""
-        return None if self.blocking(round) and not self.companions else self.among.at(round)
+        """None: sidecars send nothing."""
+        return None if self.blocking(round) and not self.sidecars else self.among.at(round)
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class Rounds:
     """Rounds first, first + 1, … of one worker.
 
     Since the number of a round says all about it, a call to a round never says which collective to run, only
-    how far a companion may go:
+    how far a sidecar may go:
 
         round t may run     once the worker has submitted t
                             or, unless it is blocking, once anybody has called to t, and `grace` has passed
@@ -82,14 +82,14 @@ class Rounds:
 
     def __init__(
         self,
-        companion: Companion,
+        sidecar: Sidecar,
         load: Load,
         *,
         first: int,
         reduce: Reducer,
         timetable: Timetable,
     ) -> None:
-        self.companion, self.load = companion, load
+        self.sidecar, self.load = sidecar, load
         self.grace: float | None = None  # seconds after a call; None: until the worker is overdue
         self.due = 0.0  # when it will be overdue, on its clock
         self.submitted = self.done = first - 1
@@ -99,33 +99,33 @@ class Rounds:
         self._first, self._reduce, self._timetable = first, reduce, timetable
 
     def start(self) -> None:
-        self.companion.start(self._work)
+        self.sidecar.start(self._work)
 
     def submit(self, round: int, publish: Callable[[], None], *, call: bool) -> None:
         """In the worker: what was made for a round becomes the newest; `call` the others to it."""
-        with self.companion.locked():
+        with self.sidecar.locked():
             publish()
             self.submitted = round
-            if call and self.companion.heard < round:
-                self.companion.announce(round)
+            if call and self.sidecar.heard < round:
+                self.sidecar.announce(round)
 
     def wait(self, round: int) -> Outcome:
         """In the worker: the newest round, once this one is done."""
-        with self.companion.locked():
-            self.companion.until(lambda: self.done >= round, f"round {round}")
+        with self.sidecar.locked():
+            self.sidecar.until(lambda: self.done >= round, f"round {round}")
             assert self.outcome is not None
             self.load.fetch(self.outcome)
             return self.outcome
 
     def collect(self) -> tuple[Cost, list[int]]:
         """What the rounds since the last call have cost, and how old this worker's contributions were."""
-        with self.companion.locked():
+        with self.sidecar.locked():
             cost, ages = self.cost, self.ages
             self.cost, self.ages = Cost(), []
         return cost, ages
 
     def stop(self) -> None:
-        self.companion.stop()
+        self.sidecar.stop()
 
     @torch.no_grad()
     def _work(self) -> None:
@@ -139,16 +139,16 @@ class Rounds:
                 raise error.during(round, round + 1) from error.__cause__
 
     def _await(self, round: int) -> None:
-        companion = self.companion
-        with companion.locked():
+        sidecar = self.sidecar
+        with sidecar.locked():
             passive = not self._timetable.blocking(round)
-            companion.until(
-                lambda: self.submitted >= round or (passive and companion.heard >= round),
+            sidecar.until(
+                lambda: self.submitted >= round or (passive and sidecar.heard >= round),
                 f"its worker or a call to round {round}",
             )
             patience = self._patience(round)
             if self.submitted < round and patience > 0:
-                companion.until(lambda: self.submitted >= round, f"round {round}", patience)
+                sidecar.until(lambda: self.submitted >= round, f"round {round}", patience)
 
     def _patience(self, round: int) -> float:
         """How many seconds to wait for one's own worker, which others wait along for.
@@ -157,12 +157,12 @@ class Rounds:
         """
         if self.grace is not None:
             return self.grace
-        return self.due - self.companion.comm.now() if self.submitted == round - 1 else 0.0
+        return self.due - self.sidecar.comm.now() if self.submitted == round - 1 else 0.0
 
     def _run(self, round: int) -> None:
         comm = self._timetable.among_whom(round)
         if comm is None:
-            with self.companion.locked():
+            with self.sidecar.locked():
                 self.done = round
             return
         payload, version = self.load.take(round)
@@ -172,8 +172,8 @@ class Rounds:
             clock = Clock(step=round + 1, round=round, lr=0.0, workers=comm.size)
             with record_function("offbeat.group"):
                 mean = self._reduce.start(payload, metered, clock, {}).wait()
-        settled(payload)
-        with self.companion.locked():
+        sync_device(payload)
+        with self.sidecar.locked():
             self.load.bring(payload if mean is None else mean)
             self.outcome, self.done = Outcome(round, version, comm.size, mean), round
             self.cost.sent += metered.sent
@@ -182,7 +182,7 @@ class Rounds:
             self.ages.append(round - version)
 
 
-def settled(packed: Packed) -> None:
+def sync_device(packed: Packed) -> None:
     """What was asked of a device is done: the other thread may use another of its streams."""
     for device in {flat.device for flat in packed.flats}:
         if device.type != "cpu":

@@ -12,7 +12,7 @@ import typer
 from offbeat import methods as named
 from offbeat.app.cli import show
 from offbeat.app.cli.refusal import Refused
-from offbeat.plan.methods_table import PARAMETERS, WORKERS, Entry, Line, catalogue
+from offbeat.plan.methods_table import PARAMETERS, WORKERS, Entry, Line, methods_table
 
 
 def methods(
@@ -39,7 +39,7 @@ def methods(
     console = show.console()
     torch.set_num_threads(1)  # for small tensors more are slower
     with console.status("reading bytes and memory off the methods", spinner="dots"):
-        entries = catalogue(named.__all__ if name is None else [name])
+        entries = methods_table(named.__all__ if name is None else [name])
     if json:
         show.as_json([asdict(entry) for entry in entries])
         return

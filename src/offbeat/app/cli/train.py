@@ -15,7 +15,7 @@ from offbeat.app.cli.monitor import Monitor
 from offbeat.app.cli.refusal import Refused, reading
 from offbeat.app.cli.result import columns, rows
 from offbeat.app.runs import folder as folders
-from offbeat.app.runs.checkpoints import Shelf
+from offbeat.app.runs.checkpoints import CheckpointStore
 from offbeat.app.runs.launch import agreed, join, joined, launch
 from offbeat.app.runs.setting import MOST, Setting, check
 from offbeat.app.runs.summary import read, summarize
@@ -134,7 +134,7 @@ def _run(place: Path, *, resume: bool) -> bool:
 
 
 def _stopped(place: Path, setting: Setting) -> int:
-    saved = Shelf(place / "checkpoints", rank=0, workers=setting.workers).whole()
+    saved = CheckpointStore(place / "checkpoints", rank=0, workers=setting.workers).whole()
     where = f"the last checkpoint is of step {saved[-1]}" if saved else "there is no checkpoint yet"
     print(f"offbeat: stopped; {where}: go on with --checkpoint-dir {place} --resume", file=sys.stderr)
     return 130

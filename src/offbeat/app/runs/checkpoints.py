@@ -18,7 +18,7 @@ from offbeat.base.errors import CheckpointMismatch
 KEPT = 2
 
 
-class Shelf:
+class CheckpointStore:
     """The folder in which the ranks of one run keep their checkpoints."""
 
     def __init__(self, folder: Path, *, rank: int, workers: int) -> None:

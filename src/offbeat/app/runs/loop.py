@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from offbeat.app.runs.checkpoints import Shelf
+from offbeat.app.runs.checkpoints import CheckpointStore
 from offbeat.app.runs.record import Record, cut, log_path
 from offbeat.app.runs.setting import TORCH_DDP, Setting
 from offbeat.app.runs.stop import Stop
@@ -51,7 +51,7 @@ class Loop:
         self.batches = task.batches(comm.rank, comm.size, setting.batch, setting.seed)
         kind: Any = TorchDDP if setting.method == TORCH_DDP else Trainer
         self.trainer = kind(setting, task, self.model, self.optimizer, self.comm)
-        self.shelf = Shelf(folder / "checkpoints", rank=self.rank, workers=comm.size)
+        self.store = CheckpointStore(folder / "checkpoints", rank=self.rank, workers=comm.size)
         self.stop = Stop(folder, rank=self.rank, workers=comm.size, called=called)
         self.step = 0
         self.clock = Stopwatch(comm.now)
@@ -60,7 +60,7 @@ class Loop:
 
     def run(self, *, resume: bool = False) -> bool:
         """Train to the end; False if Ctrl-C came first."""
-        saved = self.shelf.whole() if resume else []
+        saved = self.store.whole() if resume else []
         cut(log_path(self.folder, self.rank), after=saved[-1] if saved else -1)
         self.record = Record(log_path(self.folder, self.rank))
         self.tally = Tally(self.record, steps=self.setting.steps)
@@ -70,7 +70,7 @@ class Loop:
                 self._meet()
                 self.stop.listen(saved[-1] if saved else 0)
             if saved:
-                self._load(self.shelf.load(saved[-1]))
+                self._load(self.store.load(saved[-1]))
             else:
                 self._evaluate()
             return self._train()
@@ -191,7 +191,7 @@ class Loop:
             "rng": torch.get_rng_state(),
             "sync": sync,
         }
-        self.shelf.save(self.step, state)
+        self.store.save(self.step, state)
         self.clock.go_on()
         return True
 

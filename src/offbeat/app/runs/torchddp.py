@@ -36,9 +36,9 @@ class TorchDDP:
     ) -> None:
         self.task, self.model, self.optimizer, self.comm = task, model, optimizer, comm
         self.ddp = DistributedDataParallel(model)
-        self._courier = _Courier(comm.comm) if isinstance(comm.comm, Throttled) else None
-        if self._courier is not None:
-            self.ddp.register_comm_hook(self._courier, _deliver)
+        self._task_queue = _TaskQueue(comm.comm) if isinstance(comm.comm, Throttled) else None
+        if self._task_queue is not None:
+            self.ddp.register_comm_hook(self._task_queue, _deliver)
         assert setting.batch is not None
         batches = task.batches(comm.rank, comm.size, setting.batch, setting.seed + 1)
         with self.ddp.no_sync():
@@ -55,7 +55,7 @@ class TorchDDP:
         loss.backward()  # type: ignore[no-untyped-call]
         waited = max(0.0, self.comm.now() - start - self._alone)
         self.comm.waited += waited
-        air = waited if self._courier is None else self._courier.flown()
+        air = waited if self._task_queue is None else self._task_queue.flown()
         self._costs += Costs(1, self._sent, waited, air)
         nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
@@ -90,11 +90,11 @@ class TorchDDP:
         self.close()
 
     def close(self) -> None:
-        if self._courier is not None:
-            self._courier.close()
+        if self._task_queue is not None:
+            self._task_queue.close()
 
 
-class _Courier:
+class _TaskQueue:
     """A thread that takes buckets over the link, one after the other, as DDP's own connections do."""
 
     def __init__(self, comm: Throttled) -> None:
@@ -133,5 +133,5 @@ class _Courier:
             mean.set_result(bucket)
 
 
-def _deliver(courier: _Courier, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-    return courier.take(bucket.buffer())
+def _deliver(task_queue: _TaskQueue, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+    return task_queue.take(bucket.buffer())

@@ -12,8 +12,8 @@ from torch import Tensor
 from offbeat.comm.communicator import Communicator
 from offbeat.comm.metered import Wrapped
 from offbeat.comm.pending import Pending
-from offbeat.comm.sidecar import Companion
-from offbeat.comm.task_queue import Courier
+from offbeat.comm.sidecar import Sidecar
+from offbeat.comm.task_queue import TaskQueue
 
 T = TypeVar("T")
 
@@ -41,7 +41,7 @@ class Watched(Wrapped):
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """The time inside counts, unless a courier or companion spends it, or it counts already."""
+        """The time inside counts, unless a task queue or sidecar spends it, or it counts already."""
         root = self._root
         if root._inside or threading.get_ident() != root._owner:
             yield
@@ -75,61 +75,61 @@ class Watched(Wrapped):
         part = self.comm.split(groups)
         return self._children.setdefault(id(part), Watched(part, self._root))
 
-    def twin(self) -> Communicator:
-        return Watched(self.comm.twin(), self._root)
+    def duplicate(self) -> Communicator:
+        return Watched(self.comm.duplicate(), self._root)
 
-    def courier(self) -> Courier:
-        return _WatchedCourier(self.comm.courier(), self)
+    def task_queue(self) -> TaskQueue:
+        return _WatchedQueue(self.comm.task_queue(), self)
 
-    def companion(self) -> Companion:
-        return _WatchedCompanion(self.comm.companion(), self)
+    def sidecar(self) -> Sidecar:
+        return _WatchedSidecar(self.comm.sidecar(), self)
 
 
-class _WatchedCourier(Courier):
-    """Waiting for a courier is waiting, too."""
+class _WatchedQueue(TaskQueue):
+    """Waiting for a task queue is waiting, too."""
 
-    def __init__(self, courier: Courier, watched: Watched) -> None:
+    def __init__(self, task_queue: TaskQueue, watched: Watched) -> None:
         super().__init__()
-        self._courier, self._watched = courier, watched
+        self._task_queue, self._watched = task_queue, watched
 
     def give(self, job: Callable[[], T]) -> Pending[T]:
-        return self._watched._watched(self._courier.give(job))
+        return self._watched._watched(self._task_queue.give(job))
 
     def close(self) -> None:
-        self._courier.close()
+        self._task_queue.close()
 
     def abandon(self) -> None:
-        self._courier.abandon()
+        self._task_queue.abandon()
 
 
-class _WatchedCompanion(Companion):
-    """Waiting for a companion is waiting, too."""
+class _WatchedSidecar(Sidecar):
+    """Waiting for a sidecar is waiting, too."""
 
-    def __init__(self, companion: Companion, watched: Watched) -> None:
-        self._companion, self._watched, self.comm = companion, watched, companion.comm
+    def __init__(self, sidecar: Sidecar, watched: Watched) -> None:
+        self._sidecar, self._watched, self.comm = sidecar, watched, sidecar.comm
 
     @property
     def heard(self) -> int:
-        return self._companion.heard
+        return self._sidecar.heard
 
     def start(self, work: Callable[[], None]) -> None:
-        self._companion.start(work)
+        self._sidecar.start(work)
 
     def locked(self) -> AbstractContextManager[None]:
-        return self._companion.locked()
+        return self._sidecar.locked()
 
     def until(self, ready: Callable[[], bool], what: str, seconds: float | None = None) -> bool:
         with self._watched.waiting():
-            return self._companion.until(ready, what, seconds)
+            return self._sidecar.until(ready, what, seconds)
 
     def announce(self, number: int) -> None:
-        self._companion.announce(number)
+        self._sidecar.announce(number)
 
     def check(self) -> None:
-        self._companion.check()
+        self._sidecar.check()
 
     def stop(self) -> None:
-        self._companion.stop()
+        self._sidecar.stop()
 
 
 class Stopwatch:
