@@ -148,6 +148,8 @@ def test_errors_are_one_tree() -> None:
     """All that are defined, public, and drawn."""
     defined = {name for name, value in vars(offbeat.base.errors).items() if inspect.isclass(value)}
     assert "NotFinite" in defined
+    assert issubclass(offbeat.base.errors.BadArgument, ValueError)
+    defined.remove("BadArgument")
     for name in defined:
         assert issubclass(getattr(offbeat, name), offbeat.OffbeatError), name
     drawn = re.findall(r"^[├└]── (\w+) ", offbeat.base.errors.__doc__ or "", re.MULTILINE)

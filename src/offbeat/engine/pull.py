@@ -49,7 +49,7 @@ class PseudoSync(Part):
         return f"PseudoSync({', '.join(f'{name}={getattr(self, name)}' for name in names)})"
 
     def bind(self, index: int, optimizers: Sequence[Optimizer], report: Callable[[Report], None]) -> None:
-        self._optimizers = optimizers
+        self._optimizers, self._rates = optimizers, group_rates(optimizers)
 
     def before(self, clock: Clock) -> bool:
         """Until `release`, the optimizers' own steps run with scaled rates. Schedulers see the user's."""
