@@ -341,12 +341,12 @@ def test_bad_numbers(expression: str, sentence: str) -> None:
     [
         (
             "adaptive(sample=5, drift=False)",
-            "drift=False with Adaptive(start=4, sample=5, warmup=0): it decides by what rounds tell; "
+            "drift=False with Adaptive(start=4, sample=5, warmup=0), which needs what rounds measure: "
             "leave drift out.",
         ),
         (
             "adacomm(start=4, interval=5, drift=False)",
-            "drift=False with AdaComm(start=4, interval=5, warmup=0): it decides by what rounds tell; "
+            "drift=False with AdaComm(start=4, interval=5, warmup=0), which needs what rounds measure: "
             "leave drift out.",
         ),
     ],

@@ -80,7 +80,7 @@ def contradict(state: State) -> State:
         holder, key = found
         holder[key] = holder[key][:-1].clone()
     else:
-        state["sync"]["parts"][0]["round"] += 1
+        state["sync"]["parts"][0]["rhythm"]["round"] += 1
     return state
 
 

@@ -544,7 +544,7 @@ def test_weights_themselves_are_not_rounded() -> None:
     with says(
         ValueError,
         "reduce=LowRank(rank=2, seed=0) with update=Replace(keep=0.0): the weights themselves would be "
-        "rounded; send the way from an anchor, with update=Outer(SGD(lr=1)), which also averages.",
+        "rounded; send the difference from an anchor, with update=Outer(SGD(lr=1)), which also averages.",
     ):
         offbeat.Exchange(params, when=every, reduce=code)
     for update in (offbeat.Correct(), offbeat.Overlap(), offbeat.Gossip(offbeat.SGD(0.5))):

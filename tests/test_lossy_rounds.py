@@ -86,20 +86,21 @@ def test_what_decides_by_drift_needs_it_whole() -> None:
     model, optimizer = linear()
     with says(
         ValueError,
-        f"Adaptive(start=4, sample=9, warmup=0) with reduce={Quantized(8)!r}, "
-        "which loses what tells drift: use Mean().",
+        f"Adaptive(start=4, sample=9, warmup=0) with reduce={Quantized(8)!r}: "
+        "drift cannot be measured with a lossy reducer: use Mean().",
     ):
         offbeat.adaptive(model, optimizer, start=4, sample=9, reduce=Quantized(8))
     with says(
         ValueError,
-        f"drift=True with reduce={Quantized(8)!r}, which loses what tells drift: use Mean().",
+        f"drift=True with reduce={Quantized(8)!r}: "
+        "drift cannot be measured with a lossy reducer: use Mean().",
     ):
         offbeat.local_sgd(model, optimizer, reduce=Quantized(8), drift=True)
 
 
 def test_detached_is_refused_with_a_delay() -> None:
     update = Detached(TopK(8))
-    with says(ValueError, f"delay=2 with update={update!r}: what is done in the meantime would be lost."):
+    with says(ValueError, f"delay=2 with update={update!r}: the steps made meanwhile would be lost."):
         Exchange(params(linear()[0]), when=Every(4), update=update, delay=2)
 
 

@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -14,38 +13,35 @@ from torch.optim import Optimizer
 
 from offbeat.among import Peers, World
 from offbeat.base.clock import Clock, State
-from offbeat.base.packed import Packed
 from offbeat.base.tensors import Gradients, Live, Share
 from offbeat.comm.communicator import Communicator
 from offbeat.comm.metered import Metered
 from offbeat.engine.checkpoint import copied
+from offbeat.engine.composition import check_drift, check_reducer, check_update
 from offbeat.engine.extras import BufferRule, MomentRule, send_mean
 from offbeat.engine.handshake import ROUND, compare_headers, header
-from offbeat.engine.ledger import Ledger
 from offbeat.engine.optimizers import mark, rates
 from offbeat.engine.part import Part
 from offbeat.engine.payload import Payload
-from offbeat.engine.report import Report
-from offbeat.engine.round import Round, halfway, naming, profiled, soonest
+from offbeat.engine.report import Ledger, Report, naming
+from offbeat.engine.rhythm import Delay, Rhythm
+from offbeat.engine.round import Round, profiled
 from offbeat.reduce import Mean, Reducer
 from offbeat.update.update import Replace, Update
 from offbeat.when import Schedule
-
-Delay = int | Literal["round"]
-_Distances = tuple[float | None, float | None]
 
 
 class Exchange(Part):
     """Tensors that are reduced among peers from time to time.
 
-    `delay` is the number of local steps between sending and applying; with "round" the mean lands just before
+    `delay` is the number of local steps between sending and applying. With "round" the mean lands just before
     the next round. A message still in the air when the next round begins always lands just before it.
 
-    Late gradients: each step sends its own gradients and uses the mean that lands in it. A step in which
-    nothing lands, such as the first, uses its own. This costs one more copy of the gradients.
+    Gradients with a delay: each step sends its own gradients and uses the mean that lands in it. A step in
+    which nothing lands, such as the first, uses its own. This costs one more copy of the gradients.
 
-    `buffers` and `moments` say what becomes of the model's buffers and the optimizer's moments in the same
-    round. `drift=False` spares the pass over the model that measures it.
+    `buffers` and `moments` say what happens to the model's buffers and the optimizer's moments in the same
+    round. `drift=False` saves the pass over the model that measures the drift.
 
         Exchange(params(model), when=Every(8), update=Correct(), delay=4)
     """
@@ -63,55 +59,24 @@ class Exchange(Part):
         moments: MomentRule = "keep",
         drift: bool | None = None,
     ) -> None:
-        self.live, self.when, self.delay = live, when, delay
-        self.model = live.model
+        self.live, self.model, self.when, self.delay = live, live.model, when, delay
         self.peers: Peers = World(among) if among is None or isinstance(among, Communicator) else among
-        if reduce is not None and not isinstance(reduce, Reducer):
-            raise TypeError(f"reduce={reduce!r}: a reducer is needed, such as Mean().")
-        if update is not None and not isinstance(update, Update):
-            raise TypeError(
-                f"update={update!r}: an update is needed, such as Replace() or Outer(SGD(lr=0.7))."
-            )
-        self.update: Update = Replace() if update is None else update
-        _check_groups(self.update, self.peers)
-        self.reduce = _reducer(reduce, self.update, live)
-        self.drift = self._measured(drift)
+        self.update: Update = check_update(update, delay, live, self.peers)
+        self.reduce = check_reducer(reduce, self.update, live)
+        self.rhythm = Rhythm(when, delay)
+        self.drift = check_drift(drift, when, self.reduce, live)
         plain = self.reduce == Mean() and self.update == Replace()
         in_place = plain and delay == 0 and not self.drift and not live.early
         self.payload = Payload(live, buffers, moments, in_place=in_place)
-        self.payload.late = self.reduce.remembers or delay != 0
-        _check_delay(delay, when)
-        if live.early and self.update.anchored:
-            raise ValueError(
-                f"update={self.update!r} with {live!r}: it needs an anchor, which gradients do not have; use "
-                "Replace() or Correct(), or params(model)."
-            )
-        if delay and isinstance(self.update, Reducer):
-            raise ValueError(
-                f"delay={delay!r} with update={self.update!r}: what is done in the meantime would be lost."
-            )
         self._index, self._ledger = 0, Ledger()
-        self._states: dict[str, State] = {"when": self.when.init(), "update": self.update.init()}
+        self._states: dict[str, State] = {"update": self.update.init()}
         if not isinstance(self.update, Reducer):
             self._states["reduce"] = self.reduce.init()
-        self._plan: int | None = None
-        self._round, self._began_at, self._landed_at = 0, 0, -1
-        self._opened = False
-        self._flight: Round | None = None
+        self._round: Round | None = None  # the one in the air
+        self._landed_at = -1
+        self.opened = False
         self._rates: tuple[float, ...] = ()  # of every live tensor in the last step, that of its own group
-        self._marks = 0
-
-    def _measured(self, drift: bool | None) -> bool:
-        """Whether rounds tell drift or loss. What lost something on its way tells no drift."""
-        needs, lossy = self.when.needs, self.reduce.lossy
-        if lossy and (drift or "drift" in needs):
-            wish = "drift=True" if drift else repr(self.when)
-            raise ValueError(f"{wish} with reduce={self.reduce!r}, which loses what tells drift: use Mean().")
-        if needs and drift is False:
-            raise ValueError(
-                f"drift=False with {self.when!r}: it decides by what rounds tell; leave drift out."
-            )
-        return bool(needs) or not (self.live.early or lossy) if drift is None else drift
+        self._rates_digest = 0
 
     def __repr__(self) -> str:
         return (
@@ -125,22 +90,32 @@ class Exchange(Part):
         self.payload.moments.bind(optimizers)
 
     def communicators(self) -> list[Communicator]:
-        return [self.peers.everyone, self.peers.at(self._round)]
+        return [self.peers.everyone, self.peers.at(self.rhythm.round)]
 
     def observe(self, loss: float | Tensor) -> None:
         if "loss" in self.when.needs:
             self._ledger.observe(loss)
 
     def plan(self, clock: Clock) -> None:
-        if self._plan is None:
-            self._ask(clock)
-        if clock.step + 1 == self._plan or (self._flight and clock.step + 1 == self._flight.due):
-            self._look()
+        rhythm = self.rhythm
+        if rhythm.planned is None:
+            self._ledger.flush_reports(wait=bool(self.when.needs))
+            rhythm.plan(self._ledger.add_measured(clock))
+            if rhythm.planned is not None and not self.opened:
+                self.open()
+        if clock.step + 1 in (rhythm.planned, rhythm.lands):
+            self.snapshot_rates()
 
-    def _look(self) -> None:
-        """See the learning rates of the coming step: a scheduler may step before the round begins."""
+    @torch.no_grad()
+    def open(self) -> None:
+        """The first period begins: the update takes its anchor."""
+        self.update.open(list(self.live.like().values()), self.payload.own, self._states["update"])
+        self.opened = True
+
+    def snapshot_rates(self) -> None:
+        """Note the learning rates of the coming step: a scheduler may step before the round begins."""
         optimizers = self.payload.moments.optimizers
-        self._marks = mark(optimizers)
+        self._rates_digest = mark(optimizers)
         # Gradients have no use for the rates.
         self._rates = () if self.live.early else rates(self.live.parameters, optimizers)
 
@@ -154,115 +129,89 @@ class Exchange(Part):
             self.tick(clock)
 
     def tick(self, clock: Clock) -> None:
-        """Land what is due, then begin the round if this is its step, and land it at once without a delay.
-
-        What is in the air lands at the latest when the next round begins. Gradients to be sent are taken
-        first, because what lands overwrites them.
-        """
+        """Do what the rhythm says for this step: land, advance, begin, and land at once without a delay."""
         self._ledger.flush_reports(wait=False)
-        if self._plan is None and self._flight is None:
-            self._ledger.mean_loss()  # forgotten: the step belongs to no period
-        begins = self._plan == clock.step
-        lands = self._flight is not None and (begins or self._flight.due == clock.step)
-        share = self._taken(copy=lands) if begins and self.delay else None
-        if lands:
-            self.land(clock)
-        if self._flight and clock.step == self._halfway(self._flight):
-            with torch.no_grad(), naming(self._flight.clock):
-                self._flight.advance()
-        if begins:
-            self.begin(clock, share)
-            if self.delay == 0:
+        if self.rhythm.planned is None and not self.rhythm.in_air:
+            self._ledger.mean_loss()  # dropped: the step belongs to no period
+        acts = self.rhythm.acts(clock.step)
+        share: Share | None = None
+        if self.delay and "begin" in acts and isinstance(self.live, Gradients):
+            share = self.live.taken(copy="land" in acts)  # first, because what lands overwrites them
+        for act in acts:
+            if act == "begin":
+                self.begin(clock, share)
+            elif act == "land":
                 self.land(clock)
-
-    def _taken(self, *, copy: bool) -> Share | None:
-        """This step's own gradients. None for parameters: these are sent as they are after the landing."""
-        return self.live.taken(copy=copy) if isinstance(self.live, Gradients) else None
-
-    def _halfway(self, round_: Round) -> int | None:
-        return halfway(round_.clock.step, soonest(round_.due, self._plan))
-
-    def _ask(self, clock: Clock) -> None:
-        """Plan the next round."""
-        self._ledger.flush_reports(wait=bool(self.when.needs))
-        self._plan = self.when.next(
-            self._ledger.told(replace(clock, round=self._round)), self._states["when"]
-        )
-        if self._plan is None:
-            return
-        if not self._opened:
-            self._open()
-        assert self._plan > clock.step, f"{self.when!r} plans step {self._plan} after step {clock.step}"
-
-    @torch.no_grad()
-    def _open(self) -> None:
-        """The first period begins."""
-        self.update.open(list(self.live.like().values()), self.payload.own, self._states["update"])
-        self._opened = True
+            else:
+                self.advance()
 
     @torch.no_grad()
     def begin(self, clock: Clock, share: Share | None = None) -> None:
         """Send this worker's share of the round: the live tensors, unless it was taken earlier."""
-        comm = Metered(self.peers.at(self._round))
-        clock = replace(clock, round=self._round, workers=comm.size, rates=self._rates)
-        state = self._states["update"]
+        payload, rhythm, state = self.payload, self.rhythm, self._states["update"]
+        comm = Metered(self.peers.at(rhythm.round))
+        clock = replace(clock, round=rhythm.round, workers=comm.size, rates=self._rates)
         memory = self._states.get("reduce", state)  # an update that owns its code has one state for both
         with profiled("offbeat.begin"), naming(clock):
             began = comm.now()
-            head = header(ROUND, self._index, clock, self._marks, self.peers.everyone.rank)
-            heads = comm.tell([*head, self.payload.moments.mark()]).then(compare_headers)
-            moments = self.payload.moments.averaged(heads.wait, comm)
+            head = header(ROUND, self._index, clock, self._rates_digest, self.peers.everyone.rank)
+            heads = comm.tell([*head, payload.moments.mark()]).then(compare_headers)
+            moments = payload.moments.averaged(heads.wait, comm)
             waited = comm.now() - began
-            packed = self.payload.pack(
-                lambda live, room: self.update.outgoing(live, room, clock, state), share
-            )
-            self._flight = Round(
+            notes, live = share or (self.live.notes(), self.live.tensors())
+            self.update.outgoing(live, payload.own, clock, state)
+            payload.read_extras(notes)
+            self._round = Round(
                 clock=clock,
-                due=None if self.delay == "round" else clock.step + self.delay,
-                period=clock.step - self._began_at,
+                period=clock.step - rhythm.began,
                 comm=comm,
                 began=began,
                 waited=waited,
                 heads=heads,
-                mean=self.reduce.start(packed, comm, clock, memory),
-                followed=self.payload.buffers.follow(comm),
+                mean=self.reduce.start(payload.packed, comm, clock, memory),
+                followed=payload.buffers.follow(comm),
                 moments=send_mean(moments, comm),
-                sent=[t.clone() for t in self.payload.extras(moments)] if self.delay else None,
+                sent=[t.clone() for t in payload.extras(moments)] if self.delay else None,
             )
-        self._round, self._began_at, self._plan = self._round + 1, clock.step, None
+        rhythm.begin(clock.step)
+
+    @torch.no_grad()
+    def advance(self) -> None:
+        """Half of the delay is over: a reducer with two messages sends the second."""
+        if self._round is not None:
+            with naming(self._round.clock):
+                self._round.advance()
 
     @torch.no_grad()
     def land(self, clock: Clock) -> None:
         """Wait for the round's messages and apply them."""
-        assert self._flight is not None
-        round_, self._flight = self._flight, None
-        with profiled("offbeat.land"), naming(round_.clock):
-            round_.wait()
-            clock = replace(clock, round=round_.clock.round, workers=round_.comm.size, rates=self._rates)
-            distances = self._apply(round_, clock)
-        stepped, self._landed_at = clock.step > self._landed_at, clock.step
-        self._account(round_, distances, stepped)
-
-    def _apply(self, round_: Round, clock: Clock) -> _Distances | None:
-        state = self._states["update"]
-        distances: _Distances | None = None
-
-        def incoming(live: Sequence[Tensor], mean: Packed) -> None:
-            nonlocal distances
+        round, self._round = self._round, None
+        assert round is not None
+        self.rhythm.land()
+        distances: tuple[float | None, float | None] | None = None
+        with profiled("offbeat.land"), naming(round.clock):
+            round.wait()
+            clock = replace(clock, round=round.clock.round, workers=round.comm.size, rates=self._rates)
+            live, state = self.live.tensors(), self._states["update"]
+            own, notes, buffers = self.payload.cut(round.mean.wait())
             if self.drift:
-                distances = (None, None) if self.reduce.lossy else self.update.distances(live, mean, state)
-            self.update.incoming(live, mean, clock, state)
+                distances = (None, None) if self.reduce.lossy else self.update.distances(live, own, state)
+            self.update.incoming(live, own, clock, state)
+            # With a delay or a residual, the mean may be nonzero where no worker has a gradient now.
+            self.live.landed(notes.views, late=self.reduce.remembers or self.delay != 0)
+            self.payload.land_extras(buffers.views, round)
+        stepped, self._landed_at = clock.step > self._landed_at, clock.step
+        self._account(round, distances, stepped)
 
-        self.payload.land(round_, incoming)
-        return distances
-
-    def _account(self, round_: Round, distances: _Distances | None, stepped: bool) -> None:
-        """Without a step since the round before, which only `finish()` can bring about, there is no loss."""
+    def _account(
+        self, round: Round, distances: tuple[float | None, float | None] | None, stepped: bool
+    ) -> None:
+        """Report the round. Without a step since the last one, as in `finish()`, there is no loss."""
         loss = self._ledger.mean_loss()
         lacking = loss is None and "loss" in self.when.needs
         if distances is None or (lacking and not stepped):
             self._ledger.flush_reports(wait=True)  # reports come in the order of their rounds
-            self._ledger.emit(round_.report(norm=None))
+            self._ledger.emit(round.report(norm=None))
             return
         drift, norm = distances
         if lacking:
@@ -270,8 +219,9 @@ class Exchange(Part):
                 f"{self.when!r} needs the loss: call sync.observe(loss) before every sync.step()."
             )
         # What decides when the next round comes must be the same for everyone, not only for its peers.
-        comm = self.peers.everyone if self.when.needs else round_.comm.comm
-        self._ledger.add(round_, comm, drift, loss or 0.0, None if norm is None else math.sqrt(norm))
+        comm = self.peers.everyone if self.when.needs else round.comm.comm
+        report = round.report(None if norm is None else math.sqrt(norm))
+        self._ledger.add(report, round.clock.lr, comm, drift, loss or 0.0)
 
     def flush_reports(self, *, wait: bool) -> None:
         self._ledger.flush_reports(wait=wait)
@@ -295,8 +245,8 @@ class Exchange(Part):
 
     @property
     def _last_peers(self) -> Communicator:
-        """Those of the last round that was begun; at first those of the first to come."""
-        return self.peers.at(max(self._round - 1, 0))
+        """Those of the last round that began; before the first round, those of the first."""
+        return self.peers.at(max(self.rhythm.round - 1, 0))
 
     @torch.no_grad()
     def shown(self) -> tuple[dict[str, Tensor], bool]:
@@ -309,10 +259,10 @@ class Exchange(Part):
 
     @torch.no_grad()
     def flush(self, clock: Clock) -> bool:
-        landed = self._flight is not None
+        landed = self._round is not None
         if landed:
-            self._look()
-            # No step is left for gradients in the air: only what rides along with them is applied.
+            self.snapshot_rates()
+            # No step is left for gradients in the air: only the extras are applied.
             with self.live.aside() if isinstance(self.live, Gradients) else nullcontext():
                 self.land(clock)
         self._ledger.flush_reports(wait=True)
@@ -325,8 +275,8 @@ class Exchange(Part):
         began = comm.now()
         closed = self.update.close(self.live.tensors(), self.payload.own, comm, self._states["update"])
         if comm.sent:
-            clock = replace(clock, round=self._round)
-            self._ledger.emit(Report.blocking(clock, comm, began, clock.step - self._began_at))
+            clock = replace(clock, round=self.rhythm.round)
+            self._ledger.emit(Report.blocking(clock, comm, began, clock.step - self.rhythm.began))
         return closed
 
     @torch.no_grad()
@@ -335,65 +285,23 @@ class Exchange(Part):
             self.update.follow(self.live.tensors(), self.payload.own, self._states["update"])
 
     def state_dict(self) -> State:
-        round_ = None if self._flight is None else self._flight.state_dict()  # first: arrivals change states
+        air = None if self._round is None else self._round.state_dict()  # first: arrivals change states
         return {
-            "plan": self._plan,
-            "round": self._round,
-            "began_at": self._began_at,
+            "rhythm": copied(self.rhythm.state_dict()),
             "landed_at": self._landed_at,
-            "opened": self._opened,
+            "opened": self.opened,
             "ledger": self._ledger.state_dict(),
             "states": copied(self._states),
-            "round_": round_,
+            "air": air,
         }
 
     @torch.no_grad()
     def load_state_dict(self, state: State) -> None:
-        self._plan, self._round, self._began_at = state["plan"], state["round"], state["began_at"]
-        self._landed_at, self._opened = state["landed_at"], state["opened"]
+        self.rhythm.load_state_dict(copied(state["rhythm"]))
+        self._landed_at, self.opened = state["landed_at"], state["opened"]
         self._ledger.load_state_dict(state["ledger"])
         self._states = copied(state["states"])
-        self._flight = None
-        if state["round_"] is not None:
-            comm = Metered(self.peers.at(state["round_"]["round"]))
-            self._flight = Round.resumed(state["round_"], comm, self.payload.room)
-
-
-def _reducer(reduce: Reducer | None, update: Update, live: Live) -> Reducer:
-    """What is sent; an update that owns its code is its own reducer."""
-    if isinstance(update, Reducer):
-        if reduce is not None:
-            raise ValueError(
-                f"reduce={reduce!r} with update={update!r}, which has its own: leave reduce out."
-            )
-        return update
-    chosen = Mean() if reduce is None else reduce
-    if live.early:
-        return chosen
-    if not chosen.agrees:
-        raise ValueError(f"reduce={chosen!r}: every worker gets its own result, so it is for grads(model).")
-    if chosen.lossy and update.sends_weights:
-        raise ValueError(
-            f"reduce={chosen!r} with update={update!r}: the weights themselves would be rounded; send the "
-            "way from an anchor, with update=Outer(SGD(lr=1)), which also averages."
-        )
-    return chosen
-
-
-def _check_groups(update: Update, peers: Peers) -> None:
-    if update.shares_anchor and not peers.fixed:
-        raise ValueError(
-            f"update={update!r} with among={peers!r}: the workers of a round must have the same anchor, but "
-            "the groups change; use Gossip(SGD(lr=0.7)), whose anchors may differ, or Subgroups(...)."
-        )
-
-
-def _check_delay(delay: Delay, when: Schedule) -> None:
-    if delay == "round":
-        return
-    if isinstance(delay, bool) or not isinstance(delay, int) or delay < 0:
-        raise ValueError(f'delay={delay!r}: a number of steps, 0 or more, or "round" is needed.')
-    if when.shortest is not None and delay > when.shortest:
-        raise ValueError(
-            f"delay={delay} with {when!r}: delay must not exceed the period, which can be {when.shortest}."
-        )
+        self._round = None
+        if state["air"] is not None:
+            comm = Metered(self.peers.at(state["air"]["round"]))
+            self._round = Round.resumed(state["air"], comm, self.payload.packed)

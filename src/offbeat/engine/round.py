@@ -1,9 +1,8 @@
-"""A round between its beginning and its landing."""
+"""One round, from its beginning to its landing."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -11,35 +10,15 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from offbeat.base.clock import Clock, State
-from offbeat.base.errors import PeerLost
 from offbeat.base.packed import Packed
 from offbeat.comm.metered import Metered
 from offbeat.comm.pending import Pending, arrived
-from offbeat.engine.report import Report
-
-
-@contextmanager
-def naming(when: Clock | Report) -> Iterator[None]:
-    """A worker lost inside was lost in this round."""
-    try:
-        yield
-    except PeerLost as error:
-        raise error.during(when.round, when.step) from error.__cause__
+from offbeat.engine.report import Report, naming
 
 
 def profiled(name: str) -> AbstractContextManager[object]:
-    """A range of this name in a profile, if one is being taken: naming it costs as much as ten small sums."""
+    """A range of this name while a profile is taken; otherwise it would cost as much as ten small sums."""
     return record_function(name) if torch._C._autograd._profiler_enabled() else nullcontext()
-
-
-def halfway(begun: int, due: int | None) -> int | None:
-    """The step in the middle of a flight, the same for everyone; None while its end is not known."""
-    return None if due is None else (begun + due + 1) // 2
-
-
-def soonest(due: int | None, plan: int | None) -> int | None:
-    """The step at which a round_ lands: when it is due, or when the next round begins if that is sooner."""
-    return min((step for step in (due, plan) if step is not None), default=None)
 
 
 @dataclass
@@ -47,7 +26,6 @@ class Round:
     """The messages of one round."""
 
     clock: Clock  # when it began
-    due: int | None  # lands after this many steps, or just before the next round begins if that is sooner
     period: int  # steps since the round before
     comm: Metered
     began: float
@@ -55,11 +33,11 @@ class Round:
     mean: Pending[Packed]
     followed: Pending[list[Tensor]]  # rank 0's buffers
     moments: Pending[Packed]
-    sent: list[Tensor] | None  # the extras' values, if it lands late: buffers averaged and followed, moments
-    waited: float = 0.0  # seconds this worker has stood still for it
+    sent: list[Tensor] | None  # the extras as they were sent, if the round lands late
+    waited: float = 0.0  # seconds this worker has waited for it
 
     def wait(self) -> None:
-        """Until all has arrived. Raises if the workers are not in the same round."""
+        """Wait for all messages. Raises if the workers are not in the same round."""
         start = self.comm.now()
         self.heads.wait()
         for message in (self.mean, self.followed, self.moments):
@@ -67,7 +45,7 @@ class Round:
         self.waited += self.comm.now() - start
 
     def advance(self) -> None:
-        """About half of the time is over: what takes two messages sends the second; others need not meet."""
+        """Send the second message, if the reducer has one."""
         if not self.mean.answers:
             return
         start = self.comm.now()
@@ -76,7 +54,7 @@ class Round:
         self.waited += self.comm.now() - start
 
     def report(self, norm: float | None) -> Report:
-        """What it cost, its drift yet unknown."""
+        """What it cost; the drift is not known yet."""
         messages = (self.heads, self.mean, self.followed, self.moments)
         return Report(
             step=self.clock.step,
@@ -92,14 +70,13 @@ class Round:
         )
 
     def state_dict(self) -> State:
-        """What is in the air, waited for but not applied."""
+        """Wait for the messages, and save them without applying them."""
         with naming(self.clock):
             self.wait()
         return {
             "step": self.clock.step,
             "round": self.clock.round,
             "lr": self.clock.lr,
-            "due": self.due,
             "period": self.period,
             "bytes": [self.comm.sent, self.comm.received],
             "mean": [flat.clone() for flat in self.mean.wait().flats],
@@ -118,7 +95,6 @@ class Round:
         moments.read(list(state["moments"].values()))
         return cls(
             clock=Clock(step=state["step"], round=state["round"], lr=state["lr"]),
-            due=state["due"],
             period=state["period"],
             comm=comm,
             began=comm.now(),

@@ -9,7 +9,8 @@ from torch import nn
 
 from offbeat.among import Group, Subgroups, World
 from offbeat.base.tensors import grads, params
-from offbeat.engine.exchange import Delay, Exchange
+from offbeat.engine.exchange import Exchange
+from offbeat.engine.rhythm import Delay
 from offbeat.engine.synchronizer import Synchronizer
 from offbeat.methods.averages import average, correct, exact
 from offbeat.methods.call import Optimizers, Options, recorded

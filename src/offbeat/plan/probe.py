@@ -105,7 +105,7 @@ def probe(build: Build, job: Job, workers: int) -> Seen:
     sync = _made(build, job, workers, 8, whole=True)[0]
     for part in sync.parts:
         if isinstance(part, Exchange):
-            part._open()  # some parts pull towards its anchor
+            part.open()  # some parts pull towards its anchor
     return Seen(
         sync=sync,
         start=acts(lambda watch: watch.start),
@@ -198,8 +198,8 @@ def _watch_others(
     sync.on_report = reports.append
     for part in sync.parts:
         if isinstance(part, Exchange):
-            part.when = Never()
-            part._open()
+            part.rhythm.when = Never()
+            part.open()
     longest = max(part.steps_to_observe() for part in sync.parts)
     steps: list[list[Event]] = []
     told: list[int] = []
@@ -239,20 +239,20 @@ def _watch_round(
     told: dict[str, list[Event]] = {}
     held, clock = 0.0, Clock(step=1, round=0, lr=1e-3)
     part.observe(1.0)
-    if part._flight is not None:
+    if part.rhythm.in_air:
         part.land(clock)
-    if not part._opened:
-        part._open()
+    if not part.opened:
+        part.open()
     for _ in range(2):
         clock = Clock(step=clock.step + 1, round=0, lr=1e-3)
         part.observe(1.0)
         comm.log.take()
-        part._look()
+        part.snapshot_rates()
         part.begin(clock)
         told["begin"] = comm.log.take()
         held = max(held, copies(sync))
-        if part.delay and part._flight is not None:
-            part._flight.advance()
+        if part.delay:
+            part.advance()
         told["advance"] = comm.log.take()
         part.land(clock)
         told["land"] = comm.log.take()

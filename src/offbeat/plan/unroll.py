@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
 from offbeat.base.clock import Clock
 from offbeat.engine.exchange import Exchange
 from offbeat.engine.part import Part
-from offbeat.engine.round import halfway, soonest
+from offbeat.engine.rhythm import Rhythm
 from offbeat.plan.job import Job
 
 What = Literal["ask", "land", "advance", "begin"]
@@ -74,63 +73,36 @@ def _again(parts: list[Part], clock: Clock) -> bool:
 def _rounds(
     part: Exchange, place: int, job: Job, iterations: list[int], acts: list[Act], flush: list[Act]
 ) -> int:
-    """The acts of one exchange, in the order of `Exchange.tick`; returns how many rounds there were."""
-    end, state = iterations[-1], part.when.init()
-    step, number = 0, 0
-    flying: int | None = None  # the round in the air
-    due: int | None = None
+    """The acts of one exchange, as its rhythm has them; returns how many rounds there were."""
+    rhythm, end, step = Rhythm(part.when, part.delay), iterations[-1], 0
     advanced = False
 
     def act(at: int, what: What, number: int, to: list[Act] = acts) -> None:
         done = bisect.bisect_left(iterations, at) + 1
         to.append(Act(done, at, what != "ask" and not part.live.early, place, len(to), what, number))
 
-    def land(at: int, number: int, advanced: bool, to: list[Act]) -> None:
-        if not advanced:
-            act(at, "advance", number, to)  # at the latest
-        act(at, "land", number, to)
+    def land(at: int, to: list[Act]) -> None:
+        if part.delay and not advanced:
+            act(at, "advance", rhythm.round - 1, to)  # at the latest
+        act(at, "land", rhythm.round - 1, to)
+        rhythm.land()
 
     while step < end:
-        plan = _planned(part, step, number, end, job.rate, iterations, state)
-        if part.when.needs and number:
-            act(step + 1, "ask", number - 1)
-        begins = plan if plan is not None and plan <= end else None
-        if flying is not None:
-            at = soonest(due, plan)
-            half = halfway(step, at)
-            advanced = half is not None and at is not None and half <= end and half < at
-            if half is not None and advanced:
-                act(half, "advance", flying)
-            if at is not None and at <= end:
-                land(at, flying, advanced, acts)
-                flying = None
-        if begins is None:
-            break
-        act(begins, "begin", number)
-        if part.delay == 0:
-            act(begins, "land", number)
-        else:
-            advanced = False
-            flying, due = number, None if part.delay == "round" else begins + part.delay
-        step, number = begins, number + 1
-    if flying is not None:
-        land(end, flying, advanced, flush)
-    return number
-
-
-def _planned(
-    part: Exchange,
-    step: int,
-    number: int,
-    end: int,
-    rate: Callable[[int], float],
-    iterations: list[int],
-    state: dict[str, object],
-) -> int | None:
-    """The next round, asked before every step until there is one."""
-    for now in range(step, end):
-        done = bisect.bisect_right(iterations, now)
-        plan = part.when.next(Clock(step=now, round=number, lr=rate(done)), state)
-        if plan is not None:
-            return plan
-    return None
+        if rhythm.planned is None:
+            if part.when.needs and rhythm.round and step == rhythm.began:
+                act(step + 1, "ask", rhythm.round - 1)
+            rhythm.plan(Clock(step=step, round=0, lr=job.rate(bisect.bisect_right(iterations, step))))
+        step = min(end + 1, step + 1 if rhythm.planned is None else rhythm.next_act(step) or end + 1)
+        for what in rhythm.acts(step) if step <= end else ():
+            if what == "land":
+                land(step, acts)
+            elif what == "advance":
+                advanced = True
+                act(step, what, rhythm.round - 1)
+            else:
+                advanced = False
+                act(step, what, rhythm.round)
+                rhythm.begin(step)
+    if rhythm.in_air:
+        land(end, flush)
+    return rhythm.round

@@ -13,8 +13,7 @@ from offbeat.base.clock import Clock, State
 from offbeat.comm.communicator import Communicator
 from offbeat.comm.metered import Metered
 from offbeat.comm.pending import Pending, arrived
-from offbeat.engine.report import Report
-from offbeat.engine.round import naming
+from offbeat.engine.report import Report, naming
 from offbeat.server.shard import Options, Shard
 
 Slices = list[list[Tensor]]  # of each vector, every rank's slice
