@@ -69,7 +69,7 @@ def run(comm: offbeat.Communicator, expression: str, model: type[nn.Module]) -> 
         opt.zero_grad()
     exchanges = [part for part in sync.parts if isinstance(part, Exchange)]
     seen = Seen(
-        rounds=[part._round for part in exchanges],
+        rounds=[part.rhythm.round for part in exchanges],
         landed=[part._landed_at for part in exchanges],
         pulls=len(pulls),
         late_enough=all(part._round > part.warmup for part in sync.parts if isinstance(part, PushPull)),
