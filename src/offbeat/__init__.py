@@ -1,4 +1,4 @@
-"""Train one PyTorch model on many workers that communicate seldom."""
+"""Train one PyTorch model on many workers that rarely communicate."""
 
 from offbeat import methods as _methods
 from offbeat.among import Butterfly, Pairs, Peers, Subgroups, World

@@ -43,7 +43,7 @@ def offbeat_command(
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
-    """Train one PyTorch model on many workers that communicate seldom.
+    """Train one PyTorch model on many workers that rarely communicate.
 
     Each command has examples in its own --help.
 
