@@ -18,7 +18,13 @@ from offbeat.engine import handshake as agreement
 
 FORMAT = 1
 OWN = "shard"  # what stands under this key in a part's state may differ in shape from rank to rank
-_SHARED = ("planned", "round", "began", "in_air", "step")  # numbers in a part's state that are equal on all ranks
+_SHARED = (
+    "planned",
+    "round",
+    "began",
+    "in_air",
+    "step",
+)  # numbers that are equal on all ranks
 
 
 def origin(method: str, comm: Communicator) -> State:

@@ -18,7 +18,7 @@ from offbeat.comm.communicator import Communicator
 from offbeat.comm.metered import Metered
 from offbeat.engine.checkpoint import copied
 from offbeat.engine.composition import check_drift, check_reducer, check_update
-from offbeat.engine.extras import BufferRule, MomentRule, send_mean
+from offbeat.engine.extras import BufferRule, MomentRule
 from offbeat.engine.handshake import ROUND, compare_headers, header
 from offbeat.engine.optimizers import mark, rates
 from offbeat.engine.part import Part
@@ -61,9 +61,9 @@ class Exchange(Part):
     ) -> None:
         self.live, self.model, self.when, self.delay = live, live.model, when, delay
         self.peers: Peers = World(among) if among is None or isinstance(among, Communicator) else among
+        self.rhythm = Rhythm(when, delay)
         self.update: Update = check_update(update, delay, live, self.peers)
         self.reduce = check_reducer(reduce, self.update, live)
-        self.rhythm = Rhythm(when, delay)
         self.drift = check_drift(drift, when, self.reduce, live)
         plain = self.reduce == Mean() and self.update == Replace()
         in_place = plain and delay == 0 and not self.drift and not live.early
@@ -155,24 +155,15 @@ class Exchange(Part):
         with profiled("offbeat.begin"), naming(clock):
             began = comm.now()
             head = header(ROUND, self._index, clock, self._rates_digest, self.peers.everyone.rank)
-            heads = comm.tell([*head, payload.moments.mark()]).then(compare_headers)
-            moments = payload.moments.averaged(heads.wait, comm)
-            waited = comm.now() - began
+            heads = comm.tell([*head, payload.moments.digest()]).then(compare_headers)
+            round = self._round = Round(clock, clock.step - rhythm.began, comm, began, heads)
+            moments = payload.moments.choose(heads.wait, comm)
+            round.waited = comm.now() - began
             notes, live = share or (self.live.notes(), self.live.tensors())
             self.update.outgoing(live, payload.own, clock, state)
             payload.read_extras(notes)
-            self._round = Round(
-                clock=clock,
-                period=clock.step - rhythm.began,
-                comm=comm,
-                began=began,
-                waited=waited,
-                heads=heads,
-                mean=self.reduce.start(payload.packed, comm, clock, memory),
-                followed=payload.buffers.follow(comm),
-                moments=send_mean(moments, comm),
-                sent=[t.clone() for t in payload.extras(moments)] if self.delay else None,
-            )
+            round.mean = self.reduce.start(payload.packed, comm, clock, memory)
+            payload.send_extras(moments, round, late=self.delay != 0)
         rhythm.begin(clock.step)
 
     @torch.no_grad()

@@ -1,4 +1,4 @@
-"""What rides along in a round of the parameters: the model's buffers and the optimizer's moments."""
+"""What else travels in a round of the parameters: the model's buffers and the optimizer's moments."""
 
 from __future__ import annotations
 
@@ -35,19 +35,24 @@ class Buffers:
         self._places = {name: owners[id(b)] for name, b in named(model.named_buffers()).items()}
 
     def averaged(self) -> dict[str, Tensor]:
-        return self._pick(lambda buffer: self.rule == "average" and _smooth(buffer))
+        """The buffers to be averaged."""
+        return self._present(smooth=True) if self.rule == "average" else {}
 
     def followed(self) -> dict[str, Tensor]:
-        return self._pick(lambda b: self.rule == "follow" or (self.rule == "average" and not _smooth(b)))
+        """The buffers that become those of rank 0."""
+        kinds = {"average": False, "follow": None}
+        return self._present(smooth=kinds[self.rule]) if self.rule in kinds else {}
 
     @property
     def equalizes(self) -> bool:
         """Whether a round leaves the floating buffers equal on all workers."""
-        return self.rule != "keep" or not any(_smooth(buffer) for buffer in self._present().values())
+        return self.rule != "keep" or not self._present(smooth=True)
 
-    def follow(self, comm: Communicator) -> Pending[list[Tensor]]:
-        """Rank 0's values, on their way: one vector per dtype and device, for each is a message."""
+    def follow(self, comm: Communicator) -> Pending[list[Tensor]] | None:
+        """Send rank 0's values, one message per dtype and device. None if there are none."""
         mine = list(self.followed().values())
+        if not mine:
+            return None
         groups: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
         for buffer in mine:
             groups.setdefault((buffer.dtype, buffer.device), []).append(buffer)
@@ -63,13 +68,14 @@ class Buffers:
         filled = [flat for flat in flats.values() if flat.numel()]
         return comm.broadcast(filled).then(cut) if filled else arrived(cut(None))
 
-    def _pick(self, wanted: Callable[[Tensor], bool]) -> dict[str, Tensor]:
-        return {name: local(b) for name, b in self._present().items() if wanted(b)}
-
-    def _present(self) -> dict[str, Tensor]:
-        """All buffers as they are now: a module may bind its buffer anew."""
+    def _present(self, *, smooth: bool | None) -> dict[str, Tensor]:
+        """Floating buffers, others, or all of them, as they are now: a module may bind another tensor."""
         found = {name: module._buffers[key] for name, (module, key) in self._places.items()}
-        return {name: buffer for name, buffer in found.items() if buffer is not None}
+        return {
+            name: local(buffer)
+            for name, buffer in found.items()
+            if buffer is not None and smooth in (None, _smooth(buffer))
+        }
 
 
 def _smooth(buffer: Tensor) -> bool:
@@ -95,26 +101,26 @@ class Moments:
         if self.rule == "reset":
             check_reset(optimizers, self._live.parameters)
 
-    def mark(self) -> int:
-        """Which there are to be averaged, in one number."""
-        return _mark(self.found()) if self.rule == "average" else 0
+    def digest(self) -> int:
+        """The names of the moments to be averaged, in one number."""
+        return _digest(self.found()) if self.rule == "average" else 0
 
-    def averaged(self, marks: Callable[[], list[int]], comm: Communicator) -> dict[str, Tensor]:
-        """Those to be averaged in a round: the moments that all workers have.
+    def choose(self, digests: Callable[[], list[int]], comm: Communicator) -> dict[str, Tensor]:
+        """The moments to be averaged in a round: those that all workers have.
 
         Optimizers create them lazily, so a worker that skipped its first step, or never uses a parameter,
-        lacks some. All workers wait for each other's marks. If these differ, one more message tells which
+        lacks some. All workers wait for each other's digests. If these differ, one more message says which
         parameters have the same moments everywhere.
         """
         if self.rule != "average":
             return {}
         mine = self.found()
-        if len(set(marks())) == 1:
+        if len(set(digests())) == 1:
             return mine
         own: dict[str, list[str]] = {name: [] for name in self._live.names}
         for key in mine:
             own[key.rpartition(":")[0]].append(key)
-        heard = torch.stack(comm.gather(torch.tensor([_mark(keys) for keys in own.values()])).wait())
+        heard = torch.stack(comm.gather(torch.tensor([_digest(keys) for keys in own.values()])).wait())
         common = (heard == heard[0]).all(dim=0).tolist()
         shared = [keys for keys, alike in zip(own.values(), common, strict=True) if alike]
         logger.warning(
@@ -150,28 +156,28 @@ class Moments:
         }
 
 
-def _mark(names: Iterable[str]) -> int:
+def _digest(names: Iterable[str]) -> int:
     return zlib.crc32(" ".join(names).encode())
 
 
 def send_mean(tensors: dict[str, Tensor], comm: Communicator) -> Pending[Packed]:
-    """Their mean, on its way."""
+    """Send tensors packed by dtype; their mean arrives."""
     packed = Packed.like(tensors)
     packed.read(list(tensors.values()))
-    return comm.mean(packed.flats).then(lambda _: packed) if tensors else arrived(packed)
+    return comm.mean(packed.flats).then(lambda _: packed)
 
 
 def land(now: Sequence[Tensor], news: Sequence[Tensor], sent: Sequence[Tensor] | None) -> None:
-    """Write news that were in no time here; late ones move what is now by as much as what was sent.
+    """Without a delay, overwrite the value. With a delay, shift the current value by (new − sent).
 
-    The move ends between the present value and the news, so that a variance cannot become negative.
+    The shift ends between the current and the new value, so that a variance cannot become negative.
     """
     for i, (value, new) in enumerate(zip(now, news, strict=True)):
         if sent is None or value.dtype == torch.bool:
             value.copy_(new)
         else:
             low, high = torch.minimum(value, new), torch.maximum(value, new)
-            # What has not changed is left alone: the difference of infinities, as in a mask, is no number.
+            # What has not changed stays: the difference of two infinities, as in a mask, is NaN.
             moved = torch.where(new == sent[i], value, value + (new - sent[i]))
-            # Counts follow as they are: only averages are held in bounds.
+            # Only averages are kept in bounds; counts are not.
             value.copy_(moved.clamp(low, high) if value.is_floating_point() else moved)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from offbeat.base.packed import Packed
 from offbeat.base.tensors import Live
-from offbeat.engine.extras import BufferRule, Buffers, MomentRule, Moments, land
+from offbeat.engine.extras import BufferRule, Buffers, MomentRule, Moments, land, send_mean
 from offbeat.engine.round import Round
 
 
@@ -54,14 +54,27 @@ class Payload:
         """The update's share, the notes and the buffers of a mean that has arrived."""
         return mean.cut(len(self.live.names), len(self.live.notes()))
 
+    def send_extras(self, moments: dict[str, Tensor], round: Round, *, late: bool) -> None:
+        """Send rank 0's buffers and the moments. Keep what was sent if the round lands late."""
+        if late:
+            round.sent = [value.clone() for value in self._extras(moments)]
+        round.followed = self.buffers.follow(round.comm)
+        if moments:
+            round.moments = send_mean(moments, round.comm)
+
     def land_extras(self, buffers: Sequence[Tensor], round: Round) -> None:
         """Apply the buffers and moments that have arrived."""
-        moments = round.moments.wait()
-        found = self.moments.found() if moments.names else {}
-        news = [*buffers, *round.followed.wait(), *moments.views]
-        land(self.extras({name: found[name] for name in moments.names}), news, round.sent)
+        news, chosen = list(buffers), {}
+        if round.followed is not None:
+            news += round.followed.wait()
+        if round.moments is not None:
+            moments, found = round.moments.wait(), self.moments.found()
+            chosen = {name: found[name] for name in moments.names}
+            news += moments.views
+        if news:
+            land(self._extras(chosen), news, round.sent)
         self.moments.reset()
 
-    def extras(self, moments: Mapping[str, Tensor]) -> list[Tensor]:
+    def _extras(self, moments: Mapping[str, Tensor]) -> list[Tensor]:
         """Buffers averaged, buffers followed, moments averaged."""
         return [*self.buffers.averaged().values(), *self.buffers.followed().values(), *moments.values()]

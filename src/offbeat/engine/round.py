@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from offbeat.base.clock import Clock, State
 from offbeat.base.packed import Packed
 from offbeat.comm.metered import Metered
 from offbeat.comm.pending import Pending, arrived
+from offbeat.engine.checkpoint import copied
 from offbeat.engine.report import Report, naming
 
 
@@ -21,26 +22,30 @@ def profiled(name: str) -> AbstractContextManager[object]:
     return record_function(name) if torch._C._autograd._profiler_enabled() else nullcontext()
 
 
-@dataclass
 class Round:
-    """The messages of one round."""
+    """The messages of one round, and what they cost.
 
-    clock: Clock  # when it began
-    period: int  # steps since the round before
-    comm: Metered
-    began: float
-    heads: Pending[list[int]]  # raises if the ranks are not all in this round
-    mean: Pending[Packed]
-    followed: Pending[list[Tensor]]  # rank 0's buffers
-    moments: Pending[Packed]
-    sent: list[Tensor] | None  # the extras as they were sent, if the round lands late
-    waited: float = 0.0  # seconds this worker has waited for it
+    A round opens with a header that compares the workers. The mean follows, then rank 0's buffers and the
+    mean of the moments, where there are any.
+    """
+
+    def __init__(
+        self, clock: Clock, period: int, comm: Metered, began: float, heads: Pending[list[int]]
+    ) -> None:
+        self.clock = clock  # when it began
+        self.period = period  # steps since the last round
+        self.comm, self.began = comm, began
+        self.heads = heads  # raises if the ranks are not all in this round
+        self.waited = 0.0  # seconds this worker has waited for it
+        self.mean: Pending[Packed]
+        self.followed: Pending[list[Tensor]] | None = None  # rank 0's buffers
+        self.moments: Pending[Packed] | None = None
+        self.sent: list[Tensor] | None = None  # the extras as they were sent, if the round lands late
 
     def wait(self) -> None:
         """Wait for all messages. Raises if the workers are not in the same round."""
         start = self.comm.now()
-        self.heads.wait()
-        for message in (self.mean, self.followed, self.moments):
+        for message in self._messages():
             message.wait()
         self.waited += self.comm.now() - start
 
@@ -55,7 +60,6 @@ class Round:
 
     def report(self, norm: float | None) -> Report:
         """What it cost; the drift is not known yet."""
-        messages = (self.heads, self.mean, self.followed, self.moments)
         return Report(
             step=self.clock.step,
             round=self.clock.round,
@@ -63,11 +67,15 @@ class Round:
             bytes_sent=self.comm.sent,
             bytes_received=self.comm.received,
             seconds_waited=self.waited,
-            seconds_in_air=max(0.0, max(message.arrived() for message in messages) - self.began),
+            seconds_in_air=max(0.0, max(message.arrived() for message in self._messages()) - self.began),
             drift=None,
             norm=norm,
             period=self.period,
         )
+
+    def _messages(self) -> list[Pending[Any]]:
+        found: list[Pending[Any] | None] = [self.heads, self.mean, self.followed, self.moments]
+        return [message for message in found if message is not None]
 
     def state_dict(self) -> State:
         """Wait for the messages, and save them without applying them."""
@@ -80,27 +88,25 @@ class Round:
             "period": self.period,
             "bytes": [self.comm.sent, self.comm.received],
             "mean": [flat.clone() for flat in self.mean.wait().flats],
-            "followed": [value.clone() for value in self.followed.wait()],
-            "moments": self.moments.wait().tensors(),
-            "sent": None if self.sent is None else [value.clone() for value in self.sent],
+            "followed": copied(None if self.followed is None else self.followed.wait()),
+            "moments": None if self.moments is None else self.moments.wait().tensors(),
+            "sent": copied(self.sent),
         }
 
     @classmethod
-    def resumed(cls, state: State, comm: Metered, room: Packed) -> Round:
-        """A round whose messages have all arrived, the mean in `room`."""
-        for flat, saved in zip(room.flats, state["mean"], strict=True):
+    def resumed(cls, state: State, comm: Metered, packed: Packed) -> Round:
+        """A round whose messages have all arrived, the mean in `packed`."""
+        for flat, saved in zip(packed.flats, state["mean"], strict=True):
             flat.copy_(saved)
         comm.sent, comm.received = state["bytes"]
-        moments = Packed.like(state["moments"])
-        moments.read(list(state["moments"].values()))
-        return cls(
-            clock=Clock(step=state["step"], round=state["round"], lr=state["lr"]),
-            period=state["period"],
-            comm=comm,
-            began=comm.now(),
-            heads=arrived([]),
-            mean=arrived(room),
-            followed=arrived([value.clone() for value in state["followed"]]),
-            moments=arrived(moments),
-            sent=None if state["sent"] is None else [value.clone() for value in state["sent"]],
-        )
+        clock = Clock(step=state["step"], round=state["round"], lr=state["lr"])
+        round = cls(clock, state["period"], comm, comm.now(), heads=arrived([]))
+        round.mean = arrived(packed)
+        if state["followed"] is not None:
+            round.followed = arrived(copied(state["followed"]))
+        if state["moments"] is not None:
+            moments = Packed.like(state["moments"])
+            moments.read(list(state["moments"].values()))
+            round.moments = arrived(moments)
+        round.sent = copied(state["sent"])
+        return round
