@@ -18,7 +18,7 @@ from offbeat.engine.extras import BufferRule, MomentRule
 from offbeat.engine.handshake import compare_lines
 from offbeat.engine.synchronizer import Synchronizer
 from offbeat.reduce import Reducer
-from offbeat.when import Every
+from offbeat.when import Every, Schedule
 
 P = ParamSpec("P")
 Optimizers = Optimizer | Sequence[Optimizer]
@@ -87,8 +87,8 @@ def check_numbers(name: str, kinds: Mapping[str, str], given: Mapping[str, Any])
         wanted = set(kinds.get(key, "").split(" | "))
         if not wanted & {"int", "float"} or not wanted <= {"int", "float", "None"}:
             continue
-        if "None" in wanted and value is None:
-            continue
+        if ("None" in wanted and value is None) or isinstance(value, Schedule):
+            continue  # a method that takes no schedule says why
         if not isinstance(value, int | float) or (key == "seed" and not isinstance(value, int)):
             kind = "a whole number" if "float" not in wanted else "a number"
             raise TypeError(f"{name}({key}={shown(value)}): {key} must be {kind}.")
