@@ -237,7 +237,7 @@ def test_an_expression_is_text() -> None:
 
 def test_long_lists_of_ranks_are_understood() -> None:
     nodes = tuple(tuple(range(8 * i, 8 * i + 8)) for i in range(256))
-    assert method(f"hierarchical(nodes={nodes})").keywords == {"nodes": nodes}
+    assert method(f"hierarchical(nodes={nodes})").arguments == {"nodes": nodes}
 
 
 def test_whole_numbers_of_schedules_have_a_bound() -> None:

@@ -87,7 +87,7 @@ def check_numbers(name: str, kinds: Mapping[str, str], given: Mapping[str, Any])
         wanted = set(kinds.get(key, "").split(" | "))
         if not wanted & {"int", "float"} or not wanted <= {"int", "float", "None"}:
             continue
-        if ("None" in wanted and value is None) or isinstance(value, Schedule):
+        if ("None" in wanted and value is None) or (key == "every" and isinstance(value, Schedule)):
             continue  # a method that takes no schedule says why
         if not isinstance(value, int | float) or (key == "seed" and not isinstance(value, int)):
             kind = "a whole number" if "float" not in wanted else "a number"
