@@ -100,6 +100,7 @@ class Training:
         self.step = self.first = self.newest()
         if self.step:
             self.load()
+        self.forget()
 
     def newest(self) -> int:
         """The last step of which every rank has a checkpoint."""
@@ -107,6 +108,12 @@ class Training:
         heard: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(heard, mine)
         return max(set.intersection(*heard), default=0)
+
+    def forget(self) -> None:
+        """What an earlier start saved later, and others have not, is of another run."""
+        for path in self.directory.glob(f"{self.rank}-*.pt"):
+            if int(path.stem.split("-")[1]) > self.step:
+                path.unlink()
 
     def load(self) -> None:
         state = torch.load(self.directory / f"{self.rank}-{self.step}.pt", weights_only=True)
