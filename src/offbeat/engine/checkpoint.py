@@ -14,9 +14,9 @@ from offbeat.base.clock import State
 from offbeat.base.errors import CheckpointMismatch, Disagreement
 from offbeat.base.tensors import trainable
 from offbeat.comm.communicator import Communicator
-from offbeat.engine import handshake as agreement
+from offbeat.engine.weights import checksum
 
-FORMAT = 1
+FORMAT = 2
 OWN = "shard"  # what stands under this key in a part's state may differ in shape from rank to rank
 _SHARED = ("plan", "round", "step", "due")  # numbers in a part's state that are equal on all ranks
 
@@ -28,12 +28,12 @@ def origin(method: str, comm: Communicator) -> State:
 
 def identity(method: str, nonce: int, model: nn.Module) -> int:
     """A number for a run, the same on all ranks, which have rank 0's weights at the start."""
-    return _number(f"{method} {nonce} {checksum(model)}")
+    return _number(f"{method} {nonce} {weights_checksum(model)}")
 
 
-def checksum(model: nn.Module) -> int:
-    """Of this rank's trainable weights."""
-    return _number(" ".join(str(agreement.checksum(p)) for p in trainable(model).values()))
+def weights_checksum(model: nn.Module) -> int:
+    """Return the checksum of this rank's trainable weights."""
+    return checksum(list(trainable(model).values()))
 
 
 def check_origin(state: State, method: str, model: nn.Module, comm: Communicator) -> bool:
@@ -44,7 +44,7 @@ def check_origin(state: State, method: str, model: nn.Module, comm: Communicator
     mismatch = _mismatch(state, origin(method, comm))
     mine = [-1, 0, 0, 0]
     if not mismatch:
-        loaded = state["weights"] in (None, checksum(model))
+        loaded = state["weights"] in (None, weights_checksum(model))
         mine = [state["steps"], state["run"], _number("\n".join(_outline(state["parts"]))), int(loaded)]
     heard = [word[:4] for word in comm.tell(mine).wait()]
     if mismatch:
@@ -74,7 +74,7 @@ def check_origin(state: State, method: str, model: nn.Module, comm: Communicator
 
 def check_weights(expected: int, model: nn.Module, comm: Communicator) -> None:
     """The weights saved with the checkpoint are in the model by now, on all ranks."""
-    heard = comm.tell([int(expected in (None, checksum(model)))]).wait()
+    heard = comm.tell([int(expected in (None, weights_checksum(model)))]).wait()
     if wrong := [rank for rank, word in enumerate(heard) if not word[0]]:
         raise CheckpointMismatch(
             f"The weights of rank {', '.join(map(str, wrong))} are not those saved with the checkpoint: "

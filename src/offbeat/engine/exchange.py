@@ -276,58 +276,36 @@ class Exchange(Part):
     def flush_reports(self, *, wait: bool) -> None:
         self._ledger.flush_reports(wait=wait)
 
-    def shared_gradient(self, step: int) -> bool:
-        return self.live.early and self._landed_at == step and self._equalizes
-
-    def made_equal(self, step: int) -> bool:
-        return not self.live.early and self._landed_at == step and self._equalizes
-
-    @property
-    def _equalizes(self) -> bool:
-        """Whether the last landing left the same in all these tensors and buffers of all workers."""
-        whole = self.live.only is None and self.payload.buffers.equalizes
-        return whole and self._everywhere and self.delay == 0 and self.update.equalizes and self.reduce.agrees
-
-    @property
-    def _everywhere(self) -> bool:
-        """Whether the last round was held among everyone."""
-        return self._last_peers.size == self.peers.everyone.size
-
     @property
     def _last_peers(self) -> Communicator:
         """Those of the last round that was begun; at first those of the first to come."""
         return self.peers.at(max(self._round - 1, 0))
 
     @torch.no_grad()
-    def shown(self) -> tuple[dict[str, Tensor], bool]:
+    def shown(self) -> dict[str, Tensor]:
         live, own, state = self.live.tensors, self.payload.own, self._states["update"]
         shown = None if self.live.early else self.update.shown(live(), own, state)
-        if shown is None:
-            return {}, True
-        tensors, agreed = shown
-        return dict(zip(self.live.names, tensors, strict=True)), agreed and self._everywhere
+        return {} if shown is None else dict(zip(self.live.names, shown, strict=True))
 
     @torch.no_grad()
-    def flush(self, clock: Clock) -> bool:
-        landed = self._flight is not None
-        if landed:
+    def flush(self, clock: Clock) -> None:
+        if self._flight is not None:
             self._look()
             # No step is left for gradients in the air: only what rides along with them is applied.
             with self.live.aside() if isinstance(self.live, Gradients) else nullcontext():
                 self.land(clock)
         self._ledger.flush_reports(wait=True)
-        closed = not self.live.early and self._close(clock)
-        return landed or closed
+        if not self.live.early:
+            self._close(clock)
 
-    def _close(self, clock: Clock) -> bool:
+    def _close(self, clock: Clock) -> None:
         """The update's last act, which is a round if it sends something."""
         comm = Metered(self._last_peers)
         began = comm.now()
-        closed = self.update.close(self.live.tensors(), self.payload.own, comm, self._states["update"])
+        self.update.close(self.live.tensors(), self.payload.own, comm, self._states["update"])
         if comm.sent:
             clock = replace(clock, round=self._round)
             self._ledger.emit(Report.blocking(clock, comm, began, clock.step - self._began_at))
-        return closed
 
     @torch.no_grad()
     def follow(self) -> None:

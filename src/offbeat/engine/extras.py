@@ -40,11 +40,6 @@ class Buffers:
     def followed(self) -> dict[str, Tensor]:
         return self._pick(lambda b: self.rule == "follow" or (self.rule == "average" and not _smooth(b)))
 
-    @property
-    def equalizes(self) -> bool:
-        """Whether a round leaves the floating buffers equal on all workers."""
-        return self.rule != "keep" or not any(_smooth(buffer) for buffer in self._present().values())
-
     def follow(self, comm: Communicator) -> Pending[list[Tensor]]:
         """Rank 0's values, on their way: one vector per dtype and device, for each is a message."""
         mine = list(self.followed().values())

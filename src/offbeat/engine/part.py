@@ -51,13 +51,12 @@ class Part:
         """Whether one more iteration without a gradient follows; if so, this part has made its step."""
         return False
 
-    def shown(self) -> tuple[dict[str, Tensor], bool]:
-        """What `averaged()` shows instead of live parameters, and whether it is the same on all workers."""
-        return {}, True
+    def shown(self) -> dict[str, Tensor]:
+        """Return what `averaged()` shows in place of live parameters, by name."""
+        return {}
 
-    def flush(self, clock: Clock) -> bool:
-        """The run ends: land what is in the air; whether anything was changed."""
-        return False
+    def flush(self, clock: Clock) -> None:
+        """The run ends: land what is in the air."""
 
     def leave(self, departure: Departure) -> None:
         """This worker fails: whoever waits for it is told, threads end."""
@@ -72,14 +71,6 @@ class Part:
     def unreported(self) -> tuple[int, int]:
         """Bytes sent and received since the last call that no report will tell of."""
         return 0, 0
-
-    def shared_gradient(self, step: int) -> bool:
-        """Whether all workers made the step that completed `step` iterations with the same gradient."""
-        return False
-
-    def made_equal(self, step: int) -> bool:
-        """Whether this part left all workers with the same weights and buffers after `step` iterations."""
-        return False
 
     def steps_to_observe(self) -> int:
         """How many iterations show all it ever does, to plan the rest by them; 0 if it sends nothing."""

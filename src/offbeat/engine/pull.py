@@ -78,7 +78,7 @@ class PseudoSync(Part):
 
     @torch.no_grad()
     def _pull(self) -> None:
-        anchors, _ = self.exchange.shown()
+        anchors = self.exchange.shown()
         live = self.exchange.live
         # Those of the step just made: a scheduler may have moved on inside the local step.
         own = rates(live.parameters, self._optimizers, self._rates)

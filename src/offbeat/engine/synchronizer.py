@@ -13,17 +13,16 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from offbeat.base.clock import Clock, State
-from offbeat.base.tensors import named, trainable
+from offbeat.base.tensors import named
 from offbeat.comm.departure import Departure
 from offbeat.comm.metered import Metered
 from offbeat.comm.place import Track
 from offbeat.engine import checkpoint
 from offbeat.engine import handshake as agreement
-from offbeat.engine.extras import floating_buffers
 from offbeat.engine.optimizers import check_fit, held_still, learning_rate, listed, mark
 from offbeat.engine.part import Part
 from offbeat.engine.report import Report, Totals
-from offbeat.engine.weights import put_aside, replace_by_mean, take_from_first, write
+from offbeat.engine.weights import average_where_different, preserve, take_from_first, write
 
 logger = logging.getLogger("offbeat")
 
@@ -58,7 +57,6 @@ class Synchronizer:
         self._comm = Metered(self.parts[0].peers.everyone)
         self._track = Track(self._comm.rank)
         self._agreed = self._started = self._inside_step = self._inside_averaged = False
-        self._lockstep = self._equal = True
         self._nonce = self._run = 0  # rank 0's, of which nobody else has the same; and that of the whole run
         self._unseen: int | None = None  # the checksum of weights that the caller has yet to load
         self._reports: deque[Report] = deque(maxlen=1000)
@@ -156,9 +154,6 @@ class Synchronizer:
         self._track.at(self.steps)
         for part in self.parts:
             part.after(self._clock())
-        # Equal weights stay equal under equal gradients only while the optimizers' moments never went apart.
-        self._lockstep = self._lockstep and any(part.shared_gradient(self.steps) for part in self.parts)
-        self._equal = self._lockstep or any(part.made_equal(self.steps) for part in self.parts)
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
@@ -171,10 +166,10 @@ class Synchronizer:
         if self._inside_step:
             raise RuntimeError("averaged(): a step is under way: call after_step() first.")
         self._start()
-        with put_aside(self.model):
+        with preserve(self.model):
             self._inside_averaged = True
             try:
-                if not self._equal:
+                if not self.finished:
                     with self._failing(), self._accounted():
                         self._show_consensus()
                 yield
@@ -192,14 +187,13 @@ class Synchronizer:
             self._start()
             with self._accounted():
                 self._meet(agreement.FINISH)
-            landed = [part.flush(self._clock()) for part in self.parts]
-            settled = all(part.made_equal(self.steps) for part in self.parts)
+            for part in self.parts:
+                part.flush(self._clock())
             with self._accounted():
-                if (any(landed) or not self._equal) and not settled:
-                    replace_by_mean(self.model, self._comm)
+                average_where_different(self.model, self._comm)
             for part in self.parts:
                 part.follow()
-        self._equal = self.finished = True
+        self.finished = True
         logger.info("%r finished after %d steps: %s", self, self.steps, self.totals)
 
     def __enter__(self) -> Synchronizer:
@@ -235,10 +229,8 @@ class Synchronizer:
             "steps": self.steps,
             "lr": self._lr,
             "started": self._started,
-            "lockstep": self._lockstep,
-            "equal": self._equal,
             "run": self._run,
-            "weights": checkpoint.checksum(self.model) if self._started else None,
+            "weights": checkpoint.weights_checksum(self.model) if self._started else None,
             "parts": parts,
         }
 
@@ -253,7 +245,6 @@ class Synchronizer:
                 self.agree()
             loaded = checkpoint.check_origin(state, self.method, self.model, self._comm)
         self.steps, self._lr, self._started = state["steps"], state["lr"], state["started"]
-        self._lockstep, self._equal = state["lockstep"], state["equal"]
         self._run, self._unseen = state["run"], None if loaded else state["weights"]
         for part, saved in zip(self.parts, state["parts"], strict=True):
             part.load_state_dict(saved)
@@ -307,13 +298,10 @@ class Synchronizer:
 
     def _show_consensus(self) -> None:
         """Anchors where a method has them, the mean of everything else."""
-        agreed: set[str] = set()
-        for tensors, everywhere in [part.shown() for part in self.parts]:
+        self._meet(agreement.AVERAGED)
+        for tensors in [part.shown() for part in self.parts]:  # all of them, before any is overwritten
             write(self.model, tensors)
-            agreed = agreed | set(tensors) if everywhere else agreed - set(tensors)
-        if agreed != set(trainable(self.model)) or floating_buffers(self.model):
-            self._meet(agreement.AVERAGED)
-            replace_by_mean(self.model, self._comm, but=agreed)
+        average_where_different(self.model, self._comm)
 
     @contextmanager
     def _accounted(self) -> Iterator[None]:

@@ -59,15 +59,15 @@ class Detached(Anchored, Reducer):
             torch.sub(anchor, error, alpha=self.lam, out=change)
         mean.write(live)
 
-    def shown(self, live: Sequence[Tensor], room: Packed, state: State) -> tuple[list[Tensor], bool] | None:
+    def shown(self, live: Sequence[Tensor], room: Packed, state: State) -> list[Tensor] | None:
         if state["residual"] is None:
             return None
         errors = room.over(_errors(room, state)).views
-        return [x - (1 - self.lam) * error for x, error in zip(live, errors, strict=True)], False
+        return [x - (1 - self.lam) * error for x, error in zip(live, errors, strict=True)]
 
-    def close(self, live: Sequence[Tensor], room: Packed, comm: Communicator, state: State) -> bool:
+    def close(self, live: Sequence[Tensor], room: Packed, comm: Communicator, state: State) -> None:
         if state["residual"] is None:
-            return False
+            return
         displacement(live, room, state["anchor"])
         for flat, error in zip(room.flats, _errors(room, state), strict=True):
             flat.add_(error, alpha=1 - self.lam)
@@ -76,7 +76,6 @@ class Detached(Anchored, Reducer):
         for anchor, flat in zip(state["anchor"], room.flats, strict=True):
             torch.sub(anchor, flat, out=flat)
         room.write(live)
-        return True
 
 
 def _errors(packed: Packed, state: State) -> list[Tensor]:

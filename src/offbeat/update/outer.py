@@ -62,8 +62,8 @@ class Anchored(Update):
             for anchor, flat in zip(state["anchor"], room.flats, strict=True):
                 anchor.copy_(flat)
 
-    def shown(self, live: Sequence[Tensor], room: Packed, state: State) -> tuple[list[Tensor], bool] | None:
-        return None if state["anchor"] is None else (room.over(state["anchor"]).views, True)
+    def shown(self, live: Sequence[Tensor], room: Packed, state: State) -> list[Tensor] | None:
+        return None if state["anchor"] is None else room.over(state["anchor"]).views
 
     def outgoing(self, live: Sequence[Tensor], room: Packed, clock: Clock, state: State) -> None:
         displacement(live, room, state["anchor"])
@@ -102,10 +102,6 @@ class Outer(Anchored):
 
     def init(self) -> State:
         return {"anchor": None, "outer": None}
-
-    @property
-    def equalizes(self) -> bool:
-        return self.keep == 0
 
     def open(self, live: Sequence[Tensor], room: Packed, state: State) -> None:
         room.read(live)
@@ -182,10 +178,6 @@ class SlowMo(Anchored):
     def __post_init__(self) -> None:
         check_slow(self, self.lr, self.momentum)
 
-    @property
-    def equalizes(self) -> bool:
-        return True
-
     def init(self) -> State:
         return {"anchor": None, "momentum": None, "rates": None}
 
@@ -244,10 +236,6 @@ class Gossip(Anchored):
     @property
     def sends_weights(self) -> bool:
         return True
-
-    def shown(self, live: Sequence[Tensor], room: Packed, state: State) -> tuple[list[Tensor], bool] | None:
-        shown = super().shown(live, room, state)
-        return shown and (shown[0], False)
 
     def outgoing(self, live: Sequence[Tensor], room: Packed, clock: Clock, state: State) -> None:
         room.read(live)

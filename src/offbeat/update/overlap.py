@@ -46,10 +46,6 @@ class Eager(Anchored):
         for name in ("own", "mean"):
             state[name] = [torch.zeros_like(flat) for flat in room.flats]
 
-    def shown(self, live: Sequence[Tensor], room: Packed, state: State) -> tuple[list[Tensor], bool] | None:
-        shown = super().shown(live, room, state)
-        return shown and (shown[0], False)
-
     def outgoing(self, live: Sequence[Tensor], room: Packed, clock: Clock, state: State) -> None:
         displacement(live, room, state["anchor"])
         for mean, own, flat in zip(state["mean"], state["own"], room.flats, strict=True):
@@ -64,9 +60,9 @@ class Eager(Anchored):
     def distances(self, live: Sequence[Tensor], mean: Packed, state: State) -> tuple[float, float | None]:
         return square_distance(state["own"], mean.flats), None
 
-    def close(self, live: Sequence[Tensor], room: Packed, comm: Communicator, state: State) -> bool:
+    def close(self, live: Sequence[Tensor], room: Packed, comm: Communicator, state: State) -> None:
         if state["anchor"] is None:
-            return False
+            return
         displacement(live, room, state["anchor"])
         comm.mean(room.flats).wait()
         for mean, own, flat in zip(state["mean"], state["own"], room.flats, strict=True):
@@ -76,7 +72,6 @@ class Eager(Anchored):
             flat.zero_()  # all has been fed: who goes on from here begins anew
         states = state["outer"]["state"].values()
         comm.mean([v for s in states for key, v in s.items() if key != "step" and torch.is_tensor(v)]).wait()
-        return True
 
     def _step(self, live: Sequence[Tensor], room: Packed, state: State) -> None:
         anchor = room.over(state["anchor"])

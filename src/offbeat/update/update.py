@@ -25,11 +25,6 @@ class Update:
         return False
 
     @property
-    def equalizes(self) -> bool:
-        """Whether workers that land the same mean at once are left with the same tensors."""
-        return False
-
-    @property
     def shares_anchor(self) -> bool:
         """Whether it needs the members of a round to have the same anchor, so that groups must not change."""
         return False
@@ -58,14 +53,12 @@ class Update:
         """Asked before `incoming`: this worker's |x − x̄|², and the square length of the change to come."""
         raise NotImplementedError
 
-    def shown(self, live: Sequence[Tensor], room: Packed, state: State) -> tuple[list[Tensor], bool] | None:
-        """What `averaged()` shows instead of the live tensors, and whether all workers of a round have it."""
+    def shown(self, live: Sequence[Tensor], room: Packed, state: State) -> list[Tensor] | None:
+        """Return what `averaged()` shows in place of the live tensors; None: the live tensors."""
         return None
 
-    def close(self, live: Sequence[Tensor], room: Packed, comm: Communicator, state: State) -> bool:
-        """The run ends and nothing is in the air: a last act among the workers of a round; whether there was
-        one."""
-        return False
+    def close(self, live: Sequence[Tensor], room: Packed, comm: Communicator, state: State) -> None:
+        """The run ends and nothing is in the air: act once more among the workers of a round."""
 
     def follow(self, live: Sequence[Tensor], room: Packed, state: State) -> None:
         """All workers have been given the same weights: anchors follow."""
@@ -84,10 +77,6 @@ class Replace(Update):
     @property
     def sends_weights(self) -> bool:
         return True
-
-    @property
-    def equalizes(self) -> bool:
-        return self.keep == 0
 
     def outgoing(self, live: Sequence[Tensor], room: Packed, clock: Clock, state: State) -> None:
         room.stage(live)

@@ -218,12 +218,11 @@ class Waitfree(Part):
         self._sent = self._received = 0
         return counts
 
-    def flush(self, clock: Clock) -> bool:
+    def flush(self, clock: Clock) -> None:
         if self._rounds is not None:
             self._stop()
             # Nobody goes before all have stopped listening: the store may go with its host.
             self._say([]).wait()
-        return False
 
     def leave(self, departure: Departure) -> None:
         self._left = True
