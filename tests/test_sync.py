@@ -297,7 +297,7 @@ def test_what_is_not_done_inside_a_step() -> None:
     with says(RuntimeError, "after_step(): call before_step() first."):
         sync.after_step()
     assert sync.before_step() is True
-    with says(RuntimeError, "before_step(): the step before has not ended: call after_step() first."):
+    with says(RuntimeError, "before_step(): the previous step has not ended: call after_step() first."):
         sync.before_step()
     with says(RuntimeError, "averaged(): a step is under way: call after_step() first."), sync.averaged():
         pass

@@ -23,11 +23,12 @@ from offbeat.engine.extras import BufferRule, MomentRule, send_mean
 from offbeat.engine.handshake import ROUND, compare_headers, header
 from offbeat.engine.ledger import Ledger
 from offbeat.engine.optimizers import mark, rates
-from offbeat.engine.part import Part
+from offbeat.engine.part import Landing, Part
 from offbeat.engine.payload import Payload
 from offbeat.engine.report import Report
 from offbeat.engine.round import Round, halfway, naming, profiled, soonest
 from offbeat.reduce import Mean, Reducer
+from offbeat.update.anchor import Anchor
 from offbeat.update.update import Replace, Update
 from offbeat.when import Schedule
 
@@ -81,7 +82,7 @@ class Exchange(Part):
         self.payload = Payload(live, buffers, moments, in_place=in_place)
         self.payload.late = self.reduce.remembers or delay != 0
         _check_delay(delay, when)
-        if live.early and self.update.anchored:
+        if live.early and self.update.anchors != "none":
             raise ValueError(
                 f"update={self.update!r} with {live!r}: it needs an anchor, which gradients do not have; use "
                 "Replace() or Correct(), or params(model)."
@@ -132,6 +133,8 @@ class Exchange(Part):
             self._ledger.observe(loss)
 
     def plan(self, clock: Clock) -> None:
+        for loss in clock.observed:
+            self.observe(loss)
         if self._plan is None:
             self._ask(clock)
         if clock.step + 1 == self._plan or (self._flight and clock.step + 1 == self._flight.due):
@@ -149,9 +152,12 @@ class Exchange(Part):
             self.tick(replace(clock, step=clock.step + 1))
         return True
 
-    def after(self, clock: Clock) -> None:
-        if not self.live.early:
-            self.tick(clock)
+    def after(self, clock: Clock) -> Landing | None:
+        if self.live.early:
+            return None
+        self.tick(clock)
+        landed = self._landed_at == clock.step
+        return Landing(frozenset(self.live.names), self._last_peers.size) if landed else None
 
     def tick(self, clock: Clock) -> None:
         """Land what is due, then begin the round if this is its step, and land it at once without a delay.
@@ -307,10 +313,22 @@ class Exchange(Part):
             clock = replace(clock, round=self._round)
             self._ledger.emit(Report.blocking(clock, comm, began, clock.step - self._began_at))
 
+    @property
+    def anchor(self) -> Anchor | None:
+        """The weights that workers set out from; None without an anchor, or before the first period."""
+        flats = self._states["update"].get("anchor")
+        return None if flats is None else Anchor(self.payload.own.over(flats), self._sharing)
+
+    @property
+    def _sharing(self) -> int:
+        """The number of workers with the same anchor."""
+        return self._last_peers.size if self.update.anchors == "shared" else 1
+
     @torch.no_grad()
-    def follow(self) -> None:
-        if not self.live.early:
-            self.update.follow(self.live.tensors(), self.payload.own, self._states["update"])
+    def follow(self, landing: Landing) -> None:
+        """A message in the air still belongs to the old anchor, which then stays."""
+        if self._sharing < landing.workers and self._flight is None and self.anchor is not None:
+            self.anchor.follow(self.live.tensors(), landing.names)
 
     def state_dict(self) -> State:
         round_ = None if self._flight is None else self._flight.state_dict()  # first: arrivals change states
@@ -350,7 +368,7 @@ def _reducer(reduce: Reducer | None, update: Update, live: Live) -> Reducer:
         return chosen
     if not chosen.agrees:
         raise ValueError(f"reduce={chosen!r}: every worker gets its own result, so it is for grads(model).")
-    if chosen.lossy and update.sends_weights:
+    if chosen.lossy and update.anchors != "shared":
         raise ValueError(
             f"reduce={chosen!r} with update={update!r}: the weights themselves would be rounded; send the "
             "way from an anchor, with update=Outer(SGD(lr=1)), which also averages."
@@ -359,7 +377,7 @@ def _reducer(reduce: Reducer | None, update: Update, live: Live) -> Reducer:
 
 
 def _check_groups(update: Update, peers: Peers) -> None:
-    if update.shares_anchor and not peers.fixed:
+    if update.anchors == "shared" and not peers.fixed:
         raise ValueError(
             f"update={update!r} with among={peers!r}: the workers of a round must have the same anchor, but "
             "the groups change; use Gossip(SGD(lr=0.7)), whose anchors may differ, or Subgroups(...)."

@@ -11,6 +11,7 @@ from offbeat import Synchronizer
 from offbeat.base.clock import Clock
 from offbeat.base.tensors import local
 from offbeat.engine.exchange import Exchange
+from offbeat.engine.part import Part
 from offbeat.engine.weights import replace_by_mean
 from offbeat.plan.equality import Equality, measure_equality
 from offbeat.plan.fit import Size, message_sizes
@@ -20,6 +21,7 @@ from offbeat.plan.periodic import PeriodicTrace, periodic
 from offbeat.plan.proxy_model import WIDTHS, ProxyModel, local_optimizer, real_width
 from offbeat.plan.recording import Computed, Event, NullSidecar, RecordingComm, Sent, sent_in
 from offbeat.plan.waitfree_model import NullPart, WaitfreeModel
+from offbeat.server import PushPull
 from offbeat.waitfree.base import Waitfree
 from offbeat.when import Never
 
@@ -203,7 +205,7 @@ def _watch_others(
         if isinstance(part, Exchange):
             part.when = Never()
             part._open()
-    longest = max(part.steps_to_observe() for part in sync.parts)
+    longest = max(map(_steps_to_observe, sync.parts))
     steps: list[list[Event]] = []
     told: list[int] = []
     held = 0.0
@@ -222,6 +224,11 @@ def _watch_others(
     comm.log.take()
     sync.finish()
     return steps, told, _split_finish(comm.log.take())[1], held
+
+
+def _steps_to_observe(part: Part) -> int:
+    """Return how many steps show everything the part ever does; every other push takes the same channel."""
+    return part.warmup + 5 * part.every + part.in_flight if isinstance(part, PushPull) else 0
 
 
 def _split_finish(events: list[Event]) -> tuple[list[Event], list[Event]]:

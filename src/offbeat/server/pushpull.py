@@ -236,9 +236,6 @@ class PushPull(Part):
         if hasattr(self, "_transport"):
             self._transport.abandon()
 
-    def steps_to_observe(self) -> int:
-        return self.warmup + 5 * self.every + self.in_flight  # every other push takes the same channel
-
     def state_dict(self) -> State:
         """Pushes in the air are waited for, and applied: only their order counts. A pull is not."""
         if not self._open:
