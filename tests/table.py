@@ -33,6 +33,8 @@ METHODS = [
     "palsgd(every=4, p=0.5, eta=0.5, lr=0.5, momentum=0.5)",
     "palsgd(every=4, p=0.5, eta=0.5, lr=0.5, momentum=0.5, warmup=3)",
     "palsgd(every=4, p=0.5, eta=0.5, lr=0.5, momentum=0.5, shared=False, seed=1)",
+    "lookahead_diloco(every=4, inner=2, alpha=0.5, lr=0.5, momentum=0.5)",
+    "lookahead_diloco(every=3, inner=2, alpha=0.25, lr=0.5, momentum=0.5, warmup=3)",
     "overlap_local_sgd(every=2, pull=0.5, momentum=0.5)",
     "noloco(every=2, lr=0.5, momentum=0.5)",
     "hierarchical(nodes=2, inner=1, outer=4, update=Outer(SGD(lr=0.5, momentum=0.5)))",
@@ -153,6 +155,13 @@ LAWS = [
         "diloco(every=3, reduce=Quantized(4, least=1))",
         options=FLOATS,
     ),
+    # Slow weights that go all the way, or that never come, leave DiLoCo.
+    Law(
+        "lookahead_diloco(every=4, inner=2, alpha=1.0, lr=0.5, momentum=0.5)",
+        "diloco(every=4, lr=0.5, momentum=0.5)",
+    ),
+    Law("lookahead_diloco(every=3, inner=100)", "diloco(every=3)", options=FLOATS),
+    Law("lookahead_diloco(every=3, warmup=100)", "ddp()", options=FLOATS),
     Law("palsgd(every=3, p=0.0)", "diloco(every=3)", options=FLOATS),
     Law("palsgd(every=3, p=0.0, shared=False)", "diloco(every=3)", options=FLOATS),
     Law("palsgd(every=3, p=0.5, warmup=100)", "ddp()", options=FLOATS),

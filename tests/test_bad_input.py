@@ -327,7 +327,7 @@ def other_checkpoint(comm: offbeat.Communicator, guilty: Sequence[int], change: 
         ({"method": "ddp()"}, "The checkpoint has method ddp(), this run has local_sgd(every=2)."),
         ({"workers": 8}, "The checkpoint has workers 8, this run has 3."),
         ({"rank": 7}, "The checkpoint was written by rank 7, this is rank 1: every rank loads its own."),
-        ({}, "The checkpoint has format None, this run has 1."),
+        ({}, "The checkpoint has format None, this run has 2."),
     ],
 )
 def test_a_checkpoint_that_does_not_fit(pool: Pool, change: dict[str, Any], sentence: str) -> None:
@@ -366,7 +366,7 @@ def test_calls_at_a_bad_moment() -> None:
     with pytest.raises(RuntimeError, match=r"^after_step\(\): call before_step\(\) first\.$"):
         sync.after_step()
     sync.before_step()
-    with pytest.raises(RuntimeError, match=r"^before_step\(\): the step before has not ended"):
+    with pytest.raises(RuntimeError, match=r"^before_step\(\): the previous step has not ended"):
         sync.before_step()
     with pytest.raises(RuntimeError, match=r"^averaged\(\): a step is under way"), sync.averaged():
         pass

@@ -147,6 +147,34 @@ def test_hierarchical_with_a_longer_inner_period() -> None:
     assert walks == [[1, 6, 7, 16, 16], [3, 10, 13, 16, 16], [5, 6, 11, 16, 16], [7, 10, 17, 16, 16]]
 
 
+def test_lookahead_inside_diloco() -> None:
+    # Slow weights φ of rate 1/2 after steps 2, 4, 6, 8; outer rounds of rate 1/2 and momentum 1/2 after 4, 8.
+    # Rank 0: x = 1, 2, so φ = 1; x = 2, 3, so φ = 2. Rank 1: x = 3, 6, so φ = 3; x = 6, 9, so φ = 6.
+    # Round 1: Δ = mean(0 − 2, 0 − 6) = −4, the velocity −4, the step 1/2·(4 + 2) = 3: a = x = φ = 3.
+    # Rank 0: x = 4, 5, so φ = 4; x = 5, 6, so φ = 5. Rank 1: x = 6, 9, so φ = 6; x = 9, 12, so φ = 9.
+    # Round 2: Δ = mean(3 − 5, 3 − 9) = −4, the velocity −6, the step 1/2·(4 + 3) = 3.5: a = 6.5.
+    # Step 9 adds d; the end is the mean of 7.5 and 9.5.
+    method = named("lookahead_diloco(every=4, inner=2, alpha=0.5, lr=0.5, momentum=0.5)")
+    assert walk(method, 9) == [[1, 1, 2, 3, 4, 4, 5, 6.5, 7.5, 8.5], [3, 3, 6, 3, 6, 6, 9, 6.5, 9.5, 8.5]]
+
+
+def test_an_anchor_of_few_workers_follows_a_landing_of_more() -> None:
+    # Pairs step their anchor by half of their mean displacement after steps 1 and 3; all average after 2.
+    # Step 1: x = 1, 3, 5, 7. Pairs: 2 and 6, halved: 1 and 3. Step 2: 2, 4, 8, 10, the mean 6, and both
+    # anchors with it. Step 3: 7, 9, 11, 13. Pairs: 6 + 1/2·2 = 7 and 6 + 1/2·6 = 9. The end is their mean.
+    def build(model: nn.Module, optimizer: torch.optim.Optimizer, comm: offbeat.Communicator) -> Synchronizer:
+        pairs = Exchange(
+            params(model),
+            when=Every(2, offset=1),
+            among=offbeat.Subgroups(2, comm),
+            update=offbeat.Outer(offbeat.SGD(0.5)),
+        )
+        return Synchronizer(optimizer, [pairs, Exchange(params(model), when=Every(2), among=comm)])
+
+    first, second = [1, 6, 7, 8], [3, 6, 9, 8]
+    assert walk(build, 3, workers=4) == [first, first, second, second]
+
+
 def test_post_local_across_the_switch() -> None:
     # Three steps with the mean gradient 2: 2, 4, 6 on both. Then alone, averaged at 3 + 2 = 5:
     # 7 and 9, then 8 and 12 → 10. Step 6: 11 and 13; step 7: 12 and 16 → 14. Step 8: 15 and 17, the end 16.

@@ -291,7 +291,7 @@ def test_the_last_act_of_eager_counts_in_the_totals() -> None:
         opt = torch.optim.SGD(net.parameters(), lr=0.1)
         sync = offbeat.eager_diloco(net, opt, every=2, lr=1.0, momentum=0.0, group=comm)
         for _ in range(3):
-            net(torch.ones(1, 100)).sum().backward()
+            net(torch.full((1, 100), 0.1 * (1 + comm.rank))).sum().backward()
             sync.step()
         before = sync.totals.bytes_sent
         sync.finish()

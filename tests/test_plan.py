@@ -33,10 +33,13 @@ def simulated(expression: str, job: Job, cluster: Cluster) -> tuple[float, int, 
 
     def worker(comm: Communicator) -> tuple[float, int, int]:
         model = ProxyModel(job, WIDTH)
+        draws = torch.Generator().manual_seed(comm.rank)  # equal workers would spare the last mean
         optimizer = local_optimizer(job, model)
         sync = offbeat.method(expression)(model, optimizer, group=comm)
         for step in range(job.steps):
             optimizer.param_groups[0]["lr"] = job.rate(step)
+            for p in model.parameters():
+                p.grad = torch.randn(p.shape, generator=draws)
             sync.observe(1.0)
             sync.step()
         sync.finish()

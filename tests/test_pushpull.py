@@ -13,8 +13,6 @@ import numpy as np
 import pytest
 import torch
 from conftest import Pool
-from offbeat.comm.communicator.lookout import Lookout
-from offbeat.comm.communicator.store import Bulletin
 from problems import Dyadic, data, optimizer_for, same, snapshot, train
 from sentences import says
 from torch import Tensor, nn
@@ -22,6 +20,8 @@ from torch.distributed import HashStore
 
 import offbeat
 from offbeat import GLU, Communicator, Compensated, LocalStep, Network, PushPull, Solo, simulate
+from offbeat.comm.lookout import Lookout
+from offbeat.comm.store import Bulletin
 from offbeat.server.stability import stable_product
 
 
@@ -82,7 +82,7 @@ def test_a_trace_worked_by_hand() -> None:
             assert part.replica.base.flats[0].tolist() == [[base0] * 2, [base1] * 2][comm.rank]
             assert model.parts[0].tolist() == part.replica.base.flats[0].tolist()
             assert part.replica.pulled[0].tolist() == [pulled] * 2
-            assert part.replica.pace == [pace]
+            assert part.replica.lr_sum == [pace]
             assert part.shard.weights[0].tolist() == [served]
             (state,) = part.shard.optimizer.state.values()
             assert state["momentum_buffer"].tolist() == [momentum]
@@ -471,7 +471,7 @@ def test_a_slow_network_holds_the_worker_back(in_flight: int) -> None:
     assert ends == pytest.approx(expected, rel=1e-2)  # and the header, 0.4 % of a message
 
 
-def test_averaged_needs_no_message_while_a_pull_is_in_the_air() -> None:
+def test_averaged_asks_the_server_only_without_a_pull_in_the_air() -> None:
     def worker(comm: Communicator) -> None:
         meter = offbeat.Metered(comm)
         model = Vector(4)
@@ -484,12 +484,13 @@ def test_averaged_needs_no_message_while_a_pull_is_in_the_air() -> None:
             sync.step()
             before = snapshot(model)
             part.slots.drain()
-            sent = meter.sent
+            sent, carried = meter.sent, part._transport.sent
             with sync.averaged():
                 assert live(model).tolist() == [-1.0 * step] * 4
             assert same(snapshot(model), before)
-            seen.append(meter.sent - sent)
-        assert seen == [0, 64, 0, 64, 0, 64]  # the header; the task queue's pull has a road of its own
+            assert meter.sent - sent == 128  # a header and the checksums
+            seen.append(part._transport.sent - carried)
+        assert seen == [0, 8, 0, 8, 0, 8]  # half of the weights, to the other worker
         assert sync.totals.bytes_sent > 0
 
     simulate(worker, 2)

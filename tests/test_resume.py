@@ -118,7 +118,7 @@ def load(comm: offbeat.Communicator, expression: str, change: dict[str, Any]) ->
     [
         ({"method": "ddp()"}, r"The checkpoint has method ddp\(\), this run has local_sgd\(every=3\)."),
         ({"workers": 8}, "The checkpoint has workers 8, this run has 2."),
-        ({"format": 0}, "The checkpoint has format 0, this run has 1."),
+        ({"format": 0}, "The checkpoint has format 0, this run has 2."),
         ({"rank": 5}, "The checkpoint was written by rank 5, this is rank [01]: every rank loads its own."),
     ],
 )

@@ -6,6 +6,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -485,9 +486,12 @@ def test_bytes_are_those_of_the_groups() -> None:
     assert offbeat.simulate(worker, 4) == [[4 * 1010] * 3] * 4
 
 
-@pytest.mark.parametrize("expression", ["wagma(group_size=2, every=2)", "eager_sgd(every=2)"])
-def test_the_totals_have_what_is_said_beside_the_rounds(expression: str) -> None:
-    """Eight numbers for each of the others: the roll, twice, and one word before the threads end."""
+@pytest.mark.parametrize(
+    ("expression", "check"), [("wagma(group_size=2, every=2)", 192), ("eager_sgd(every=2)", 0)]
+)
+def test_the_totals_include_messages_outside_the_rounds(expression: str, check: int) -> None:
+    """Eight numbers for each of the others: the roll, twice, and one word before the threads end. The first
+    global round of `wagma` also compares checksums."""
 
     def worker(comm: offbeat.Communicator) -> None:
         model = Transport()
@@ -499,11 +503,11 @@ def test_the_totals_have_what_is_said_beside_the_rounds(expression: str) -> None
             sync.step()
             reported = sum(report.bytes_sent for report in sync.reports)
             rolls.append(sync.totals.bytes_sent - started - reported)
-        assert rolls == [0, 192, 192, 384, 384]
+        assert rolls == [0, 192 + check, 192 + check, 384 + check, 384 + check]
         before = sync.totals.bytes_sent
         sync.finish()
-        meeting, mean = 192, 12
-        assert sync.totals.bytes_sent - before == meeting + 192 + mean
+        meeting, checksums = 192, 192  # the workers are equal
+        assert sync.totals.bytes_sent - before == meeting + 192 + checksums
         assert sync.totals.bytes_received == sync.totals.bytes_sent
 
     offbeat.simulate(worker, 4)
@@ -794,11 +798,29 @@ GLOBAL: dict[str, tuple[bool, Callable[[nn.Module, offbeat.Communicator], Exchan
     "skip": (False, lambda m, c: Exchange(params(m), when=Every(2, skip=4), among=c)),
     "unknown": (False, lambda m, c: Exchange(params(m), when=QSR(alpha=0.5, base=4), among=c)),
     "delay": (False, lambda m, c: Exchange(params(m), when=Every(4), among=c, update=Correct(), delay=1)),
-    "keep": (False, lambda m, c: Exchange(params(m), when=Every(4), among=c, update=Replace(0.5))),
     "groups": (False, lambda m, c: Exchange(params(m), when=Every(4), among=Subgroups(2, c))),
     "some": (False, lambda m, c: Exchange(params(m, only=["x"]), when=Every(4), among=c)),
     "gradients": (False, lambda m, c: Exchange(grads(m), when=Every(4), among=c)),
 }
+
+
+def test_global_rounds_that_leave_the_workers_different_are_refused() -> None:
+    """The first one is measured, since nothing else tells what an update does."""
+
+    def worker(comm: offbeat.Communicator) -> None:
+        model, optimizer = line()
+        exchange = Exchange(params(model), when=Every(4), among=World(comm), update=Replace(0.5))
+        sync = Synchronizer(optimizer, [exchange, GroupAverage(exchange)])
+        sentence = (
+            f"GroupAverage({exchange!r}): after every so many steps this exchange must leave the same "
+            "weights on all workers, as Exchange(params(model), when=Every(10)) does."
+        )
+        for step in range(1, 5):
+            model.x.grad = torch.full_like(model.x, float(comm.rank))
+            with says(ValueError, sentence) if step == 4 else nullcontext():
+                sync.step()
+
+    offbeat.simulate(worker, 4)
 
 
 @pytest.mark.parametrize("kind", GLOBAL)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from torch import Tensor
+
 State = dict[str, Any]
 """What a value remembers between rounds: tensors, numbers and strings, owned and saved by its exchange."""
 
@@ -28,6 +30,7 @@ class Clock:
     loss: float | None = None
     round_lr: float | None = None
     origin: int = 0
+    observed: tuple[float | Tensor, ...] = ()  # losses of the coming step, told by the caller
 
     @property
     def absolute(self) -> int:

@@ -1,4 +1,4 @@
-"""Does a checkpoint belong to this run? Every worker raises if one of them has the wrong one."""
+"""Check that a checkpoint belongs to this run. Every worker raises if one of them has a wrong one."""
 
 from __future__ import annotations
 
@@ -14,43 +14,37 @@ from offbeat.base.clock import State
 from offbeat.base.errors import CheckpointMismatch, Disagreement
 from offbeat.base.tensors import trainable
 from offbeat.comm.communicator import Communicator
-from offbeat.engine import handshake as agreement
+from offbeat.engine.weights import checksum
 
-FORMAT = 1
-OWN = "shard"  # what stands under this key in a part's state may differ in shape from rank to rank
-_SHARED = (
-    "planned",
-    "round",
-    "began",
-    "in_air",
-    "step",
-)  # numbers that are equal on all ranks
+FORMAT = 2
+OWN = "shard"  # entries under this key of a part's state may have other shapes on other ranks
+_SHARED = ("planned", "round", "began", "in_air", "step")  # numbers that are equal on all ranks
 
 
 def origin(method: str, comm: Communicator) -> State:
-    """What a checkpoint says of the run it was taken from."""
+    """Return what a checkpoint records about its run."""
     return {"format": FORMAT, "method": method, "workers": comm.size, "rank": comm.rank}
 
 
 def identity(method: str, nonce: int, model: nn.Module) -> int:
-    """A number for a run, the same on all ranks, which have rank 0's weights at the start."""
-    return _number(f"{method} {nonce} {checksum(model)}")
+    """Return a number for a run. It is the same on all ranks, which start with rank 0's weights."""
+    return _number(f"{method} {nonce} {weights_checksum(model)}")
 
 
-def checksum(model: nn.Module) -> int:
-    """Of this rank's trainable weights."""
-    return _number(" ".join(str(agreement.checksum(p)) for p in trainable(model).values()))
+def weights_checksum(model: nn.Module) -> int:
+    """Return the checksum of this rank's trainable weights."""
+    return checksum(list(trainable(model).values()))
 
 
 def check_origin(state: State, method: str, model: nn.Module, comm: Communicator) -> bool:
-    """The checkpoint is of this method, rank and number of workers, and of one run and step everywhere.
+    """Raise unless all ranks load checkpoints of this method and of one run and step.
 
-    Returns whether the weights saved with it are in the model, on all ranks.
+    Return whether the model holds the weights saved with them, on all ranks.
     """
     mismatch = _mismatch(state, origin(method, comm))
     mine = [-1, 0, 0, 0]
     if not mismatch:
-        loaded = state["weights"] in (None, checksum(model))
+        loaded = state["weights"] in (None, weights_checksum(model))
         mine = [state["steps"], state["run"], _number("\n".join(_outline(state["parts"]))), int(loaded)]
     heard = [word[:4] for word in comm.tell(mine).wait()]
     if mismatch:
@@ -79,8 +73,8 @@ def check_origin(state: State, method: str, model: nn.Module, comm: Communicator
 
 
 def check_weights(expected: int, model: nn.Module, comm: Communicator) -> None:
-    """The weights saved with the checkpoint are in the model by now, on all ranks."""
-    heard = comm.tell([int(expected in (None, checksum(model)))]).wait()
+    """Raise unless the model holds the weights saved with the checkpoint, on all ranks."""
+    heard = comm.tell([int(expected in (None, weights_checksum(model)))]).wait()
     if wrong := [rank for rank, word in enumerate(heard) if not word[0]]:
         raise CheckpointMismatch(
             f"The weights of rank {', '.join(map(str, wrong))} are not those saved with the checkpoint: "
@@ -89,7 +83,7 @@ def check_weights(expected: int, model: nn.Module, comm: Communicator) -> None:
 
 
 def _odd_one(values: Sequence[int]) -> tuple[int, int] | None:
-    """The first rank whose value most others do not have, and the first that has theirs."""
+    """Return the first rank with an unusual value and the first with the usual one, if they differ."""
     usual = Counter(values).most_common(1)[0][0]
     for rank, value in enumerate(values):
         if value != usual:
@@ -98,7 +92,7 @@ def _odd_one(values: Sequence[int]) -> tuple[int, int] | None:
 
 
 def _outline(value: Any, name: object = "") -> Iterator[str]:
-    """What is equal on all ranks in the state of a part: keys, shapes, rounds; not what a rank measured."""
+    """Yield what must be equal on all ranks in the state of a part: keys, shapes and rounds."""
     if torch.is_tensor(value):
         yield f"{name} {value.dtype} {list(value.shape)}"
     elif isinstance(value, dict):
@@ -113,7 +107,7 @@ def _outline(value: Any, name: object = "") -> Iterator[str]:
 
 
 def _number(text: str) -> int:
-    """A digest that fits into a word."""
+    """Return a digest of 64 bits."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
 
 
@@ -130,7 +124,7 @@ def _mismatch(state: State, ours: State) -> str | None:
 
 
 def copied(value: Any) -> Any:
-    """A deep copy of tensors in dicts and lists."""
+    """Return a deep copy of tensors in dicts and lists."""
     if torch.is_tensor(value):
         return value.clone()
     if isinstance(value, dict):

@@ -14,12 +14,12 @@ def check_update(update: Update | None, delay: Delay, live: Live, peers: Peers) 
     if update is not None and not isinstance(update, Update):
         raise TypeError(f"update={update!r}: an update is needed, such as Replace() or Outer(SGD(lr=0.7)).")
     update = Replace() if update is None else update
-    if update.shares_anchor and not peers.fixed:
+    if update.anchors == "shared" and not peers.fixed:
         raise ValueError(
             f"update={update!r} with among={peers!r}: the workers of a round must have the same anchor, but "
             "the groups change; use Gossip(SGD(lr=0.7)), whose anchors may differ, or Subgroups(...)."
         )
-    if live.early and update.anchored:
+    if live.early and update.anchors != "none":
         raise ValueError(
             f"update={update!r} with {live!r}: it needs an anchor, which gradients do not have; use "
             "Replace() or Correct(), or params(model)."
@@ -44,7 +44,7 @@ def check_reducer(reduce: Reducer | None, update: Update, live: Live) -> Reducer
         return chosen
     if not chosen.agrees:
         raise ValueError(f"reduce={chosen!r}: every worker gets its own result, so it is for grads(model).")
-    if chosen.lossy and update.sends_weights:
+    if chosen.lossy and update.anchors != "shared":
         raise ValueError(
             f"reduce={chosen!r} with update={update!r}: the weights themselves would be rounded; send the "
             "difference from an anchor, with update=Outer(SGD(lr=1)), which also averages."

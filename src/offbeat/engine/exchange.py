@@ -21,12 +21,13 @@ from offbeat.engine.composition import check_drift, check_reducer, check_update
 from offbeat.engine.extras import BufferRule, MomentRule
 from offbeat.engine.handshake import ROUND, compare_headers, header
 from offbeat.engine.optimizers import mark, rates
-from offbeat.engine.part import Part
+from offbeat.engine.part import Landing, Part
 from offbeat.engine.payload import Payload
 from offbeat.engine.report import Ledger, Report, naming
 from offbeat.engine.rhythm import Delay, Rhythm
 from offbeat.engine.round import Round, profiled
 from offbeat.reduce import Mean, Reducer
+from offbeat.update.anchor import Anchor
 from offbeat.update.update import Replace, Update
 from offbeat.when import Schedule
 
@@ -97,6 +98,8 @@ class Exchange(Part):
             self._ledger.observe(loss)
 
     def plan(self, clock: Clock) -> None:
+        for loss in clock.observed:
+            self.observe(loss)
         rhythm = self.rhythm
         if rhythm.planned is None:
             self._ledger.flush_reports(wait=bool(self.when.needs))
@@ -124,9 +127,12 @@ class Exchange(Part):
             self.tick(replace(clock, step=clock.step + 1))
         return True
 
-    def after(self, clock: Clock) -> None:
-        if not self.live.early:
-            self.tick(clock)
+    def after(self, clock: Clock) -> Landing | None:
+        if self.live.early:
+            return None
+        self.tick(clock)
+        landed = self._landed_at == clock.step
+        return Landing(frozenset(self.live.names), self._last_peers.size) if landed else None
 
     def tick(self, clock: Clock) -> None:
         """Do what the rhythm says for this step: land, advance, begin, and land at once without a delay."""
@@ -217,63 +223,53 @@ class Exchange(Part):
     def flush_reports(self, *, wait: bool) -> None:
         self._ledger.flush_reports(wait=wait)
 
-    def shared_gradient(self, step: int) -> bool:
-        return self.live.early and self._landed_at == step and self._equalizes
-
-    def made_equal(self, step: int) -> bool:
-        return not self.live.early and self._landed_at == step and self._equalizes
-
-    @property
-    def _equalizes(self) -> bool:
-        """Whether the last landing left the same in all these tensors and buffers of all workers."""
-        whole = self.live.only is None and self.payload.buffers.equalizes
-        return whole and self._everywhere and self.delay == 0 and self.update.equalizes and self.reduce.agrees
-
-    @property
-    def _everywhere(self) -> bool:
-        """Whether the last round was held among everyone."""
-        return self._last_peers.size == self.peers.everyone.size
-
     @property
     def _last_peers(self) -> Communicator:
         """Those of the last round that began; before the first round, those of the first."""
         return self.peers.at(max(self.rhythm.round - 1, 0))
 
     @torch.no_grad()
-    def shown(self) -> tuple[dict[str, Tensor], bool]:
+    def shown(self) -> dict[str, Tensor]:
         live, own, state = self.live.tensors, self.payload.own, self._states["update"]
         shown = None if self.live.early else self.update.shown(live(), own, state)
-        if shown is None:
-            return {}, True
-        tensors, agreed = shown
-        return dict(zip(self.live.names, tensors, strict=True)), agreed and self._everywhere
+        return {} if shown is None else dict(zip(self.live.names, shown, strict=True))
 
     @torch.no_grad()
-    def flush(self, clock: Clock) -> bool:
-        landed = self._round is not None
-        if landed:
+    def flush(self, clock: Clock) -> None:
+        if self._round is not None:
             self.snapshot_rates()
             # No step is left for gradients in the air: only the extras are applied.
             with self.live.aside() if isinstance(self.live, Gradients) else nullcontext():
                 self.land(clock)
         self._ledger.flush_reports(wait=True)
-        closed = not self.live.early and self._close(clock)
-        return landed or closed
+        if not self.live.early:
+            self._close(clock)
 
-    def _close(self, clock: Clock) -> bool:
+    def _close(self, clock: Clock) -> None:
         """The update's last act, which is a round if it sends something."""
         comm = Metered(self._last_peers)
         began = comm.now()
-        closed = self.update.close(self.live.tensors(), self.payload.own, comm, self._states["update"])
+        self.update.close(self.live.tensors(), self.payload.own, comm, self._states["update"])
         if comm.sent:
             clock = replace(clock, round=self.rhythm.round)
             self._ledger.emit(Report.blocking(clock, comm, began, clock.step - self.rhythm.began))
-        return closed
+
+    @property
+    def anchor(self) -> Anchor | None:
+        """The weights that workers set out from; None without an anchor, or before the first period."""
+        flats = self._states["update"].get("anchor")
+        return None if flats is None else Anchor(self.payload.own.over(flats), self._sharing)
+
+    @property
+    def _sharing(self) -> int:
+        """The number of workers with the same anchor."""
+        return self._last_peers.size if self.update.anchors == "shared" else 1
 
     @torch.no_grad()
-    def follow(self) -> None:
-        if not self.live.early:
-            self.update.follow(self.live.tensors(), self.payload.own, self._states["update"])
+    def follow(self, landing: Landing) -> None:
+        """A message in the air still belongs to the old anchor, which then stays."""
+        if self._sharing < landing.workers and self._round is None and self.anchor is not None:
+            self.anchor.follow(self.live.tensors(), landing.names)
 
     def state_dict(self) -> State:
         air = None if self._round is None else self._round.state_dict()  # first: arrivals change states

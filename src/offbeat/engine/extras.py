@@ -43,11 +43,6 @@ class Buffers:
         kinds = {"average": False, "follow": None}
         return self._present(smooth=kinds[self.rule]) if self.rule in kinds else {}
 
-    @property
-    def equalizes(self) -> bool:
-        """Whether a round leaves the floating buffers equal on all workers."""
-        return self.rule != "keep" or not self._present(smooth=True)
-
     def follow(self, comm: Communicator) -> Pending[list[Tensor]] | None:
         """Send rank 0's values, one message per dtype and device. None if there are none."""
         mine = list(self.followed().values())

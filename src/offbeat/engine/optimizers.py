@@ -1,13 +1,12 @@
-"""The user's optimizers: do they fit the model, which rate do they use, and how to hold them still."""
+"""The user's optimizers: checks, learning rates, and steps that are scaled or replaced."""
 
 from __future__ import annotations
 
 import math
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -15,8 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 
-def listed(optimizer: Optimizer | Sequence[Optimizer]) -> list[Optimizer]:
-    """One optimizer or several, as a list."""
+def as_list(optimizer: Optimizer | Sequence[Optimizer]) -> list[Optimizer]:
+    """Return one optimizer or several as a list."""
     if isinstance(optimizer, Optimizer):
         return [optimizer]
     if not isinstance(optimizer, Sequence):
@@ -25,7 +24,7 @@ def listed(optimizer: Optimizer | Sequence[Optimizer]) -> list[Optimizer]:
 
 
 def check_fit(optimizers: Sequence[Optimizer], model: nn.Module) -> None:
-    """Refuse what cannot work, before anything is sent."""
+    """Raise if the optimizers cannot train this model."""
     if not optimizers:
         raise ValueError("optimizer=[]: at least one optimizer is needed.")
     for optimizer in optimizers:
@@ -47,7 +46,7 @@ def check_fit(optimizers: Sequence[Optimizer], model: nn.Module) -> None:
 
 
 def learning_rate(optimizers: Sequence[Optimizer]) -> float:
-    """That of the first group of the first optimizer."""
+    """Return the rate of the first group of the first optimizer."""
     lr = float(optimizers[0].param_groups[0]["lr"])
     if not math.isfinite(lr):
         raise ValueError(f"The learning rate is {lr}: it must be a finite number; look at its scheduler.")
@@ -55,15 +54,17 @@ def learning_rate(optimizers: Sequence[Optimizer]) -> float:
 
 
 def mark(optimizers: Sequence[Optimizer]) -> int:
-    """A number that tells the learning rates of all groups apart."""
+    """Return a digest of the learning rates of all groups."""
     return zlib.crc32(repr(group_rates(optimizers)).encode())
 
 
 def rates(
     parameters: Sequence[Tensor], optimizers: Sequence[Optimizer], given: Sequence[float] | None = None
 ) -> tuple[float, ...]:
-    """The learning rate of each parameter's own group, as it is now or was `given` for each group; 0 for a
-    parameter that no optimizer holds."""
+    """Return the learning rate of each parameter; 0 for one that no optimizer holds.
+
+    `given` are the rates of the groups; without it, they are read now.
+    """
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     now = group_rates(optimizers) if given is None else given
     own = {id(p): lr for group, lr in zip(groups, now, strict=True) for p in group["params"]}
@@ -71,20 +72,20 @@ def rates(
 
 
 def group_rates(optimizers: Sequence[Optimizer]) -> list[float]:
-    """The learning rate of every parameter group."""
+    """Return the learning rate of every parameter group."""
     return [float(group["lr"]) for optimizer in optimizers for group in optimizer.param_groups]
 
 
 @contextmanager
 def scaled_steps(optimizer: Optimizer, divisor: float) -> Iterator[None]:
-    """Inside, the optimizer divides its rates by a number during its own steps, and only there.
+    """Divide the optimizer's rates by a number during its own steps.
 
-    Anything else, such as a scheduler that multiplies the rate it finds, sees the rates of the user.
+    Anything else, such as a scheduler that multiplies the current rate, sees the user's rates.
     """
-    own: list[tuple[dict[str, Any], Any]] = []  # groups and the rates to be given back
+    own: list[tuple[dict[str, Any], Any]] = []  # groups and the user's rates
 
     def scale(*_: object) -> None:
-        restore()  # a step that failed half-way may have left them scaled
+        restore()  # a step that failed may have left scaled rates
         for group in optimizer.param_groups:
             own.append((group, group["lr"]))
             group["lr"] = group["lr"] / divisor
@@ -104,21 +105,28 @@ def scaled_steps(optimizer: Optimizer, divisor: float) -> Iterator[None]:
 
 
 @contextmanager
-def held_still(optimizers: Sequence[Optimizer], told: Callable[[Optimizer], None]) -> Iterator[None]:
-    """Inside, the optimizers do not step: a part does, which is told when they should have."""
-    with ExitStack() as stack:
-        for optimizer in optimizers:
-            stack.enter_context(patch.object(optimizer, "step", _pretend(optimizer, told)))
+def replaced_steps(optimizers: Sequence[Optimizer], instead: Callable[[Optimizer], None]) -> Iterator[None]:
+    """Call `instead(optimizer)` wherever an optimizer would step."""
+    before = [vars(optimizer).get("step") for optimizer in optimizers]  # set where a scheduler wraps the step
+    for optimizer in optimizers:
+        vars(optimizer)["step"] = _replacement(optimizer, instead)
+    try:
         yield
+    finally:
+        for optimizer, step in zip(optimizers, before, strict=True):
+            if step is None:
+                del vars(optimizer)["step"]
+            else:
+                vars(optimizer)["step"] = step
 
 
-def _pretend(optimizer: Optimizer, told: Callable[[Optimizer], None]) -> Callable[..., Any]:
+def _replacement(optimizer: Optimizer, instead: Callable[[Optimizer], None]) -> Callable[..., Any]:
     def step(closure: Callable[[], Any] | None = None) -> Any:
-        vars(optimizer)["_opt_called"] = True  # or else a learning-rate scheduler warns that nobody stepped
+        vars(optimizer)["_opt_called"] = True  # or a learning-rate scheduler warns that there was no step
         with torch.enable_grad():
             loss = None if closure is None else closure()
-        told(optimizer)
+        instead(optimizer)
         return loss
 
-    vars(step)["_wrapped_by_lr_sched"] = True  # or else one that steps inside `local` warns, too
+    vars(step)["_wrapped_by_lr_sched"] = True  # or a scheduler that steps inside `local` warns as well
     return step

@@ -1,8 +1,9 @@
-"""What a method is made of."""
+"""The parts that a method is made of."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -11,7 +12,16 @@ from offbeat.among import Peers
 from offbeat.base.clock import Clock, State
 from offbeat.comm.communicator import Communicator
 from offbeat.comm.departure import Departure
+from offbeat.comm.metered import Metered
 from offbeat.engine.report import Report
+
+
+@dataclass(frozen=True)
+class Landing:
+    """New values of the parameters of these names, on so many workers together."""
+
+    names: Collection[str]
+    workers: float
 
 
 class Part:
@@ -19,79 +29,58 @@ class Part:
 
     model: nn.Module
     peers: Peers
-    follows: Part | None = None  # the part it relies on, which must stand directly before it in the list
+    follows: Part | None = None  # the part that must stand directly before it in the list
+    outside: Metered | None = None  # carries messages that no report covers; their bytes go into the totals
+    saved_every: int = 1  # its state can be saved after every so many steps
 
     def bind(self, index: int, optimizers: Sequence[Optimizer], report: Callable[[Report], None]) -> None:
-        """Learn the place in the list, the optimizers, and where reports go."""
+        """Receive the place in the list, the optimizers, and the function that takes reports."""
 
     def communicators(self) -> list[Communicator]:
-        """All it ever talks to."""
+        """Return every communicator it uses. Connects them at the first call."""
         return [self.peers.everyone]
-
-    def observe(self, loss: float | Tensor) -> None:
-        """The loss of the coming iteration."""
 
     def plan(self, clock: Clock) -> None:
         """An iteration begins, with a gradient or without."""
 
     def before(self, clock: Clock) -> bool:
-        """Gradients are ready. False: this part makes the step, not the optimizer."""
+        """Gradients are ready. Return False if this part makes the step in place of the optimizer."""
         return True
 
     def stepped(self, optimizer: Optimizer) -> None:
-        """In a step that the optimizers do not make, one was told to step, its gradients as they are now."""
+        """The caller has stepped an optimizer that a part replaces. Its gradients are final now."""
 
     def release(self) -> None:
-        """The local step is over, or has failed: undo what was changed for it."""
+        """The local step is over, or has failed: undo temporary changes."""
 
-    def after(self, clock: Clock) -> None:
-        """Parameters have moved."""
+    def after(self, clock: Clock) -> Landing | None:
+        """Parameters have moved. Return what landed, if anything did."""
+        return None
 
     def again(self, clock: Clock) -> bool:
-        """Whether one more iteration without a gradient follows; if so, this part has made its step."""
+        """Return whether one more iteration without a gradient follows. If so, this part has made it."""
         return False
 
-    def shown(self) -> tuple[dict[str, Tensor], bool]:
-        """What `averaged()` shows instead of live parameters, and whether it is the same on all workers."""
-        return {}, True
+    def follow(self, landing: Landing) -> None:
+        """Another part landed among more workers than share this part's anchor: move the anchor there."""
 
-    def flush(self, clock: Clock) -> bool:
-        """The run ends: land what is in the air; whether anything was changed."""
-        return False
+    def shown(self) -> dict[str, Tensor]:
+        """Return what `averaged()` shows in place of live parameters, by name."""
+        return {}
+
+    def flush(self, clock: Clock) -> None:
+        """The run ends: land what is in the air."""
 
     def leave(self, departure: Departure) -> None:
-        """This worker fails: whoever waits for it is told, threads end."""
-        self.peers.everyone.leave(departure)  # and all it was split into
-
-    def follow(self) -> None:
-        """All workers have been given the same weights."""
+        """This worker fails: tell the workers that wait for it, and end threads."""
+        self.peers.everyone.leave(departure)  # and every communicator split from it
 
     def flush_reports(self, *, wait: bool) -> None:
-        """Hand in the reports that are complete; with `wait`, all of them."""
-
-    def unreported(self) -> tuple[int, int]:
-        """Bytes sent and received since the last call that no report will tell of."""
-        return 0, 0
-
-    def shared_gradient(self, step: int) -> bool:
-        """Whether all workers made the step that completed `step` iterations with the same gradient."""
-        return False
-
-    def made_equal(self, step: int) -> bool:
-        """Whether this part left all workers with the same weights and buffers after `step` iterations."""
-        return False
-
-    def steps_to_observe(self) -> int:
-        """How many iterations show all it ever does, to plan the rest by them; 0 if it sends nothing."""
-        return 0
-
-    def savable(self, step: int) -> int:
-        """The first step, from `step` on, after which its state can be saved."""
-        return step
+        """Emit the reports that are complete; with `wait`, all of them."""
 
     def state_dict(self) -> State:
-        """Everything it needs to go on; waits for what is in the air, but does not apply it."""
+        """Return everything it needs to continue. Waits for messages in the air, but does not apply them."""
         return {}
 
     def load_state_dict(self, state: State) -> None:
-        """Go on from there."""
+        """Continue from a saved state."""

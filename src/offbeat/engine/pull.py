@@ -1,4 +1,4 @@
-"""Parts that touch the local step."""
+"""The pull toward an anchor between gradient steps (PALSGD)."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from offbeat.engine.report import Report
 
 
 class PseudoSync(Part):
-    """Now and then, instead of a gradient step, a pull towards the anchor of an exchange (PALSGD).
+    """Pulls the weights toward the anchor of an exchange, at random, between gradient steps (PALSGD).
 
         x ← x − min(1, γ·eta/p)·(x − a)        with probability p, without gradient, data or communication
         gradient steps run with γ/(1 − p)
 
-    It follows a gradient step and counts as an iteration. Draws are a function of `seed` and the iteration,
-    the same on all ranks; with shared=False each rank draws for itself, and pulls do not count as iterations,
-    since ranks would come to rounds at different times. Nothing is drawn or scaled in the first `warmup`
-    iterations. Larger `eta` pulls harder, larger `p` more often and more softly.
+    A pull follows a gradient step and counts as an iteration. Draws depend on `seed` and the iteration, so
+    all ranks draw alike. With shared=False each rank draws for itself; pulls then do not count as iterations,
+    or ranks would reach rounds at different times. The first `warmup` iterations neither draw nor scale. A
+    larger `eta` pulls harder, a larger `p` more often and more softly.
     """
 
     def __init__(
@@ -37,11 +37,15 @@ class PseudoSync(Part):
             raise ValueError(f"{call}: p is the share of pulls: at least 0, below 1.")
         if not eta >= 0:
             raise ValueError(f"{call}: eta must not be negative.")
+        if exchange.update.anchors == "none":
+            raise ValueError(
+                f"{call} after {exchange!r}: the exchange needs an anchor: use update=Outer(SGD(lr=0.7))."
+            )
         self.exchange, self.model, self.peers = exchange, exchange.model, exchange.peers
         self.follows = exchange
         self.p, self.eta, self.warmup, self.seed, self.shared = p, eta, warmup, seed, shared
         self._optimizers: Sequence[Optimizer] = ()
-        self._rates: list[float] = []  # of the parameter groups in the step under way, not scaled
+        self._rates: list[float] = []  # of the parameter groups in the current step, before scaling
         self._scaled = ExitStack()
 
     def __repr__(self) -> str:
@@ -52,7 +56,7 @@ class PseudoSync(Part):
         self._optimizers, self._rates = optimizers, group_rates(optimizers)
 
     def before(self, clock: Clock) -> bool:
-        """Until `release`, the optimizers' own steps run with scaled rates. Schedulers see the user's."""
+        """Scale the rates of the optimizers' own steps until `release`. Schedulers see the user's rates."""
         self._rates = group_rates(self._optimizers)
         if clock.step >= self.warmup:
             for optimizer in self._optimizers:
@@ -78,9 +82,9 @@ class PseudoSync(Part):
 
     @torch.no_grad()
     def _pull(self) -> None:
-        anchors, _ = self.exchange.shown()
-        live = self.exchange.live
-        # Those of the step just made: a scheduler may have moved on inside the local step.
+        anchor, live = self.exchange.anchor, self.exchange.live
+        assert anchor is not None, "the exchange's first period begins before the first pull"
+        # The rates of the step just made: a scheduler may have changed them inside the local step.
         own = rates(live.parameters, self._optimizers, self._rates)
-        for x, a, lr in zip(live.tensors(), anchors.values(), own, strict=True):
+        for x, a, lr in zip(live.tensors(), anchor.views, own, strict=True):
             x.lerp_(a.to(x.device, x.dtype), min(1.0, lr * self.eta / self.p))

@@ -1,11 +1,13 @@
-"""The driver: it stands where the optimizer's step stood."""
+"""The driver, which takes the place of the optimizer's step."""
 
 from __future__ import annotations
 
 import logging
+import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
@@ -19,11 +21,10 @@ from offbeat.comm.metered import Metered
 from offbeat.comm.place import Track
 from offbeat.engine import checkpoint
 from offbeat.engine import handshake as agreement
-from offbeat.engine.extras import floating_buffers
-from offbeat.engine.optimizers import check_fit, held_still, learning_rate, listed, mark
-from offbeat.engine.part import Part
+from offbeat.engine.optimizers import as_list, check_fit, learning_rate, mark, replaced_steps
+from offbeat.engine.part import Landing, Part
 from offbeat.engine.report import Report, Totals
-from offbeat.engine.weights import put_aside, replace_by_mean, take_from_first, write
+from offbeat.engine.weights import average_where_different, preserve, take_from_first, write
 
 logger = logging.getLogger("offbeat")
 
@@ -31,7 +32,7 @@ logger = logging.getLogger("offbeat")
 class Synchronizer:
     """Drives the parts of a method around the local step.
 
-    `steps` counts the iterations completed. `on_report` is called with every `Report`.
+    `steps` is the number of completed iterations. `on_report` is called with every `Report`.
     """
 
     def __init__(
@@ -41,7 +42,7 @@ class Synchronizer:
         *,
         on_report: Callable[[Report], None] | None = None,
     ) -> None:
-        self.optimizers = listed(optimizer)
+        self.optimizers = as_list(optimizer)
         self.parts = list(parts)
         if not self.parts:
             raise ValueError("Synchronizer(optimizer, []): at least one part is needed.")
@@ -58,9 +59,9 @@ class Synchronizer:
         self._comm = Metered(self.parts[0].peers.everyone)
         self._track = Track(self._comm.rank)
         self._agreed = self._started = self._inside_step = self._inside_averaged = False
-        self._lockstep = self._equal = True
-        self._nonce = self._run = 0  # rank 0's, of which nobody else has the same; and that of the whole run
-        self._unseen: int | None = None  # the checksum of weights that the caller has yet to load
+        self._nonce = self._run = 0  # numbers of this construction and of the run, both from rank 0
+        self._unseen: int | None = None  # the checksum of weights that the caller must still load
+        self._losses: list[float | Tensor] = []  # observed since the last step
         self._reports: deque[Report] = deque(maxlen=1000)
         self._totals = Totals()
         self._trained = [
@@ -73,7 +74,7 @@ class Synchronizer:
         return self.method
 
     def agree(self, method: str | None = None) -> None:
-        """Raise on every rank unless all workers have this very method and model. Sends no weights."""
+        """Raise on every rank unless all workers have the same method and model. Sends no weights."""
         if method is not None:
             self.method = agreement.without_addresses(method)
         if not self._agreed:
@@ -82,28 +83,27 @@ class Synchronizer:
             self._nonce = agreement.compare_lines(lines, self._comm, nonce=nonce)
             self._comm.follow(self._track)
             for part in self.parts:
-                part.communicators()  # connects to its peers, while everybody is here
+                part.communicators()  # connects to its peers while all workers are here
             self._agreed = True
 
     def step(self, local: Callable[[], Any] | None = None) -> Any:
-        """One iteration, in place of `optimizer.step()`.
+        """Make one iteration, in place of `optimizer.step()`.
 
-        `local` is what else used to stand there, such as unscaling, clipping, `scaler.step(optimizer)` and
-        `scaler.update()`; it is always called, and its result returned. Without it the optimizers step.
+        `local` does everything that belongs to the step: unscaling, clipping, `scaler.step(optimizer)` and
+        `scaler.update()`. It is always called, and its result is returned. Without it the optimizers step.
         """
         theirs = self._before()
-        with self._failing(), nullcontext() if theirs else held_still(self.optimizers, self._stepped):
+        with self._failing(), nullcontext() if theirs else replaced_steps(self.optimizers, self._stepped):
             result = (local or self._local)()
         self.after_step()
         return result
 
     def observe(self, loss: float | Tensor) -> None:
-        """Tell schedules that decide by it the loss of the coming step."""
-        for part in self.parts:
-            part.observe(loss)
+        """Give the loss of the coming step to schedules that depend on it."""
+        self._losses.append(loss.detach() if isinstance(loss, Tensor) else loss)
 
     def before_step(self) -> bool:
-        """For frameworks that own the step: gradients are ready. False: do not step your optimizer."""
+        """For frameworks that own the step: gradients are ready. If it returns False, do not step."""
         theirs = self._before()
         if not theirs:
             with self._failing():
@@ -112,10 +112,10 @@ class Synchronizer:
         return theirs
 
     def _before(self) -> bool:
-        """An iteration begins; whether the optimizers are to step."""
+        """Begin an iteration. Return whether the optimizers step."""
         self._must_be_open("step()")
         if self._inside_step:
-            raise RuntimeError("before_step(): the step before has not ended: call after_step() first.")
+            raise RuntimeError("before_step(): the previous step has not ended: call after_step() first.")
         with self._failing():
             self._start()
             self._inside_step = True
@@ -123,8 +123,9 @@ class Synchronizer:
             self._comm.computed(self.steps)
             self._lr = learning_rate(self.optimizers)
             self._must_train_the_same()
+            clock, self._losses = replace(self._clock(), observed=tuple(self._losses)), []
             for part in self.parts:
-                part.plan(self._clock())
+                part.plan(clock)
             ready = [part.before(self._clock()) for part in self.parts]
         return all(ready)
 
@@ -137,7 +138,7 @@ class Synchronizer:
             part.release()
         with self._failing():
             self._complete()
-            while self._again():
+            while True in [part.again(self._clock()) for part in self.parts]:
                 for part in self.parts:
                     part.plan(self._clock())
                 self._complete()
@@ -146,35 +147,32 @@ class Synchronizer:
         for part in self.parts:
             part.stepped(optimizer)
 
-    def _again(self) -> bool:
-        answers = [part.again(self._clock()) for part in self.parts]
-        return any(answers)
-
     def _complete(self) -> None:
-        """One more iteration is complete: the parts act on the moved parameters."""
+        """Count one more iteration and let the parts act on the moved parameters."""
         self.steps += 1
         self._track.at(self.steps)
         for part in self.parts:
-            part.after(self._clock())
-        # Equal weights stay equal under equal gradients only while the optimizers' moments never went apart.
-        self._lockstep = self._lockstep and any(part.shared_gradient(self.steps) for part in self.parts)
-        self._equal = self._lockstep or any(part.made_equal(self.steps) for part in self.parts)
+            if landing := part.after(self._clock()):
+                for other in self.parts:
+                    if other is not part:
+                        other.follow(landing)
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
-        """The workers' mean weights and floating buffers in the model, for evaluation; restored on leaving.
+        """Put the workers' consensus into the model, for evaluation, and restore the model on leaving.
 
-        Every rank enters. Messages in the air stay there.
+        The consensus is the anchor where a method has one, and the mean of all other weights and of floating
+        buffers. Every rank enters. Messages in the air stay there.
         """
         if self._inside_averaged:
             raise RuntimeError("averaged(): it is already active.")
         if self._inside_step:
             raise RuntimeError("averaged(): a step is under way: call after_step() first.")
         self._start()
-        with put_aside(self.model):
+        with preserve(self.model):
             self._inside_averaged = True
             try:
-                if not self._equal:
+                if not self.finished:
                     with self._failing(), self._accounted():
                         self._show_consensus()
                 yield
@@ -182,7 +180,7 @@ class Synchronizer:
                 self._inside_averaged = False
 
     def finish(self) -> None:
-        """Land what is in the air and leave every worker with the same weights. Every rank calls it."""
+        """Land messages in the air and leave every worker with the same weights. Every rank calls it."""
         if self.finished:
             return
         self._must_be_open("finish()")
@@ -192,14 +190,13 @@ class Synchronizer:
             self._start()
             with self._accounted():
                 self._meet(agreement.FINISH)
-            landed = [part.flush(self._clock()) for part in self.parts]
-            settled = all(part.made_equal(self.steps) for part in self.parts)
-            with self._accounted():
-                if (any(landed) or not self._equal) and not settled:
-                    replace_by_mean(self.model, self._comm)
             for part in self.parts:
-                part.follow()
-        self._equal = self.finished = True
+                part.flush(self._clock())
+            with self._accounted():
+                average_where_different(self.model, self._comm)
+            for part in self.parts:
+                part.follow(Landing(trainable(self.model), math.inf))
+        self.finished = True
         logger.info("%r finished after %d steps: %s", self, self.steps, self.totals)
 
     def __enter__(self) -> Synchronizer:
@@ -214,15 +211,14 @@ class Synchronizer:
             self._leave(error)
 
     def state_dict(self) -> State:
-        """All the method needs to go on, without the weights; saved per rank, beside model and optimizer.
-
-        Every rank calls it after the same step: it waits for what is in the air.
-        """
+        """Return all the method needs to continue, without the weights. Save it per rank, with model and
+        optimizer. Every rank calls it after the same step: it waits for messages in the air."""
         if self._inside_averaged or self._inside_step:
             raise RuntimeError(
                 "state_dict(): not inside averaged() or a step: the weights are not those to save."
             )
-        first = max(part.savable(self.steps) for part in self.parts)
+        every = math.lcm(*(part.saved_every for part in self.parts))
+        first = -(-self.steps // every) * every
         if first > self.steps:
             raise RuntimeError(
                 f"state_dict(): {self.method} cannot be saved after step {self.steps}, where the workers may "
@@ -235,17 +231,15 @@ class Synchronizer:
             "steps": self.steps,
             "lr": self._lr,
             "started": self._started,
-            "lockstep": self._lockstep,
-            "equal": self._equal,
             "run": self._run,
-            "weights": checkpoint.checksum(self.model) if self._started else None,
+            "weights": checkpoint.weights_checksum(self.model) if self._started else None,
             "parts": parts,
         }
 
     def load_state_dict(self, state: State) -> None:
-        """Go on from a checkpoint; every rank loads its own. Model and optimizer are loaded by the caller.
+        """Continue from a checkpoint. Every rank loads its own; the caller loads model and optimizer.
 
-        Weights other than those saved with it are refused, at the latest when the next step begins.
+        Raises if the weights are not those saved with it, at the latest when the next step begins.
         """
         self._must_be_open("load_state_dict()")
         with self._accounted():
@@ -253,20 +247,19 @@ class Synchronizer:
                 self.agree()
             loaded = checkpoint.check_origin(state, self.method, self.model, self._comm)
         self.steps, self._lr, self._started = state["steps"], state["lr"], state["started"]
-        self._lockstep, self._equal = state["lockstep"], state["equal"]
         self._run, self._unseen = state["run"], None if loaded else state["weights"]
         for part, saved in zip(self.parts, state["parts"], strict=True):
             part.load_state_dict(saved)
 
     @property
     def reports(self) -> list[Report]:
-        """The last 1 000 rounds. Waits for the drift of the last one."""
+        """The reports of the last 1 000 rounds. Waits for the drift of the last one."""
         self._flush_reports()
         return list(self._reports)
 
     @property
     def totals(self) -> Totals:
-        """What the run has cost so far, on this worker."""
+        """The cost of the run so far, on this worker."""
         self._flush_reports()
         return self._totals
 
@@ -279,7 +272,7 @@ class Synchronizer:
         return None
 
     def _start(self) -> None:
-        """Once: make sure all workers mean the same, and give them rank 0's weights and buffers."""
+        """Once: check that all workers agree, and give them rank 0's weights and buffers."""
         if self._unseen is not None:
             with self._accounted():
                 checkpoint.check_weights(self._unseen, self.model, self._comm)
@@ -294,39 +287,39 @@ class Synchronizer:
         logger.info("%r on %d workers starts at step %d", self, self._comm.size, self.steps)
 
     def _meet(self, kind: int) -> None:
-        """All workers are at the same place, or all raise."""
+        """Raise on every rank unless all workers are at the same place."""
         self._track.meet(agreement.name(kind), self.steps)
         where = agreement.header(kind, 0, self._clock(), mark(self.optimizers), self._comm.rank)
         talks = {id(comm): Metered(comm) for part in self.parts for comm in part.communicators()}
-        # On all of them at once: a worker that is elsewhere waits for us on one.
+        # On all communicators at once: a worker that is elsewhere waits on one of them.
         for message in [comm.tell(where) for comm in talks.values()]:
             agreement.compare_headers(message.wait())
         self._track.met()
-        self._comm.sent += sum(comm.sent for comm in talks.values())
-        self._comm.received += sum(comm.received for comm in talks.values())
+        for comm in talks.values():
+            self._count(comm)
 
     def _show_consensus(self) -> None:
-        """Anchors where a method has them, the mean of everything else."""
-        agreed: set[str] = set()
-        for tensors, everywhere in [part.shown() for part in self.parts]:
+        """Write anchors where a method has them, and the mean of everything else."""
+        self._meet(agreement.AVERAGED)
+        for tensors in [part.shown() for part in self.parts]:  # read all before writing any
             write(self.model, tensors)
-            agreed = agreed | set(tensors) if everywhere else agreed - set(tensors)
-        if agreed != set(trainable(self.model)) or floating_buffers(self.model):
-            self._meet(agreement.AVERAGED)
-            replace_by_mean(self.model, self._comm, but=agreed)
+        average_where_different(self.model, self._comm)
 
     @contextmanager
     def _accounted(self) -> Iterator[None]:
-        """What the synchronizer itself sends inside, and the time it takes, belong to the totals."""
+        """Add the bytes and seconds of the synchronizer's own messages to the totals."""
         start = self._comm.now()
         try:
             yield
         finally:
-            self._totals.bytes_sent += self._comm.sent
-            self._totals.bytes_received += self._comm.received
+            self._count(self._comm)
             self._totals.seconds_waited += self._comm.now() - start
             self._totals.seconds_in_air += self._comm.now() - start
-            self._comm.sent = self._comm.received = 0
+
+    def _count(self, comm: Metered) -> None:
+        self._totals.bytes_sent += comm.sent
+        self._totals.bytes_received += comm.received
+        comm.sent = comm.received = 0
 
     def _take(self, report: Report) -> None:
         self._reports.append(report)
@@ -338,9 +331,8 @@ class Synchronizer:
     def _flush_reports(self) -> None:
         for part in self.parts:
             part.flush_reports(wait=True)
-            sent, received = part.unreported()
-            self._totals.bytes_sent += sent
-            self._totals.bytes_received += received
+            if part.outside is not None:
+                self._count(part.outside)
 
     def _must_train_the_same(self) -> None:
         for name, parameter, before in self._trained:
@@ -364,7 +356,7 @@ class Synchronizer:
 
     @contextmanager
     def _failing(self) -> Iterator[None]:
-        """An error inside is one this rank goes down with: others are told, what was changed is undone."""
+        """On an error inside, undo temporary changes and tell the other workers that this one leaves."""
         try:
             yield
         except BaseException as error:
@@ -375,7 +367,7 @@ class Synchronizer:
 
 
 def _check_order(parts: Sequence[Part]) -> None:
-    """Parts that rely on another stand directly after it."""
+    """Raise unless parts that rely on another stand directly after it."""
     for before, part in zip([None, *parts], parts, strict=False):
         if part.follows is not None and part.follows is not before:
             name, other = type(part).__name__, type(part.follows).__name__

@@ -1,8 +1,8 @@
-"""All weights of a model at once: given out by rank 0, averaged, or put aside for a while."""
+"""Operations on all weights of a model at once."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -13,48 +13,78 @@ from offbeat.base.tensors import local, trainable
 from offbeat.comm.communicator import Communicator
 from offbeat.engine.extras import floating_buffers
 
-
-def _all(model: nn.Module) -> list[Tensor]:
-    """Trainable parameters and every buffer."""
-    return [*map(local, trainable(model).values()), *map(local, model.buffers())]
-
-
-def _packed(tensors: list[Tensor]) -> Packed:
-    packed = Packed.like({str(i): tensor for i, tensor in enumerate(tensors)})
-    packed.read(tensors)
-    return packed
+_PIECE = 2**15  # values per pass of a checksum: few enough to stay in the cache
+_MIX, _NEXT = -7046029254386353131, 6364136223846793005  # odd, so that multiplying by them loses no bit
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @torch.no_grad()
 def take_from_first(model: nn.Module, comm: Communicator) -> None:
-    """Rank 0's weights and buffers, on every rank."""
+    """Copy rank 0's weights and buffers to every rank."""
     tensors = _all(model)
-    packed = _packed(tensors)
+    packed = _pack(tensors)
     comm.broadcast(packed.flats).wait()
     packed.write(tensors)
 
 
+def average_where_different(model: nn.Module, comm: Communicator) -> None:
+    """Average the weights if they differ between workers, and likewise the floating buffers.
+
+    Equal tensors keep every bit, which a mean of three would not guarantee: x + x + x times 1/3 is not x.
+    """
+    kinds = [list(map(local, trainable(model).values())), list(floating_buffers(model).values())]
+    heard = comm.tell([checksum(tensors) for tensors in kinds]).wait()
+    different = [tensors for i, tensors in enumerate(kinds) if len({words[i] for words in heard}) > 1]
+    if different:
+        replace_by_mean([tensor for tensors in different for tensor in tensors], comm)
+
+
 @torch.no_grad()
-def replace_by_mean(model: nn.Module, comm: Communicator, *, but: Collection[str] = ()) -> None:
-    """The mean of everyone's weights, except some, and floating buffers, on every rank."""
-    weights = [local(p) for name, p in trainable(model).items() if name not in but]
-    tensors = [*weights, *floating_buffers(model).values()]
-    packed = _packed(tensors)
+def replace_by_mean(tensors: Sequence[Tensor], comm: Communicator) -> None:
+    """Average the tensors among all workers, in one message."""
+    packed = _pack(tensors)
     comm.mean(packed.flats).wait()
     packed.write(tensors)
 
 
 @torch.no_grad()
+def checksum(tensors: Sequence[Tensor]) -> int:
+    """Return 64 bits that depend on every bit of the tensors and on its position.
+
+    All arithmetic is on integers modulo 2^64, so the device and the order of summation do not matter. Tensors
+    are read in pieces: the only extra memory is that of one piece.
+    """
+    factors: dict[torch.device, Tensor] = {}
+    longest = min(_PIECE, max((tensor.numel() for tensor in tensors), default=0))
+    total = 0
+    for tensor in tensors:
+        flat = local(tensor).contiguous().view(-1)
+        if flat.device not in factors:
+            factors[flat.device] = _position_factors(longest, flat.device)
+        pieces = torch.split(flat.view(_INTEGERS[flat.element_size()]), _PIECE)
+        sums = [(piece * factors[flat.device][: piece.numel()]).sum() for piece in pieces]
+        for own in torch.stack(sums).tolist():
+            total = (total * _NEXT + own) % 2**64
+    return total - 2**64 if total >= 2**63 else total
+
+
+def _position_factors(length: int, device: torch.device) -> Tensor:
+    """Return one odd, irregular factor per position."""
+    mixed = torch.arange(length, device=device).mul_(_MIX)
+    return mixed.bitwise_xor_(mixed >> 29).mul_(_NEXT).bitwise_or_(1)
+
+
+@torch.no_grad()
 def write(model: nn.Module, values: Mapping[str, Tensor]) -> None:
-    """Values into the weights of these names."""
+    """Copy values into the weights of these names."""
     weights = trainable(model)
     for name, value in values.items():
         local(weights[name]).copy_(value)
 
 
 @contextmanager
-def put_aside(model: nn.Module) -> Iterator[None]:
-    """The weights and buffers are what they were, to the bit, on leaving."""
+def preserve(model: nn.Module) -> Iterator[None]:
+    """Put the weights and buffers back on leaving, to the bit."""
     tensors = _all(model)
     saved = [tensor.clone() for tensor in tensors]
     try:
@@ -63,3 +93,14 @@ def put_aside(model: nn.Module) -> Iterator[None]:
         with torch.no_grad():
             for tensor, original in zip(tensors, saved, strict=True):
                 tensor.copy_(original)
+
+
+def _all(model: nn.Module) -> list[Tensor]:
+    """Return the trainable parameters and every buffer."""
+    return [*map(local, trainable(model).values()), *map(local, model.buffers())]
+
+
+def _pack(tensors: Sequence[Tensor]) -> Packed:
+    packed = Packed.like({str(i): tensor for i, tensor in enumerate(tensors)})
+    packed.read(tensors)
+    return packed

@@ -1,4 +1,4 @@
-"""Methods with an anchor, the weights workers set out from: each is one expression over the parts."""
+"""Methods with an anchor, the weights that workers set out from. Each is one expression over the parts."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from offbeat.among import Group, Pairs, World
+from offbeat.among import Group, Pairs, Subgroups, World
 from offbeat.base.tensors import params
 from offbeat.engine.exchange import Exchange
 from offbeat.engine.pull import PseudoSync
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 __all__ = [
     "diloco",
     "eager_diloco",
+    "lookahead_diloco",
     "noloco",
     "overlap_local_sgd",
     "palsgd",
@@ -113,6 +114,63 @@ def diloco(
             ),
         ],
     )
+
+
+@recorded
+def lookahead_diloco(
+    model: nn.Module,
+    optimizer: Optimizers,
+    *,
+    every: int | Schedule = 64,
+    inner: int = 8,
+    alpha: float = 0.5,
+    lr: float = 0.7,
+    momentum: float = 0.9,
+    warmup: int = 0,
+    group: Group = None,
+    **options: Unpack[Options],
+) -> Synchronizer:
+    """DiLoCo whose local optimizer is wrapped in Lookahead, which costs no communication.
+
+        φ ← φ + alpha·(x − φ)        x ← φ        every `inner` steps, on each worker alone
+        a ← outer.step(a, grad=mean(a − x))        x, φ ← a        every `every` steps
+
+    A smaller `alpha` damps the local steps more; alpha=1 is `diloco`. Where both fall on the same step, the
+    slow weights φ step first. The first `warmup` steps average gradients.
+
+        sync = offbeat.lookahead_diloco(model, optimizer, every=64, inner=8)
+
+    Zhang et al., "Lookahead Optimizer: k steps forward, 1 step back", NeurIPS 2019, arXiv 1907.08610, inside
+    Douillard et al., "DiLoCo", 2023, arXiv 2311.08105.
+    """
+    return Synchronizer(
+        optimizer,
+        [
+            *synchronous(model, warmup, group),
+            Exchange(
+                params(model),
+                when=after(warmup, Every(inner)),
+                among=Subgroups(1, group),
+                update=slow_weights(alpha),
+                buffers="keep",
+                drift=False,
+            ),
+            Exchange(
+                params(model),
+                when=after(warmup, schedule(every)),
+                among=World(group),
+                update=Outer(SGD(lr, momentum, nesterov=True)),
+                **options,
+            ),
+        ],
+    )
+
+
+def slow_weights(alpha: float) -> Outer:
+    """Return the update of Lookahead: the anchor moves a share `alpha` of the way to the weights."""
+    if not 0 < alpha <= 1:
+        raise ValueError(f"alpha={alpha}: alpha must be above 0 and at most 1.")
+    return Outer(SGD(alpha))
 
 
 @recorded

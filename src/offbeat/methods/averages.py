@@ -23,7 +23,7 @@ class Averaging(Outer):
     """
 
     def shown(self, live: Sequence[Tensor], room: Packed, state: State) -> None:
-        """The mean of the live weights is the consensus: the anchor is behind it."""
+        """The consensus is the mean of the live weights: the anchor is a round behind."""
 
 
 def average(options: Options, keep: float = 0.0) -> Update:

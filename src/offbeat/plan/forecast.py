@@ -20,7 +20,6 @@ from offbeat.simulate import Network
 
 _SECONDS = 1.0  # about what one method may take to plan
 _WINDOWS = 12
-_NOTHING = Trace((), {})
 
 
 @dataclass
@@ -182,23 +181,23 @@ class Forecast:
 
     def closing(self) -> Trace:
         """What finish() ends with."""
-        return _NOTHING if self._equal_at_the_end() else self._seen.last
+        return self._seen.equal if self._equal_at_the_end() else self._seen.last
 
     def _equal_at_the_end(self) -> bool:
-        """Whether finish() finds all workers alike."""
-        if self._seen.periodic:
-            return False
+        """Return whether finish() finds all workers with the same weights."""
         end = self._course.iterations[-1]
-        for place, round in self._seen.rounds.items():
-            if round.shares and self._course.rounds[place] == end:
+        begun = {(a.place, a.round) for a in self._course.acts if a.what == "begin" and a.iteration == end}
+        for act in [*self._course.acts, *self._course.flush]:
+            part, equality = self._seen.sync.parts[act.place], self._seen.rounds[act.place].equality
+            assert isinstance(part, Exchange)
+            if act.what != "land" or part.live.only is not None or self.among(act).members is not None:
+                continue
+            at_once = (act.place, act.round) in begun and act.iteration == end and not part.delay
+            # Shared gradients keep workers equal only if every step has shared them.
+            always = not part.live.early or self._course.rounds[act.place] == end
+            if equality.after_flush or (at_once and always and equality.after_round):
                 return True
-        landed = [act for act in self._course.acts if act.iteration == end and act.what == "land"]
-        begun = {
-            (act.place, act.round)
-            for act in self._course.acts
-            if act.iteration == end and act.what == "begin"
-        }
-        return any(self._seen.rounds[a.place].equalizes and (a.place, a.round) in begun for a in landed)
+        return False
 
 
 def _spent(clocks: Clocks) -> Spent:

@@ -9,15 +9,19 @@ from torch import nn
 
 from offbeat import Synchronizer
 from offbeat.base.clock import Clock
+from offbeat.base.tensors import local
 from offbeat.engine.exchange import Exchange
+from offbeat.engine.part import Part
 from offbeat.engine.weights import replace_by_mean
+from offbeat.plan.equality import Equality, measure_equality
 from offbeat.plan.fit import Size, message_sizes
 from offbeat.plan.job import Job
 from offbeat.plan.memory import copies
 from offbeat.plan.periodic import PeriodicTrace, periodic
 from offbeat.plan.proxy_model import WIDTHS, ProxyModel, local_optimizer, real_width
-from offbeat.plan.recording import Computed, Event, NullSidecar, RecordingComm, Sent, Waited, sent_in
+from offbeat.plan.recording import Computed, Event, NullSidecar, RecordingComm, Sent, sent_in
 from offbeat.plan.waitfree_model import NullPart, WaitfreeModel
+from offbeat.server import PushPull
 from offbeat.waitfree.base import Waitfree
 from offbeat.when import Never
 
@@ -43,8 +47,7 @@ class RoundTrace:
     advance: Trace  # half-way, if it lands late
     land: Trace
     ask: Trace
-    equalizes: bool  # a landing leaves all workers the same
-    shares: bool  # it shares gradients
+    equality: Equality
 
 
 @dataclass(frozen=True)
@@ -54,7 +57,8 @@ class Seen:
     sync: Synchronizer  # among as many workers as there are, on a small model
     start: Trace
     meet: Trace  # the words with which finish() begins
-    last: Trace  # the mean with which it ends unless the workers are equal
+    equal: Trace  # what it ends with if the workers are equal
+    last: Trace  # what it ends with otherwise: a mean follows
     rounds: dict[int, RoundTrace]  # of the exchanges, by their place among the parts
     periodic: PeriodicTrace  # what other parts do, step by step
     sizes: dict[int, Size]  # of the messages in it
@@ -70,9 +74,9 @@ class _Watch:
     width: int
     start: list[Event]
     meet: list[Event]
+    equal: list[Event]
     last: list[Event]
     rounds: dict[int, dict[str, list[Event]]]
-    flags: dict[int, tuple[bool, bool]]
     steps: list[list[Event]]
     reports: list[int]
     copies: float
@@ -100,16 +104,18 @@ def probe(build: Build, job: Job, workers: int) -> Seen:
         def of(name: str) -> Trace:
             return acts(lambda watch: watch.rounds[place][name])
 
-        return RoundTrace(of("begin"), of("advance"), of("land"), of("ask"), *first.flags[place])
+        return RoundTrace(of("begin"), of("advance"), of("land"), of("ask"), equality[place])
 
     sync = _made(build, job, workers, 8, whole=True)[0]
-    for part in sync.parts:
-        if isinstance(part, Exchange):
-            part.open()  # some parts pull towards its anchor
+    exchanges = {i: part for i, part in enumerate(sync.parts) if isinstance(part, Exchange)}
+    equality = {place: measure_equality(part, job) for place, part in exchanges.items()}
+    for part in exchanges.values():
+        part.open()  # some parts pull towards its anchor
     return Seen(
         sync=sync,
         start=acts(lambda watch: watch.start),
         meet=acts(lambda watch: watch.meet),
+        equal=acts(lambda watch: watch.equal),
         last=acts(lambda watch: watch.last),
         rounds={place: round_of(place) for place in first.rounds},
         periodic=periodic(first.steps, first.reports),
@@ -161,22 +167,21 @@ def _watch(build: Build, job: Job, size: int, width: int) -> _Watch:
     events = comm.log.take()
     start = events[: next(i for i, event in enumerate(events) if isinstance(event, Computed))]
     held = copies(sync)
-    rounds, flags = {}, {}
+    rounds = {}
     for place, part in enumerate(sync.parts):
         if isinstance(part, Exchange):
-            rounds[place], flags[place], most = _watch_round(part, comm, sync)
+            rounds[place], most = _watch_round(part, comm, sync)
             held = max(held, most)
     comm.log.take()
-    replace_by_mean(model, comm)
-    last = comm.log.take()
     sync.finish()
-    events = comm.log.take()
-    meet = _words(events)
-    if sent_in(_but_words(events)):
-        last = _but_words(events)  # some updates have a last act of their own
+    meet, equal = _split_finish(comm.log.take())
+    replace_by_mean([local(p) for p in model.parameters()], comm)
+    last = [*equal, *comm.log.take()]
     steps, reports, closing, most = _watch_others(build, job, size, width)
+    if closing:  # the weights that everybody pulls are equal
+        equal = last = closing
     held += _waitfree_copies(build, job, size, width)
-    return _Watch(size, width, start, meet, closing or last, rounds, flags, steps, reports, max(held, most))
+    return _Watch(size, width, start, meet, equal, last, rounds, steps, reports, max(held, most))
 
 
 def _waitfree_copies(build: Build, job: Job, size: int, width: int) -> float:
@@ -200,7 +205,7 @@ def _watch_others(
         if isinstance(part, Exchange):
             part.rhythm.when = Never()
             part.open()
-    longest = max(part.steps_to_observe() for part in sync.parts)
+    longest = max(map(_steps_to_observe, sync.parts))
     steps: list[list[Event]] = []
     told: list[int] = []
     held = 0.0
@@ -218,23 +223,24 @@ def _watch_others(
         return [], [], [], 0.0
     comm.log.take()
     sync.finish()
-    return steps, told, _but_words(comm.log.take()), held
+    return steps, told, _split_finish(comm.log.take())[1], held
 
 
-def _but_words(events: list[Event]) -> list[Event]:
-    words = {event.number for event in _words(events) if isinstance(event, Sent)}
-    return [e for e in events if not isinstance(e, Computed) and e.number not in words]
+def _steps_to_observe(part: Part) -> int:
+    """Return how many steps show everything the part ever does; every other push takes the same channel."""
+    return part.warmup + 5 * part.every + part.in_flight if isinstance(part, PushPull) else 0
 
 
-def _words(events: list[Event]) -> list[Event]:
-    """The header words among what was sent, and the waiting for them."""
-    sent = {event.number for event in events if isinstance(event, Sent) and event.control}
-    return [event for event in events if isinstance(event, Sent | Waited) and event.number in sent]
+def _split_finish(events: list[Event]) -> tuple[list[Event], list[Event]]:
+    """Return the headers that begin finish(), and all that follows. The last word is a checksum."""
+    headers = [event.number for event in events if isinstance(event, Sent) and event.control][:-1]
+    known = [event for event in events if not isinstance(event, Computed)]
+    return [e for e in known if e.number in headers], [e for e in known if e.number not in headers]
 
 
 def _watch_round(
     part: Exchange, comm: RecordingComm, sync: Synchronizer
-) -> tuple[dict[str, list[Event]], tuple[bool, bool], float]:
+) -> tuple[dict[str, list[Event]], float]:
     """Its second round: the first may create what later ones have. None is in the air when it begins."""
     told: dict[str, list[Event]] = {}
     held, clock = 0.0, Clock(step=1, round=0, lr=1e-3)
@@ -259,4 +265,4 @@ def _watch_round(
         if part.when.needs:
             part.flush_reports(wait=True)
         told["ask"] = comm.log.take()
-    return told, (part.made_equal(clock.step), part.shared_gradient(clock.step)), max(held, copies(sync))
+    return told, max(held, copies(sync))

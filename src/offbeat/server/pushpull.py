@@ -17,8 +17,7 @@ from offbeat.base.tensors import Live
 from offbeat.comm.communicator import Communicator
 from offbeat.comm.departure import Departure
 from offbeat.comm.metered import Metered
-from offbeat.engine.extras import floating_buffers, send_mean
-from offbeat.engine.handshake import AVERAGED, ROUND, compare_headers, header
+from offbeat.engine.handshake import ROUND, compare_headers, header
 from offbeat.engine.optimizers import mark
 from offbeat.engine.part import Part
 from offbeat.engine.report import Report
@@ -28,7 +27,7 @@ from offbeat.server.rules import LocalRule, LocalStep
 from offbeat.server.shard import Factory, Options, Shard, check_server, options_of
 from offbeat.server.slots import PushSlots, Slot
 from offbeat.server.stability import Watch, sampled, stable_product, warn
-from offbeat.server.transport import Pull, Slices, Transport
+from offbeat.server.transport import Pull, Transport
 
 
 class PushPull(Part):
@@ -71,13 +70,11 @@ class PushPull(Part):
         self.watch = Watch()
         self._index = 0
         self._optimizers: Sequence[Optimizer] = ()
-        self._smooth = bool(floating_buffers(self.model))
         self._round = self._pulled_at = 0
         self._told = self._reported = (
             0  # bytes: of headers since the last pull; of the task queue, in reports
         )
         self._waited = self._began = 0.0
-        self._equal_at = -1
         self._pull: Pull | None = None
         self._slot: Slot | None = None
         self._clock = Clock(step=0, round=0, lr=0.0)
@@ -151,7 +148,6 @@ class PushPull(Part):
             self._ask(clock)
         if synchronous:
             self._land()
-            self._equal_at = clock.step
         self.replica.base.write(self.live.tensors())
 
     def _push(self, slot: Slot, options: Options, clock: Clock) -> None:
@@ -208,58 +204,37 @@ class PushPull(Part):
             warn(clock.step, self.every, clock.lr, watch.curvature()[0], limit)
 
     @torch.no_grad()
-    def shown(self) -> tuple[dict[str, Tensor], bool]:
-        """The server's weights after all pushes."""
-        if self._equal_at == self._clock.step:
-            views = self.replica.base.views
-        else:
-            views = self.replica.base.over([torch.cat(parts) for parts in self._served()]).views
-        return dict(zip(self.live.names, views, strict=True)), True
+    def shown(self) -> dict[str, Tensor]:
+        """Return the server's weights after all pushes."""
+        if not self._open or self._synchronous:
+            return {}
+        # A pull in the air holds all pushes so far. Without one, the server is asked, outside the rounds.
+        pull = self._pull.weights if self._pull else self._transport.fetch(self.shard, self._clock)
+        views = self.replica.base.over([torch.cat(slices) for slices in pull.wait()[0]]).views
+        return dict(zip(self.live.names, views, strict=True))
 
-    def _served(self) -> Slices:
-        """A pull in the air holds all pushes there are; otherwise the server is asked, beside the rounds."""
-        if self._pull is not None:
-            return self._pull.weights.wait()[0]
-        comm = Metered(self.peers.everyone)
-        head = header(AVERAGED, self._index, self._clock, mark(self._optimizers), comm.rank)
-        comm.tell(head).then(compare_headers).wait()
-        self._told += comm.sent
-        return self._transport.fetch(self.shard, self._clock).wait()[0]
+    @property
+    def _synchronous(self) -> bool:
+        """Whether the last step pulled the server's weights and waited for them."""
+        return self._clock.step <= self.warmup
 
     @torch.no_grad()
-    def flush(self, clock: Clock) -> bool:
-        """The server's weights after all pushes become everyone's, and floating buffers their mean."""
-        if self._open and self._equal_at != clock.step:
+    def flush(self, clock: Clock) -> None:
+        """Give every worker the server's weights after all pushes."""
+        if self._open and not self._synchronous:
             if self._pull is None:
                 self._ask(replace(clock, round=self._round))
             self._land()
             self.replica.base.write(self.live.tensors())
-            self._equal_at = clock.step
         if self._open:
             self.slots.drain()
-            self._average_buffers()
         self._transport.close()
-        return self._open
-
-    def _average_buffers(self) -> None:
-        if self._smooth:
-            comm, buffers = Metered(self.peers.everyone), floating_buffers(self.model)
-            began = comm.now()
-            send_mean(buffers, comm).wait().write(list(buffers.values()))
-            self._smooth = False
-            self._emit(Report.blocking(replace(self._clock, round=self._round), comm, began, 0))
 
     def leave(self, departure: Departure) -> None:
         self._left = True
         super().leave(departure)
         if hasattr(self, "_transport"):
             self._transport.abandon()
-
-    def made_equal(self, step: int) -> bool:
-        return self._equal_at == step and not self._smooth
-
-    def steps_to_observe(self) -> int:
-        return self.warmup + 5 * self.every + self.in_flight  # every other push takes the same channel
 
     def state_dict(self) -> State:
         """Pushes in the air are waited for, and applied: only their order counts. A pull is not."""
@@ -273,7 +248,7 @@ class PushPull(Part):
             "watch": self.watch.state_dict(),
             "lr_sum": list(self._lr_sum),
             "pull": None if self._pull is None else self._pull.state_dict(self._reported),
-            "counts": [self._round, self._pulled_at, self._equal_at, self._told],
+            "counts": [self._round, self._pulled_at, self._told],
             "carried": self._transport.sent - self._reported,
             "step": self._clock.step,
         }
@@ -290,7 +265,7 @@ class PushPull(Part):
         self._lr_sum = list(state["lr_sum"])
         now = self.peers.everyone.now()
         self._began = now
-        self._round, self._pulled_at, self._equal_at, self._told = state["counts"]
+        self._round, self._pulled_at, self._told = state["counts"]
         self._reported = self._transport.sent - state["carried"]
         saved = state["pull"]
         self._pull = None if saved is None else Pull.resumed(saved, now, self._reported)

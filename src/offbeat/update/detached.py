@@ -1,4 +1,4 @@
-"""Error feedback whose error is kept out of half of the model: the update of DEF."""
+"""Error feedback that places each worker beside the anchor: the update of DEF."""
 
 from __future__ import annotations
 
@@ -14,18 +14,20 @@ from offbeat.comm.communicator import Communicator
 from offbeat.comm.pending import Pending
 from offbeat.reduce import Code, Reducer
 from offbeat.reduce.feedback import check_code, feed
-from offbeat.update.outer import Anchored, displacement
+from offbeat.update.anchor import Anchor
+from offbeat.update.outer import Anchored
 
 
 @dataclass(frozen=True)
 class Detached(Anchored, Reducer):
-    """Workers stand a part `lam` of their unsent error beside the anchor; an update that owns its code.
+    """Places each worker at a − lam·e, offset from the anchor by a fraction of its unsent error.
 
         Δ_k = (a − x) + (1 − lam)·e_k        a ← a − mean(code(Δ_k))
         e_k ← Δ_k − code(Δ_k)                x ← a − lam·e_k
 
-    Gradients are taken where the worker would be had a part of its error arrived. lam=0 is error feedback.
-    `averaged()` shows, and `finish()` leaves, a − mean(Δ_k): all errors arrived. To be used without a delay.
+    Each worker takes its gradients where it would be if a part of its error had arrived. lam=0 is error
+    feedback. `averaged()` shows, and `finish()` leaves, a − mean(Δ_k), as if all errors had arrived. The
+    update is its own reducer and needs a delay of 0.
 
         Exchange(params(model), when=Every(1), update=Detached(RandomBlock(64), lam=0.3))
     """
@@ -50,7 +52,7 @@ class Detached(Anchored, Reducer):
         return {"anchor": None, "residual": None, "code": self.code.init()}
 
     def start(self, payload: Packed, comm: Communicator, clock: Clock, state: State) -> Pending[Packed]:
-        """The part (1 − lam)·e of the payload is added here, where the errors are."""
+        """Add (1 − lam)·e to the payload and send it."""
         return feed(self.code, 1 - self.lam, payload, comm, clock, state)
 
     def incoming(self, live: Sequence[Tensor], mean: Packed, clock: Clock, state: State) -> None:
@@ -59,16 +61,16 @@ class Detached(Anchored, Reducer):
             torch.sub(anchor, error, alpha=self.lam, out=change)
         mean.write(live)
 
-    def shown(self, live: Sequence[Tensor], room: Packed, state: State) -> tuple[list[Tensor], bool] | None:
+    def shown(self, live: Sequence[Tensor], room: Packed, state: State) -> list[Tensor] | None:
         if state["residual"] is None:
             return None
         errors = room.over(_errors(room, state)).views
-        return [x - (1 - self.lam) * error for x, error in zip(live, errors, strict=True)], False
+        return [x - (1 - self.lam) * error for x, error in zip(live, errors, strict=True)]
 
-    def close(self, live: Sequence[Tensor], room: Packed, comm: Communicator, state: State) -> bool:
+    def close(self, live: Sequence[Tensor], room: Packed, comm: Communicator, state: State) -> None:
         if state["residual"] is None:
-            return False
-        displacement(live, room, state["anchor"])
+            return
+        Anchor(room.over(state["anchor"])).displacement(live, room)
         for flat, error in zip(room.flats, _errors(room, state), strict=True):
             flat.add_(error, alpha=1 - self.lam)
             error.zero_()
@@ -76,9 +78,8 @@ class Detached(Anchored, Reducer):
         for anchor, flat in zip(state["anchor"], room.flats, strict=True):
             torch.sub(anchor, flat, out=flat)
         room.write(live)
-        return True
 
 
 def _errors(packed: Packed, state: State) -> list[Tensor]:
-    """Those of the live tensors, which come first in each vector; nothing that rides along has any."""
+    """Return the errors of the live tensors, which come first in each vector; extras have no errors."""
     return [error[: flat.numel()] for flat, error in zip(packed.flats, state["residual"], strict=False)]

@@ -1,10 +1,11 @@
-"""Updates with an anchor, the weights workers set out from: outer steps on the way they went."""
+"""Updates with an anchor: outer steps along the mean displacement of the workers."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -12,6 +13,7 @@ from torch.optim import Optimizer
 
 from offbeat.base.clock import Clock, State
 from offbeat.base.packed import Packed
+from offbeat.update.anchor import Anchor
 from offbeat.update.update import Update, blend, square_distance
 
 Factory = Callable[[list[Tensor]], Optimizer]
@@ -19,7 +21,7 @@ Factory = Callable[[list[Tensor]], Optimizer]
 
 @dataclass(frozen=True)
 class SGD:
-    """`torch.optim.SGD` yet to be bound to tensors, for outer steps. Larger `momentum` remembers longer."""
+    """`torch.optim.SGD` without its tensors, for outer steps. A larger `momentum` remembers longer."""
 
     lr: float
     momentum: float = 0.0
@@ -38,47 +40,27 @@ class SGD:
 
 @dataclass(frozen=True)
 class Anchored(Update):
-    """What all updates with an anchor share: where it is kept, and that it is shown and follows."""
+    """Base of updates with an anchor, whose vectors are in `state["anchor"]`. It sends displacements."""
 
-    @property
-    def shares_anchor(self) -> bool:
-        """A displacement says nothing without the anchor it starts from."""
-        return not self.sends_weights
-
-    @property
-    def anchored(self) -> bool:
-        return True
+    anchors: ClassVar[Literal["none", "own", "shared"]] = "shared"
 
     def init(self) -> State:
         return {"anchor": None}
 
     def open(self, live: Sequence[Tensor], room: Packed, state: State) -> None:
-        room.read(live)
-        state["anchor"] = [flat.clone() for flat in room.flats]
+        state["anchor"] = Anchor.take(live, room).flats
 
-    def follow(self, live: Sequence[Tensor], room: Packed, state: State) -> None:
-        if state["anchor"] is not None:
-            room.read(live)
-            for anchor, flat in zip(state["anchor"], room.flats, strict=True):
-                anchor.copy_(flat)
-
-    def shown(self, live: Sequence[Tensor], room: Packed, state: State) -> tuple[list[Tensor], bool] | None:
-        return None if state["anchor"] is None else (room.over(state["anchor"]).views, True)
+    def shown(self, live: Sequence[Tensor], room: Packed, state: State) -> list[Tensor] | None:
+        return None if state["anchor"] is None else room.over(state["anchor"]).views
 
     def outgoing(self, live: Sequence[Tensor], room: Packed, clock: Clock, state: State) -> None:
-        displacement(live, room, state["anchor"])
+        Anchor(room.over(state["anchor"])).displacement(live, room)
 
     def distances(self, live: Sequence[Tensor], mean: Packed, state: State) -> tuple[float, float | None]:
-        """The change is not told: it would take one more copy of the model to know it."""
+        """The length of the change is unknown: it would cost one more copy of the model."""
         anchor = mean.over(state["anchor"]).views
         own = (a.to(x.device) - x for a, x in zip(anchor, live, strict=True))
         return square_distance(own, mean.views), None
-
-
-def displacement(live: Sequence[Tensor], room: Packed, anchor: Sequence[Tensor]) -> None:
-    """room ← anchor − x."""
-    for start, x, way in zip(room.over(anchor).views, live, room.views, strict=True):
-        torch.sub(start.to(way.device), x, out=way)
 
 
 @dataclass(frozen=True)
@@ -87,8 +69,9 @@ class Outer(Anchored):
 
         Δ = mean(a − x)        a ← optimizer.step(a, grad=Δ)        x ← keep·x + (1 − keep)·a
 
-    `optimizer` makes any torch.optim from a list of tensors: `SGD(lr=0.7)`, or a `functools.partial`. The
-    anchor may live on another `device`, such as "cpu". Larger `keep` holds on to more of the local progress.
+    `optimizer` makes a torch.optim optimizer from a list of tensors: `SGD(lr=0.7)`, or a `functools.partial`.
+    The anchor may be kept on another `device`, such as "cpu". A larger `keep` preserves more of the local
+    progress.
     """
 
     optimizer: Factory
@@ -103,13 +86,8 @@ class Outer(Anchored):
     def init(self) -> State:
         return {"anchor": None, "outer": None}
 
-    @property
-    def equalizes(self) -> bool:
-        return self.keep == 0
-
     def open(self, live: Sequence[Tensor], room: Packed, state: State) -> None:
-        room.read(live)
-        state["anchor"] = [flat.to(self.device or flat.device, copy=True) for flat in room.flats]
+        state["anchor"] = Anchor.take(live, room, self.device).flats
 
     def incoming(self, live: Sequence[Tensor], mean: Packed, clock: Clock, state: State) -> None:
         anchor = mean.over(state["anchor"])
@@ -128,7 +106,7 @@ def check_factory(optimizer: object) -> None:
 
 
 def outer_step(factory: Factory, anchor: Packed, gradient: Packed, state: State) -> None:
-    """One step of the outer optimizer; its state is kept in plain form, so that checkpoints hold it."""
+    """Make one step of the outer optimizer. Its state is stored in plain form, as checkpoints need it."""
     for tensor, grad in zip(anchor.views, gradient.views, strict=True):
         tensor.grad = grad.to(tensor.device)
     optimizer = factory(anchor.views)
@@ -140,26 +118,26 @@ def outer_step(factory: Factory, anchor: Packed, gradient: Packed, state: State)
 
 @dataclass(frozen=True)
 class Rebase(Anchored):
-    """The anchor goes to the mean; what was sent is moved there, and what was done since is kept.
+    """Moves the anchor to the mean, replaces the sent value by it, and keeps the steps made since.
 
         Δ = mean(a − sent)        a ← a − Δ        x ← x + (a − sent)
 
-    `Correct` for reducers that lose something. Costs two more copies of the model, one of them in the air.
+    This is `Correct` for lossy reducers. It costs two more copies of the model, one of them in the air.
     """
 
     def outgoing(self, live: Sequence[Tensor], room: Packed, clock: Clock, state: State) -> None:
-        displacement(live, room, state["anchor"])
+        super().outgoing(live, room, clock, state)
         state["sent"] = [flat.clone() for flat in room.flats]
 
     def incoming(self, live: Sequence[Tensor], mean: Packed, clock: Clock, state: State) -> None:
-        for anchor, way, sent in zip(state["anchor"], mean.flats, state.pop("sent"), strict=True):
-            anchor.sub_(way)
-            torch.sub(sent, way, out=way)
+        for anchor, change, sent in zip(state["anchor"], mean.flats, state.pop("sent"), strict=True):
+            anchor.sub_(change)
+            torch.sub(sent, change, out=change)
         for x, change in zip(live, mean.views, strict=True):
             x.add_(change)
 
     def shown(self, live: Sequence[Tensor], room: Packed, state: State) -> None:
-        """The mean of the live weights is the consensus: the anchor is behind it."""
+        """The consensus is the mean of the live weights: the anchor is a round behind."""
 
     def distances(self, live: Sequence[Tensor], mean: Packed, state: State) -> tuple[float, float | None]:
         drift = square_distance(state["sent"], mean.flats)
@@ -168,12 +146,13 @@ class Rebase(Anchored):
 
 @dataclass(frozen=True)
 class SlowMo(Anchored):
-    """Momentum over rounds, in the form that survives a changing rate and a rate of 0.
+    """Momentum over rounds, in the form that allows a changing rate and a rate of 0.
 
         v ← β·r·v + (a − mean(x))        a ← a − α v        x ← a
 
     with r = γ/γ_prev, the ratio of the rates at this round and the one before, at most 10; where γ = 0:
-    v ← β v and a ← a − α (a − mean(x)). Larger `momentum` (β) remembers longer, larger `lr` (α) goes further.
+    v ← β v and a ← a − α (a − mean(x)). A larger `momentum` (β) remembers longer, a larger `lr` (α) moves
+    further.
     """
 
     lr: float = 1.0
@@ -181,10 +160,6 @@ class SlowMo(Anchored):
 
     def __post_init__(self) -> None:
         check_slow(self, self.lr, self.momentum)
-
-    @property
-    def equalizes(self) -> bool:
-        return True
 
     def init(self) -> State:
         return {"anchor": None, "momentum": None, "rates": None}
@@ -215,7 +190,10 @@ def check_slow(update: Update, lr: float, momentum: float) -> None:
 
 
 def ratios(clock: Clock, state: State) -> list[float | None]:
-    """γ/γ_prev of every tensor, at most 10 and at first 1; None where γ is 0, which is not remembered."""
+    """Return γ/γ_prev of every tensor: 1 in the first round, 10 at most, None where γ is 0.
+
+    A rate of 0 does not become the next γ_prev.
+    """
     before = state["rates"] or list(clock.rates)
     state["rates"] = [now or old for now, old in zip(clock.rates, before, strict=True)]
     return [
@@ -230,8 +208,10 @@ class Gossip(Anchored):
 
         Δ = a − mean(x)        a ← optimizer.step(a, grad=Δ)        x ← a
 
-    Anchors differ between workers, so weights are sent, not displacements.
+    Anchors differ between workers, so it sends weights, not displacements.
     """
+
+    anchors = "own"
 
     optimizer: Factory
 
@@ -240,14 +220,6 @@ class Gossip(Anchored):
 
     def init(self) -> State:
         return {"anchor": None, "outer": None}
-
-    @property
-    def sends_weights(self) -> bool:
-        return True
-
-    def shown(self, live: Sequence[Tensor], room: Packed, state: State) -> tuple[list[Tensor], bool] | None:
-        shown = super().shown(live, room, state)
-        return shown and (shown[0], False)
 
     def outgoing(self, live: Sequence[Tensor], room: Packed, clock: Clock, state: State) -> None:
         room.read(live)

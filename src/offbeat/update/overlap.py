@@ -1,4 +1,4 @@
-"""Updates made for `delay="round"`: what is sent at one round is used at the next."""
+"""Updates for `delay="round"`: each round uses the mean sent in the round before."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from torch import Tensor
 from offbeat.base.clock import Clock, State
 from offbeat.base.packed import Packed
 from offbeat.comm.communicator import Communicator
+from offbeat.update.anchor import Anchor
 from offbeat.update.outer import (
     Anchored,
     Factory,
     check_factory,
     check_slow,
-    displacement,
     outer_step,
     ratios,
 )
@@ -25,12 +25,12 @@ from offbeat.update.update import square_distance
 
 @dataclass(frozen=True)
 class Eager(Anchored):
-    """An outer step at once, with the others' displacements of the round before in place of today's.
+    """An immediate outer step that uses the other workers' displacements of the round before.
 
         Δ_k(r) = a_k − x_k        D_k = Δ̄(r−1) + (Δ_k(r) − Δ_k(r−1))/K
         a_k ← optimizer.step(a_k, grad=D_k)        x_k ← a_k
 
-    At the end every worker is fed what it still lacks, so that each has been fed the sum of all Δ̄.
+    At the end every worker steps along what it still lacks, so that each has used the sum of all Δ̄.
     """
 
     optimizer: Factory
@@ -46,12 +46,8 @@ class Eager(Anchored):
         for name in ("own", "mean"):
             state[name] = [torch.zeros_like(flat) for flat in room.flats]
 
-    def shown(self, live: Sequence[Tensor], room: Packed, state: State) -> tuple[list[Tensor], bool] | None:
-        shown = super().shown(live, room, state)
-        return shown and (shown[0], False)
-
     def outgoing(self, live: Sequence[Tensor], room: Packed, clock: Clock, state: State) -> None:
-        displacement(live, room, state["anchor"])
+        super().outgoing(live, room, clock, state)
         for mean, own, flat in zip(state["mean"], state["own"], room.flats, strict=True):
             mean.add_(flat - own, alpha=1 / clock.workers)
             own.copy_(flat)
@@ -64,19 +60,18 @@ class Eager(Anchored):
     def distances(self, live: Sequence[Tensor], mean: Packed, state: State) -> tuple[float, float | None]:
         return square_distance(state["own"], mean.flats), None
 
-    def close(self, live: Sequence[Tensor], room: Packed, comm: Communicator, state: State) -> bool:
+    def close(self, live: Sequence[Tensor], room: Packed, comm: Communicator, state: State) -> None:
         if state["anchor"] is None:
-            return False
-        displacement(live, room, state["anchor"])
+            return
+        Anchor(room.over(state["anchor"])).displacement(live, room)
         comm.mean(room.flats).wait()
         for mean, own, flat in zip(state["mean"], state["own"], room.flats, strict=True):
             mean.add_(flat).sub_(own, alpha=1 / comm.size)
         self._step(live, room, state)
         for flat in (*state["mean"], *state["own"]):
-            flat.zero_()  # all has been fed: who goes on from here begins anew
+            flat.zero_()  # nothing is left over, so a run that continues starts from zero
         states = state["outer"]["state"].values()
         comm.mean([v for s in states for key, v in s.items() if key != "step" and torch.is_tensor(v)]).wait()
-        return True
 
     def _step(self, live: Sequence[Tensor], room: Packed, state: State) -> None:
         anchor = room.over(state["anchor"])
@@ -86,13 +81,15 @@ class Eager(Anchored):
 
 @dataclass(frozen=True)
 class Overlap(Anchored):
-    """A pull to an anchor z that everyone agrees on one round late, the anchor having momentum.
+    """A pull toward an anchor z with momentum, on which the workers agree one round late.
 
         x ← (1 − pull)·x + pull·z        v ← momentum·r·v + (z − x)        send z − v: its mean is the next z
 
-    with r as in `SlowMo`; where the rate is 0: v ← momentum·v, and x is sent. Larger `pull` holds the workers
-    closer together.
+    with r as in `SlowMo`; where the rate is 0: v ← momentum·v, and x is sent. A larger `pull` keeps the
+    workers closer together.
     """
+
+    anchors = "own"
 
     pull: float = 0.6
     momentum: float = 0.7
@@ -109,12 +106,8 @@ class Overlap(Anchored):
         super().open(live, room, state)
         state["momentum"] = [torch.zeros_like(flat) for flat in room.flats]
 
-    @property
-    def sends_weights(self) -> bool:
-        return True
-
     def shown(self, live: Sequence[Tensor], room: Packed, state: State) -> None:
-        """The mean of the live weights is the consensus: the anchor is behind it."""
+        """The consensus is the mean of the live weights: the anchor is a round behind."""
 
     def outgoing(self, live: Sequence[Tensor], room: Packed, clock: Clock, state: State) -> None:
         anchor, momentum = room.over(state["anchor"]), room.over(state["momentum"])

@@ -1,9 +1,10 @@
-"""How a landed mean is applied to the live tensors."""
+"""How a mean is applied to the live tensors."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -14,37 +15,23 @@ from offbeat.comm.communicator import Communicator
 
 
 class Update:
-    """How a mean is applied. A frozen value; what it remembers is in `state`, in plain tensors and numbers.
+    """How a mean is applied: a frozen value. What it remembers is in `state`, as plain tensors and numbers.
 
-    `live` are the live tensors; `room` is memory in which they lie packed, free to be overwritten.
+    `live` are the live tensors. `room` is memory in which they lie packed; it may be overwritten.
+
+    `anchors` says what the update keeps and sends. With "none" it sends weights and can also be used for
+    gradients. With "own" each worker keeps an anchor and sends weights. With "shared" the workers of a round
+    have the same anchor and send displacements from it, so that a lossy code does not round the weights.
     """
 
-    @property
-    def sends_weights(self) -> bool:
-        """Whether it sends weights themselves, which a lossy code would round, not the way from an anchor."""
-        return False
-
-    @property
-    def equalizes(self) -> bool:
-        """Whether workers that land the same mean at once are left with the same tensors."""
-        return False
-
-    @property
-    def shares_anchor(self) -> bool:
-        """Whether it needs the members of a round to have the same anchor, so that groups must not change."""
-        return False
-
-    @property
-    def anchored(self) -> bool:
-        """Whether it keeps an anchor, the weights of an earlier step. If so, it is not for gradients."""
-        return False
+    anchors: ClassVar[Literal["none", "own", "shared"]] = "none"
 
     def init(self) -> State:
-        """What it remembers, at first."""
+        """Return the initial state."""
         return {}
 
     def open(self, live: Sequence[Tensor], room: Packed, state: State) -> None:
-        """The first period begins: take anchors."""
+        """The first period begins: take the anchor."""
 
     def outgoing(self, live: Sequence[Tensor], room: Packed, clock: Clock, state: State) -> None:
         """Write what this worker sends into `room`."""
@@ -55,39 +42,27 @@ class Update:
         raise NotImplementedError
 
     def distances(self, live: Sequence[Tensor], mean: Packed, state: State) -> tuple[float, float | None]:
-        """Asked before `incoming`: this worker's |x − x̄|², and the square length of the change to come."""
+        """Return this worker's |x − x̄|² and the squared length of the coming change. Called before
+        `incoming`."""
         raise NotImplementedError
 
-    def shown(self, live: Sequence[Tensor], room: Packed, state: State) -> tuple[list[Tensor], bool] | None:
-        """What `averaged()` shows instead of the live tensors, and whether all workers of a round have it."""
+    def shown(self, live: Sequence[Tensor], room: Packed, state: State) -> list[Tensor] | None:
+        """Return what `averaged()` shows in place of the live tensors; None: the live tensors."""
         return None
 
-    def close(self, live: Sequence[Tensor], room: Packed, comm: Communicator, state: State) -> bool:
-        """The run ends and nothing is in the air: a last act among the workers of a round; whether there was
-        one."""
-        return False
-
-    def follow(self, live: Sequence[Tensor], room: Packed, state: State) -> None:
-        """All workers have been given the same weights: anchors follow."""
+    def close(self, live: Sequence[Tensor], room: Packed, comm: Communicator, state: State) -> None:
+        """The run ends and nothing is in the air: act once more among the workers of a round."""
 
 
 @dataclass(frozen=True)
 class Replace(Update):
-    """x ← keep·x + (1 − keep)·mean. Larger `keep` holds on to more of the local progress."""
+    """x ← keep·x + (1 − keep)·mean. A larger `keep` preserves more of the local progress."""
 
     keep: float = 0.0
 
     def __post_init__(self) -> None:
         if not 0 <= self.keep < 1:
             raise ValueError(f"{self!r}: keep must be at least 0 and below 1.")
-
-    @property
-    def sends_weights(self) -> bool:
-        return True
-
-    @property
-    def equalizes(self) -> bool:
-        return self.keep == 0
 
     def outgoing(self, live: Sequence[Tensor], room: Packed, clock: Clock, state: State) -> None:
         room.stage(live)
@@ -102,9 +77,10 @@ class Replace(Update):
 
 @dataclass(frozen=True)
 class Correct(Update):
-    """x ← x + gain·(mean − sent): what was sent is moved to the mean, what was done since is kept.
+    """x ← x + gain·(mean − sent): replaces the sent value by the mean and keeps the steps made since.
 
-    The rule for delayed averaging; one worker is left as it is. Costs one more copy of the model in the air.
+    This is the rule for delayed averaging. A single worker stays as it is. While a message is in the air, the
+    rule costs one more copy of the model.
     """
 
     gain: float = 1.0
@@ -112,10 +88,6 @@ class Correct(Update):
     def __post_init__(self) -> None:
         if not 0 < self.gain <= 1:
             raise ValueError(f"{self!r}: gain must be above 0 and at most 1.")
-
-    @property
-    def sends_weights(self) -> bool:
-        return True
 
     def outgoing(self, live: Sequence[Tensor], room: Packed, clock: Clock, state: State) -> None:
         room.read(live)
@@ -142,7 +114,7 @@ def blend(live: Sequence[Tensor], values: Packed, keep: float) -> None:
 
 
 def square_distance(these: Iterable[Tensor], those: Iterable[Tensor]) -> float:
-    """|these − those|², summed over the tensors in float64; at no time is there a difference of them all."""
+    """Return |these − those|², summed over the tensors in float64, without a copy of all differences."""
     squares = [
         torch.linalg.vector_norm(x - y, dtype=torch.promote_types(y.dtype, torch.float32)).double().square()
         for a, b in zip(these, those, strict=True)
@@ -152,5 +124,5 @@ def square_distance(these: Iterable[Tensor], those: Iterable[Tensor]) -> float:
 
 
 def _pieces(tensor: Tensor) -> Sequence[Tensor]:
-    """A long vector in pieces."""
+    """Cut a long vector into pieces."""
     return torch.split(tensor, 2**21) if tensor.dim() == 1 else (tensor,)

@@ -84,7 +84,8 @@ class Waitfree(Part):
         self._tally = Tally()
         self._heard: Pending[list[list[int]]] | None = None
         self._attendance: list[Attendance] = []
-        self._sent = self._received = 0  # beside the rounds
+        self.outside = Metered(self.peers.everyone)
+        self.saved_every = every if self.active else 1
 
     @property
     def attendance(self) -> list[Attendance]:
@@ -183,11 +184,8 @@ class Waitfree(Part):
 
     def _say(self, numbers: Sequence[int]) -> Pending[list[list[int]]]:
         """Numbers for everybody; their bytes are in the totals, but in no report."""
-        comm = Metered(self.peers.everyone)
-        said = comm.tell(numbers)
-        self._sent += comm.sent
-        self._received += comm.received
-        return said
+        assert self.outside is not None
+        return self.outside.tell(numbers)
 
     def submit(self, round: int, publish: Callable[[], None], *, call: bool, timed: bool) -> None:
         """What was made for a round becomes the newest; `timed`: nothing else was waited for in the step."""
@@ -213,17 +211,11 @@ class Waitfree(Part):
         if wait:
             _ = self.attendance
 
-    def unreported(self) -> tuple[int, int]:
-        counts = self._sent, self._received
-        self._sent = self._received = 0
-        return counts
-
-    def flush(self, clock: Clock) -> bool:
+    def flush(self, clock: Clock) -> None:
         if self._rounds is not None:
             self._stop()
             # Nobody goes before all have stopped listening: the store may go with its host.
             self._say([]).wait()
-        return False
 
     def leave(self, departure: Departure) -> None:
         self._left = True
@@ -234,10 +226,6 @@ class Waitfree(Part):
         if self._rounds is not None:
             self._end()
         self._rounds = self._sidecar = None
-
-    def savable(self, step: int) -> int:
-        """Only at global rounds: elsewhere workers may be at different rounds, and sidecars under way."""
-        return -(-step // self.every) * self.every if self.active else step
 
     def state_dict(self) -> State:
         return {"durations": list(self._durations)}

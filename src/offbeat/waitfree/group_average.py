@@ -13,6 +13,7 @@ from offbeat.base.clock import Clock, State
 from offbeat.comm.sidecar import Sidecar
 from offbeat.engine.exchange import Exchange
 from offbeat.engine.extras import Buffers
+from offbeat.engine.weights import checksum
 from offbeat.reduce import Reducer
 from offbeat.waitfree.attendance import Kind
 from offbeat.waitfree.base import Among, Waitfree
@@ -22,6 +23,10 @@ from offbeat.waitfree.snapshots import Snapshots
 from offbeat.when import Every
 
 Late = Literal["join", "add"]
+_UNEQUAL = (
+    "GroupAverage({!r}): after every so many steps this exchange must leave the same weights on "
+    "all workers, as Exchange(params(model), when=Every(10)) does."
+)
 
 
 class Weights(Load, Protocol):
@@ -50,18 +55,9 @@ def _period(exchange: Exchange) -> int:
     when = exchange.when
     whole = not exchange.live.early and exchange.live.only is None
     everyone = isinstance(exchange.peers, World) and exchange.delay == 0
-    if (
-        isinstance(when, Every)
-        and when == Every(when.steps)
-        and whole
-        and everyone
-        and exchange.update.equalizes
-    ):
+    if isinstance(when, Every) and when == Every(when.steps) and whole and everyone:
         return when.steps
-    raise ValueError(
-        f"GroupAverage({exchange!r}): after every so many steps this exchange must leave the same weights on "
-        "all workers, as Exchange(params(model), when=Every(10)) does."
-    )
+    raise ValueError(_UNEQUAL.format(exchange))
 
 
 class GroupAverage(Waitfree):
@@ -111,6 +107,7 @@ class GroupAverage(Waitfree):
         self.late = late
         # A running variance that differences are added to might become negative.
         self._buffers = Buffers(self.model, exchange.payload.buffers.rule if late == "join" else "keep")
+        self._checked = False
         self._weights: Weights | None = None
         self._resumed_with: dict[str, Tensor] = {}
 
@@ -145,6 +142,7 @@ class GroupAverage(Waitfree):
         assert self._weights is not None
         round, weights, tensors = clock.step - 1, self._weights, self._tensors()
         if self.blocking(round):
+            self._check_equal()
             weights.meet(tensors)
             self.submit(round, lambda: weights.publish(round), call=False, timed=False)
             self.call_the_roll()
@@ -154,6 +152,14 @@ class GroupAverage(Waitfree):
             outcome, kind = self.await_round(round)
             weights.merge(tensors, outcome, kind)
         self.resume()
+
+    def _check_equal(self) -> None:
+        """Raise on every rank if the first global round left the workers with different weights."""
+        if not self._checked:
+            heard = self._say([checksum(self.live.tensors())]).wait()
+            if len({words[0] for words in heard}) > 1:
+                raise ValueError(_UNEQUAL.format(self.exchange))
+            self._checked = True
 
     def state_dict(self) -> State:
         buffers = {name: buffer.clone() for name, buffer in self._buffers.averaged().items()}

@@ -19,7 +19,7 @@ from offbeat.app.runs.watch import Watched
 from offbeat.base.errors import CheckpointMismatch
 from offbeat.comm.metered import nbytes, traffic
 from offbeat.comm.throttled import Throttled
-from offbeat.engine.checkpoint import checksum
+from offbeat.engine.checkpoint import weights_checksum
 from offbeat.tasks import Batch, Task
 
 
@@ -79,7 +79,7 @@ class TorchDDP:
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        heard = self.comm.tell([checksum(self.model)]).wait()
+        heard = self.comm.tell([weights_checksum(self.model)]).wait()
         if odd := [rank for rank, word in enumerate(heard) if word != heard[0]]:
             raise CheckpointMismatch(
                 f"Rank {odd[0]}'s checkpoint has other weights than rank 0's: "
