@@ -16,8 +16,7 @@ from offbeat.among import Peers, World
 from offbeat.base.clock import Clock, State
 from offbeat.base.packed import Packed
 from offbeat.base.tensors import Gradients, Live, Share
-from offbeat.comm.communicator import Communicator
-from offbeat.comm.metered import Metered
+from offbeat.comm.communicator import Communicator, Metered
 from offbeat.engine.checkpoint import copied
 from offbeat.engine.extras import BufferRule, MomentRule, send_mean
 from offbeat.engine.handshake import ROUND, compare_headers, header

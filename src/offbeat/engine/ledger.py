@@ -10,9 +10,7 @@ import torch
 from torch import Tensor
 
 from offbeat.base.clock import Clock, State
-from offbeat.comm.communicator import Communicator
-from offbeat.comm.metered import Metered
-from offbeat.comm.pending import Pending
+from offbeat.comm.communicator import Communicator, Metered, Pending
 from offbeat.engine.report import Report
 from offbeat.engine.round import Round, naming
 

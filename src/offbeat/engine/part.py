@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from offbeat.among import Peers
 from offbeat.base.clock import Clock, State
 from offbeat.comm.communicator import Communicator
-from offbeat.comm.departure import Departure
+from offbeat.comm.presence import Departure
 from offbeat.engine.report import Report
 
 
@@ -61,7 +61,7 @@ class Part:
 
     def leave(self, departure: Departure) -> None:
         """This worker fails: whoever waits for it is told, threads end."""
-        self.peers.everyone.leave(departure)  # and all it was split into
+        self.peers.everyone.worker.leave(departure)  # and all it was split into
 
     def follow(self) -> None:
         """All workers have been given the same weights."""

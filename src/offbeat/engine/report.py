@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from offbeat.base.clock import Clock
-from offbeat.comm.metered import Metered
+from offbeat.comm.communicator import Metered
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,9 @@ from torch.profiler import record_function
 from offbeat.base.clock import Clock, State
 from offbeat.base.errors import PeerLost
 from offbeat.base.packed import Packed
-from offbeat.comm.metered import Metered
-from offbeat.comm.pending import Pending, arrived
+from offbeat.comm.communicator import Metered, Pending, arrived
 from offbeat.engine.report import Report
+from offbeat.reduce.reducer import Staged
 
 
 @contextmanager
@@ -67,8 +67,8 @@ class Round:
         self.waited += self.comm.now() - start
 
     def advance(self) -> None:
-        """About half of the time is over: what takes two messages sends the second; others need not meet."""
-        if not self.mean.answers:
+        """Run the next stage of the reducer, if it has one left; others do nothing."""
+        if not (isinstance(self.mean, Staged) and self.mean.stages):
             return
         start = self.comm.now()
         self.heads.wait()

@@ -14,9 +14,8 @@ from torch.optim import Optimizer
 
 from offbeat.base.clock import Clock, State
 from offbeat.base.tensors import named, trainable
-from offbeat.comm.departure import Departure
-from offbeat.comm.metered import Metered
-from offbeat.comm.place import Track
+from offbeat.comm.communicator import Metered
+from offbeat.comm.presence import Departure, Track
 from offbeat.engine import checkpoint
 from offbeat.engine import handshake as agreement
 from offbeat.engine.extras import floating_buffers
@@ -80,7 +79,7 @@ class Synchronizer:
             lines = agreement.describe(self.method, self.model)
             nonce = round(self._comm.now() * 1e9)
             self._nonce = agreement.compare_lines(lines, self._comm, nonce=nonce)
-            self._comm.follow(self._track)
+            self._comm.worker.follow(self._track)
             for part in self.parts:
                 part.communicators()  # connects to its peers, while everybody is here
             self._agreed = True
@@ -120,7 +119,7 @@ class Synchronizer:
             self._start()
             self._inside_step = True
             self._track.at(self.steps + 1)
-            self._comm.computed(self.steps)
+            self._comm.worker.computed(self.steps)
             self._lr = learning_rate(self.optimizers)
             self._must_train_the_same()
             for part in self.parts:

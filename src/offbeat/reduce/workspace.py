@@ -1,4 +1,4 @@
-"""Memory that codes keep with a payload from round to round, and that no checkpoint holds."""
+"""Buffers that codes keep with a payload from round to round. They are not part of a checkpoint."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _kept: WeakKeyDictionary[Packed, dict[Hashable, Tensor]] = WeakKeyDictionary()
 
 
 def kept_with(payload: Packed) -> list[Tensor]:
-    """What codes keep with it."""
+    """The buffers that codes keep with a payload."""
     return list(_kept.get(payload, {}).values())
 
 
 class Workspace:
-    """Rooms by name, one for each shape asked for; zero at first, later with whatever was left in them."""
+    """Buffers by name and shape. They start as zeros and keep their contents."""
 
     def __init__(self, payload: Packed, part: int) -> None:
         self._rooms = _kept.setdefault(payload, {})
