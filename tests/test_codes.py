@@ -497,8 +497,7 @@ def test_the_exact_mean_carries_infinities() -> None:
         (
             lambda: TopK(0),
             ValueError,
-            "TopK(ratio=0, chunk=None, bits=32): ratio is how many times less is sent, a whole number from 1 "
-            "on.",
+            "TopK(ratio=0, chunk=None, bits=32): ratio must be a whole number, at least 1.",
         ),
         (
             lambda: TopK(64, chunk=32),

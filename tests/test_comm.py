@@ -70,7 +70,7 @@ def run_carries_every_collective(comm: Communicator) -> None:
     """Each kind of the table gives every rank what the table says."""
     for kind in COLLECTIVES.values():
         posts = [[torch.arange(2.0) + 10 * rank + j for j in range(comm.size)] for rank in range(comm.size)]
-        want = kind.results([[t.clone() for t in post] for post in posts], comm.size - 1)[comm.rank]
+        [want] = kind.results([[t.clone() for t in post] for post in posts], comm.size - 1, [comm.rank])
         given = posts[comm.rank]
         got = comm.run(kind, given, src=comm.size - 1).wait()
         assert all(map(torch.equal, got, want)), kind.name

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Literal
 
 import torch
@@ -32,7 +33,7 @@ class Collective:
 
     `share` is what one rank sends, per byte it hands in. `hops` counts the sequential messages between
     neighbours when gloo runs it. `crosses` is the bytes over a group's uplink, in the busier direction, for
-    each algorithm. `results(posts, src)` turns the tensors of every rank into the results of every rank.
+    each algorithm. `results(posts, src, ranks)` are the results of some ranks, given the tensors of all.
     """
 
     name: str
@@ -40,7 +41,7 @@ class Collective:
     share: Callable[[int], float]
     hops: Callable[[int], int]
     crosses: Callable[[Algorithm, Crossing], float]
-    results: Callable[[list[list[Tensor]], int], list[list[Tensor]]]
+    results: Callable[[Sequence[Sequence[Tensor]], int, Sequence[int]], list[list[Tensor]]]
     ways: int = 1  # 2: data go to the others and come back
     local: bool = False  # data go to a neighbour only, whatever the algorithm
     in_place: bool = False  # results replace the tensors handed in
@@ -60,7 +61,7 @@ class Collective:
 
 
 def nbytes(tensors: Sequence[Tensor]) -> int:
-    return sum([tensor.numel() * tensor.element_size() for tensor in tensors])
+    return sum(map(attrgetter("nbytes"), tensors))
 
 
 def sum_in_order(tensors: Sequence[Tensor]) -> Tensor:
@@ -98,7 +99,7 @@ SUM = Collective(
     share=lambda size: 2 * (size - 1) / size,
     hops=lambda size: 2 * (size - 1),
     crosses=_sum_crosses,
-    results=lambda posts, src: [[sum_in_order(same) for same in zip(*posts, strict=True)]] * len(posts),
+    results=lambda posts, src, ranks: [[sum_in_order(p) for p in zip(*posts, strict=True)]] * len(ranks),
     ways=2,
     in_place=True,
 )
@@ -109,7 +110,7 @@ GATHER = Collective(
     share=lambda size: size - 1,
     hops=lambda size: size - 1,
     crosses=_gather_crosses,
-    results=lambda posts, src: [[post[0].clone() for post in posts] for _ in posts],
+    results=lambda posts, src, ranks: [[post[0].clone() for post in posts] for _ in ranks],
 )
 # Each rank has another chunk for every rank, so nothing can be shared; its own chunk stays.
 EXCHANGE = Collective(
@@ -118,7 +119,7 @@ EXCHANGE = Collective(
     share=lambda size: (size - 1) / size,
     hops=lambda size: 1,
     crosses=lambda algorithm, by: by.given * by.inside * by.outside / by.size,
-    results=lambda posts, src: [[post[rank].clone() for post in posts] for rank in range(len(posts))],
+    results=lambda posts, src, ranks: [[post[rank].clone() for post in posts] for rank in ranks],
 )
 # Down a tree; the share is the average over the ranks.
 BROADCAST = Collective(
@@ -127,7 +128,7 @@ BROADCAST = Collective(
     share=lambda size: (size - 1) / size,
     hops=lambda size: (size - 1).bit_length(),
     crosses=lambda algorithm, by: by.given,
-    results=lambda posts, src: [[tensor.clone() for tensor in posts[src]]] * len(posts),
+    results=lambda posts, src, ranks: [[tensor.clone() for tensor in posts[src]]] * len(ranks),
     in_place=True,
 )
 # To the next rank; in the order of ranks, each group's uplink carries one such message.
@@ -137,7 +138,7 @@ SHIFT = Collective(
     share=lambda size: 1 if size > 1 else 0,
     hops=lambda size: 1,
     crosses=lambda algorithm, by: by.given,
-    results=lambda posts, src: [[posts[rank - 1][0].clone()] for rank in range(len(posts))],
+    results=lambda posts, src, ranks: [[posts[rank - 1][0].clone()] for rank in ranks],
     local=True,
 )
 COLLECTIVES = {kind.name: kind for kind in (SUM, GATHER, EXCHANGE, BROADCAST, SHIFT)}

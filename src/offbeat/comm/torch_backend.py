@@ -161,7 +161,7 @@ class Torch(Communicator, Worker):
                 raise self._lookout.lost(what(), error, self._gloo) from error
         return Pending(
             wait,
-            lambda: all(message.look() for message in sent),
+            lambda: all(map(InFlight.look, sent)),
             lambda: max([message.arrived for message in sent], default=0.0),
         )
 

@@ -55,6 +55,7 @@ class Synchronizer:
         check_fit(self.optimizers, self.model)
         self._lr = learning_rate(self.optimizers)
         self._comm = Metered(self.parts[0].peers.everyone)
+        self._worker = self._comm.worker
         self._track = Track(self._comm.rank)
         self._agreed = self._started = self._inside_step = self._inside_averaged = False
         self._lockstep = self._equal = True
@@ -79,7 +80,7 @@ class Synchronizer:
             lines = agreement.describe(self.method, self.model)
             nonce = round(self._comm.now() * 1e9)
             self._nonce = agreement.compare_lines(lines, self._comm, nonce=nonce)
-            self._comm.worker.follow(self._track)
+            self._worker.follow(self._track)
             for part in self.parts:
                 part.communicators()  # connects to its peers, while everybody is here
             self._agreed = True
@@ -119,7 +120,7 @@ class Synchronizer:
             self._start()
             self._inside_step = True
             self._track.at(self.steps + 1)
-            self._comm.worker.computed(self.steps)
+            self._worker.computed(self.steps)
             self._lr = learning_rate(self.optimizers)
             self._must_train_the_same()
             for part in self.parts:

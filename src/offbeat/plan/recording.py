@@ -102,7 +102,7 @@ class RecordingComm(Communicator, Worker):
         def wait() -> list[Tensor]:
             self.log.events.append(Waited(number))
             with torch.no_grad():
-                return kind.deliver(given, kind.results([given] * self.size, src)[self.rank])
+                return kind.deliver(given, kind.results([given] * self.size, src, [self.rank])[0])
 
         # Never done before the wait: a worker that polls learns of the arrival later, as in a real run.
         return Pending(wait, lambda: False, lambda: 0.0)

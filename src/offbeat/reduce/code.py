@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field, fields, replace
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -14,7 +15,6 @@ from offbeat.base.errors import NotFinite
 from offbeat.base.packed import Packed
 from offbeat.comm.communicator import Communicator, Pending, arrived
 from offbeat.reduce.reducer import Reducer, Staged
-from offbeat.reduce.workspace import Workspace
 
 
 @dataclass(frozen=True)
@@ -41,11 +41,27 @@ class Vector:
     values: Tensor
     residual: Tensor | None  # receives what this rank failed to send
     spans: tuple[Span, ...]
-    workspace: Workspace
+    index: int  # of the vector in its payload
+    buffers: dict[Hashable, Tensor]
+
+    def buffer(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Memory that is kept from round to round with its contents; zeros at first."""
+        key = (self.index, name, shape, dtype, self.values.device)
+        if key not in self.buffers:
+            self.buffers[key] = torch.zeros(shape, dtype=dtype, device=self.values.device)
+        return self.buffers[key]
 
     def views(self, flat: Tensor) -> list[Tensor]:
         """The tensors, in this or another vector of the same length."""
         return [flat[span.start : span.end].view(span.shape) for span in self.spans]
+
+
+_kept: WeakKeyDictionary[Packed, dict[Hashable, Tensor]] = WeakKeyDictionary()
+
+
+def kept_with(payload: Packed) -> list[Tensor]:
+    """The buffers that codes keep with a payload. They are not part of a checkpoint."""
+    return list(_kept.get(payload, {}).values())
 
 
 @dataclass(frozen=True, repr=False)
@@ -145,14 +161,15 @@ class PayloadSplit:
     def _vector(self, index: int, members: Sequence[int], dtype: torch.dtype | None) -> Vector:
         payload, flat = self._payload, self._payload.flats[index]
         left = None if self._residual is None else self._residual[index]
-        views, places, workspace = payload.views, payload.spans, Workspace(payload, index)
+        views, places = payload.views, payload.spans
         spans = tuple([Span(payload.names[j], places[j][1], views[j].shape) for j in members])
-        if flat.dtype == (dtype or flat.dtype):
-            return Vector(flat, left, spans, workspace)
-        narrow = workspace.room("narrow", (flat.numel(),), flat, dtype or flat.dtype).copy_(flat)
-        vector = Vector(narrow, None if left is None else torch.zeros_like(narrow), spans, workspace)
+        vector = Vector(flat, left, spans, index, _kept.setdefault(payload, {}))
+        if dtype is None or flat.dtype == dtype:
+            return vector
+        narrow = vector.buffer("narrow", (flat.numel(),), dtype).copy_(flat)
         if left is not None:
             torch.sub(flat, narrow, out=left)  # what the narrower type loses is not sent either
+        vector = replace(vector, values=narrow, residual=None if left is None else torch.zeros_like(narrow))
         self._narrow.append((flat, left, vector))
         return vector
 

@@ -38,7 +38,7 @@ class TwoPhaseMean:
     def send(self) -> Staged[None]:
         vector, codec = self._vector, self._codec
         shape = (self._comm.size, codec.size(self._length))
-        wire = vector.workspace.room("wire", shape, vector.values, torch.uint8)
+        wire = vector.buffer("wire", shape, torch.uint8)
         rng, slices = self._rng("out"), self._cut(vector.values)
         for part, row in zip(slices, wire, strict=True):
             for values, coded in self._pieces(part, row):
@@ -49,15 +49,17 @@ class TwoPhaseMean:
                 for out, coded in self._pieces(left, row):
                     codec.decode(coded, out)
                 torch.sub(part, left, out=left)
-        return Staged([self._answer], self._decode, self._arrived)
+        return Staged(
+            [self._answer], self._decode, lambda: max([message.arrived() for message in self._gathered])
+        )
 
     def _answer(self) -> None:
         """Sum this rank's slice and send the mean to all."""
         parts, rng = self._given.wait(), self._rng("back")
         vector, codec, rank, size = self._vector, self._codec, self._comm.rank, self._comm.size
         own = self._cut(vector.values)[rank]
-        mean = vector.workspace.room("mean", (self._length,), own, torch.float32)[: own.numel()]
-        row = vector.workspace.room("row", (codec.size(self._length),), own, torch.uint8)
+        mean = vector.buffer("mean", (self._length,), torch.float32)[: own.numel()]
+        row = vector.buffer("row", (codec.size(self._length),), torch.uint8)
         heard = [[coded for _, coded in self._pieces(own, part)] for part in parts]
         for i, (piece, coded) in enumerate(self._pieces(mean, row)):
             for j in range(size):
@@ -75,9 +77,6 @@ class TwoPhaseMean:
         for i, message in enumerate(self._gathered):
             for part, coded in zip(slices, message.wait(), strict=True):
                 self._codec.decode(coded, part[self._edges[i] : self._edges[i + 1]])
-
-    def _arrived(self) -> float:
-        return max([message.arrived() for message in self._gathered])
 
     def _pieces(self, part: Tensor, row: Tensor) -> list[tuple[Tensor, Tensor]]:
         """A slice and its wire form, piece by piece; the last pieces of a short slice may be empty."""

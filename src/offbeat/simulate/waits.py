@@ -52,7 +52,7 @@ class Call:
                 self.error = f"Workers disagree: rank {self.members[0]} sends {texts[0]}, rank {rank} {text}."
                 return
         with torch.no_grad():
-            self.results = first.kind.results([post.tensors for post in posts], src)
+            self.results = first.kind.results([post.tensors for post in posts], src, range(len(posts)))
         ready = max(post.when for post in posts)
         given = nbytes(first.tensors)
         self.lands = traffic.carry(first.kind.name, self.members, given, ready, queue=queue)
