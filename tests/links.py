@@ -1,4 +1,4 @@
-"""Throttled links whose time is virtual where the workers' time is: exact, and over at once."""
+"""Throttled links in virtual time, where the workers' time is virtual: exact and instant."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from offbeat.simulate.virtual import Virtual
 
 
 def throttled(comm: Communicator, *, rate: float, latency: float = 0.0, burst: int = 0) -> Throttled:
-    """Behind a link on the clock of the workers: that of the simulation, or the real one."""
+    """The communicator behind a link on the workers' clock, simulated or real."""
     if not isinstance(comm, Virtual):
         return Throttled(comm, rate=rate, latency=latency, burst=burst)
-    stage = comm._stage
+    scheduler = comm._scheduler
 
     def now() -> float:
-        return stage.clocks[stage.current]
+        return scheduler.clocks[scheduler.current]
 
     def sleep(seconds: float) -> None:
-        stage.clocks[stage.current] += seconds
+        scheduler.clocks[scheduler.current] += seconds
 
     link = Link(rate, latency, burst, clock=now, sleep=sleep)
     return Throttled(comm, rate=rate, latency=latency, burst=burst, link=link)

@@ -497,8 +497,7 @@ def test_the_exact_mean_carries_infinities() -> None:
         (
             lambda: TopK(0),
             ValueError,
-            "TopK(ratio=0, chunk=None, bits=32): ratio is how many times less is sent, a whole number from 1 "
-            "on.",
+            "TopK(ratio=0, chunk=None, bits=32): ratio must be a whole number, at least 1.",
         ),
         (
             lambda: TopK(64, chunk=32),
@@ -510,14 +509,14 @@ def test_the_exact_mean_carries_infinities() -> None:
         (
             lambda: RandomBlock(2.5),
             ValueError,
-            "RandomBlock(ratio=2.5, seed=0): ratio is how many times less is sent, a whole number from 1 on.",
+            "RandomBlock(ratio=2.5, seed=0): ratio must be a whole number, at least 1.",
         ),
         (lambda: LowRank(0), ValueError, "LowRank(rank=0, seed=0): rank must be at least 1."),
         (lambda: ErrorFeedback(Mean()), ValueError, "ErrorFeedback(Mean()): it loses nothing; use it alone."),
         (
             lambda: ErrorFeedback(TwoLevel()),
             TypeError,
-            "ErrorFeedback(TwoLevel()): a code that can tell its losses is needed, such as TopK(64).",
+            "ErrorFeedback(TwoLevel()): a code that knows its losses is needed, such as TopK(64).",
         ),
         (
             lambda: ErrorFeedback(LowRank(2), decay=0),

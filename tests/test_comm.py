@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import time
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from calls import CALLS, SENDS
+from calls import CALLS, OWN, SENDS
 from conftest import Pool
 from links import throttled
 from torch import Tensor
@@ -17,8 +17,8 @@ from torch import Tensor
 import offbeat
 from offbeat import Communicator
 from offbeat.app.runs.watch import Watched
-from offbeat.comm.departure import Departure
-from offbeat.comm.metered import traffic
+from offbeat.comm.collective import COLLECTIVES, traffic
+from offbeat.comm.presence import Departure, Track
 from offbeat.plan.recording import RecordingComm, Sent
 
 
@@ -30,7 +30,11 @@ class Noting:
 
     def __getattr__(self, name: str) -> Any:
         self.asked.add(name)
-        return getattr(self._comm, name)
+        if name != "worker":
+            return getattr(self._comm, name)
+        worker = Noting(self._comm.worker)  # type: ignore[arg-type]
+        worker.asked = self.asked
+        return worker
 
 
 def ranks_sum(comm: Communicator) -> int:
@@ -62,18 +66,16 @@ def total_is_the_sum(comm: Communicator) -> None:
     assert [t.data_ptr() for t in result] == places == [t.data_ptr() for t in given]
 
 
-def total_of_tensors_made_on_the_way(comm: Communicator) -> None:
-    filled = []
-
-    def tensors() -> Iterable[Tensor]:
-        for number in range(3):
-            filled.append(number)
-            yield torch.full((2,), float(number + comm.rank))
-
-    message = comm.total(tensors())
-    assert filled == [0, 1, 2]  # all are sent before the call returns
-    others = float(ranks_sum(comm) - comm.size)
-    assert [t.tolist() for t in message.wait()] == [[n * comm.size + others] * 2 for n in range(3)]
+def run_carries_every_collective(comm: Communicator) -> None:
+    """Each kind of the table gives every rank what the table says."""
+    for kind in COLLECTIVES.values():
+        posts = [[torch.arange(2.0) + 10 * rank + j for j in range(comm.size)] for rank in range(comm.size)]
+        [want] = kind.results([[t.clone() for t in post] for post in posts], comm.size - 1, [comm.rank])
+        given = posts[comm.rank]
+        got = comm.run(kind, given, src=comm.size - 1).wait()
+        assert all(map(torch.equal, got, want)), kind.name
+        assert len(got) == len(want)
+        assert all(map(torch.equal, given, want)) or not kind.in_place, kind.name
 
 
 def gather_is_in_rank_order(comm: Communicator) -> None:
@@ -105,23 +107,6 @@ def exchange_of_long_chunks(comm: Communicator) -> None:
     assert len(parts) == comm.size
     assert all(torch.equal(part, count + 10 * i + comm.rank) for i, part in enumerate(parts))
     assert all(torch.equal(chunk, count + 10 * comm.rank + j) for j, chunk in enumerate(chunks))
-
-
-def scatter_mean_gives_each_rank_its_slice(comm: Communicator) -> None:
-    whole = torch.arange(2.0 * comm.size)
-    got = comm.scatter_mean(whole * (comm.rank + 1)).wait()
-    mine = whole[2 * comm.rank : 2 * comm.rank + 2]
-    assert torch.equal(got, mine * ranks_sum(comm) * (1 / comm.size))
-
-
-def scatter_mean_refuses_uneven_slices(comm: Communicator) -> None:
-    if comm.size == 1:  # one slice is never uneven
-        assert comm.scatter_mean(torch.ones(5)).wait().tolist() == [1.0] * 5
-        return
-    n = comm.size + 1
-    sentence = f"^scatter_mean: {n} values cannot be cut into {comm.size} equal slices: pad.$"
-    with pytest.raises(ValueError, match=sentence):
-        comm.scatter_mean(torch.zeros(n))
 
 
 def broadcast_from_every_rank(comm: Communicator) -> None:
@@ -228,7 +213,7 @@ def not_done_before_all_have_sent(comm: Communicator) -> None:
     if comm.size == 1:
         assert comm.gather(torch.ones(1)).done()
         return
-    signal = comm.duplicate()
+    signal = comm.worker.duplicate()
     if comm.rank == 0:
         message = comm.gather(torch.ones(1))
         assert not message.done()
@@ -268,21 +253,19 @@ def nothing_at_all(comm: Communicator) -> None:
     assert [part.shape for part in comm.gather(torch.zeros(0, 3)).wait()] == [(0, 3)] * comm.size
     assert [part.shape for part in comm.exchange([torch.zeros(0)] * comm.size).wait()] == [(0,)] * comm.size
     assert comm.broadcast([torch.zeros(2, 0)], comm.size - 1).wait()[0].shape == (2, 0)
-    assert comm.scatter_mean(torch.zeros(0)).wait().shape == (0,)
 
 
 def the_given_is_kept_by_gather(comm: Communicator) -> None:
-    """What gather, exchange and scatter_mean were given stays what it was."""
+    """Neither gather nor exchange changes the tensors given."""
     mine = torch.arange(float(comm.size)) + comm.rank
     before = mine.clone()
     comm.gather(mine).wait()
-    comm.scatter_mean(mine).wait()
     comm.exchange(list(mine.chunk(comm.size))).wait()
     assert torch.equal(mine, before)
 
 
-def twins_have_an_order_of_their_own(comm: Communicator) -> None:
-    one, two = comm.duplicate(), comm.duplicate()
+def duplicates_have_an_order_of_their_own(comm: Communicator) -> None:
+    one, two = comm.worker.duplicate(), comm.worker.duplicate()
     for other in (one, two):
         assert (other.rank, other.size) == (comm.rank, comm.size)
     worlds = {"comm": comm, "one": one, "two": two}
@@ -293,8 +276,8 @@ def twins_have_an_order_of_their_own(comm: Communicator) -> None:
         assert [part.item() for part in messages[name].wait()] == [base[name] + r for r in range(comm.size)]
 
 
-def a_courier_works_in_order_beside(comm: Communicator) -> None:
-    task_queue, duplicate, done = comm.task_queue(), comm.duplicate(), []
+def a_task_queue_works_in_order(comm: Communicator) -> None:
+    task_queue, duplicate, done = comm.worker.task_queue(), comm.worker.duplicate(), []
 
     def job(number: int) -> float:
         total = duplicate.total([torch.tensor([float(number)])]).wait()[0].item()
@@ -317,12 +300,12 @@ def a_courier_works_in_order_beside(comm: Communicator) -> None:
     task_queue.close()
 
 
-def a_companion_works_beside(comm: Communicator) -> None:
+def a_sidecar_works_beside(comm: Communicator) -> None:
     if comm.size == 1:
-        with pytest.raises(NotImplementedError, match=r"^Solo\.sidecar\(\): only Torch and simulated"):
-            comm.sidecar()
+        with pytest.raises(NotImplementedError, match=r"^Solo\.sidecar\(\): a world of one"):
+            comm.worker.sidecar()
         return
-    sidecar, found = comm.sidecar(), []
+    sidecar, found = comm.worker.sidecar(), []
     assert (sidecar.comm.rank, sidecar.comm.size, sidecar.heard) == (comm.rank, comm.size, -1)
 
     def work() -> None:
@@ -356,7 +339,7 @@ def messages_arrive_between_the_beginning_and_now(comm: Communicator) -> None:
 def computing_takes_virtual_time(comm: Communicator) -> None:
     """Where time is virtual; others look at what has arrived meanwhile."""
     message, began = comm.gather(torch.ones(1)), comm.now()
-    assert comm.computed(3) is None
+    assert comm.worker.computed(3) is None
     base = inner(comm)
     if base == "Virtual":
         assert comm.now() == began + 3
@@ -365,19 +348,26 @@ def computing_takes_virtual_time(comm: Communicator) -> None:
         while not message.arrived():
             assert time.monotonic() < deadline
             time.sleep(0.001)
-            comm.computed(4)
+            comm.worker.computed(4)
     message.wait()
+
+
+def a_run_that_is_followed_has_a_name(comm: Communicator) -> None:
+    tracks = [Track(comm.rank), Track(comm.rank)]
+    for track in tracks:
+        assert comm.worker.follow(track) is None
+    assert comm.size == 1 or len({track.key for track in tracks} - {""}) == 2
 
 
 def who_leaves_is_not_waited_for(comm: Communicator) -> None:
     """Rank 1 leaves after a message that still arrives; the others wait for one that never will."""
     early = comm.mean([torch.tensor([float(comm.rank)])])
     if comm.size == 1:
-        assert comm.leave(Departure("leaves")) is None
+        assert comm.worker.leave(Departure("leaves")) is None
         return
     if comm.rank == 1:
-        comm.leave(Departure.of(ValueError("no more data")))
-        comm.leave(Departure("says something else"))  # only the first counts
+        comm.worker.leave(Departure.of(ValueError("no more data")))
+        comm.worker.leave(Departure("says something else"))  # only the first counts
     expected = torch.tensor(float(ranks_sum(comm) - comm.size)).mul(1 / comm.size).item()
     assert early.wait()[0].item() == expected
     if comm.rank != 1:
@@ -401,7 +391,8 @@ def inner(comm: Any) -> str:
 
 # Every call, and what holds of it. After who has left, nothing works any more.
 LAWS: dict[str, list[Callable[[Communicator], None]]] = {
-    "total": [total_is_the_sum, total_of_tensors_made_on_the_way],
+    "run": [run_carries_every_collective],
+    "total": [total_is_the_sum],
     "mean": [
         mean_is_the_sum_times_one_over_the_number,
         messages_are_waited_for_in_any_order,
@@ -412,16 +403,16 @@ LAWS: dict[str, list[Callable[[Communicator], None]]] = {
     ],
     "gather": [gather_is_in_rank_order, the_given_is_kept_by_gather, not_done_before_all_have_sent],
     "exchange": [exchange_delivers_chunk_j_to_rank_j, exchange_of_turned_matrices, exchange_of_long_chunks],
-    "scatter_mean": [scatter_mean_gives_each_rank_its_slice, scatter_mean_refuses_uneven_slices],
     "broadcast": [broadcast_from_every_rank],
     "shift": [shift_passes_to_the_next_rank, shift_goes_round],
     "tell": [tell_carries_whole_numbers],
     "split": [split_makes_worlds_of_their_own, split_takes_the_order_of_the_list],
-    "duplicate": [twins_have_an_order_of_their_own],
-    "task_queue": [a_courier_works_in_order_beside],
-    "sidecar": [a_companion_works_beside],
+    "duplicate": [duplicates_have_an_order_of_their_own],
+    "task_queue": [a_task_queue_works_in_order],
+    "sidecar": [a_sidecar_works_beside],
     "now": [messages_arrive_between_the_beginning_and_now],
     "computed": [computing_takes_virtual_time],
+    "follow": [a_run_that_is_followed_has_a_name],
     "leave": [who_leaves_is_not_waited_for],
 }
 
@@ -434,7 +425,6 @@ ROWS: list[tuple[str, Callable[[Communicator], Any], dict[int, int]]] = [
     ("gather", lambda comm: comm.gather(torch.ones(3)), {1: 0, 3: 24, 4: 36}),
     ("gather", lambda comm: comm.gather(torch.ones(3).byte()), {1: 0, 3: 6, 4: 9}),
     ("exchange", lambda comm: comm.exchange(list(torch.ones(12).chunk(comm.size))), {1: 0, 3: 32, 4: 36}),
-    ("scatter_mean", lambda comm: comm.scatter_mean(torch.ones(12)), {1: 0, 3: 32, 4: 36}),
     (
         "broadcast",
         lambda comm: comm.broadcast([torch.ones(2), torch.ones(1)], 1 % comm.size),
@@ -446,8 +436,8 @@ ROWS: list[tuple[str, Callable[[Communicator], Any], dict[int, int]]] = [
 
 
 def test_no_call_is_forgotten() -> None:
-    assert set(LAWS) == CALLS
-    assert {call for call, _, _ in ROWS} == SENDS
+    assert set(LAWS) == CALLS | OWN
+    assert {call for call, _, _ in ROWS} == SENDS - {"run"}
 
 
 WORLDS = [("Solo", 1), *[(kind, size) for kind in ("Virtual", "Torch") for size in (2, 3, 4)]]
@@ -470,7 +460,7 @@ def held(comm: Communicator, wrapper: str) -> tuple[list[str], set[str]]:
             try:
                 law(noting)  # type: ignore[arg-type]
             except BaseException as error:
-                comm.leave(Departure.of(error))  # so that the others do not wait
+                comm.worker.leave(Departure.of(error))  # so that the others do not wait
                 raise AssertionError(f"{law.__name__}: {traceback.format_exc()}") from None
             made |= {law.__name__} if call in noting.asked else set()
     return layers(wrapped), made
@@ -576,7 +566,7 @@ def test_a_split_meter_counts_for_itself() -> None:
 def test_a_meter_passes_time_through() -> None:
     def worker(comm: Communicator) -> float:
         metered = offbeat.Metered(comm)
-        metered.computed(3)
+        metered.worker.computed(3)
         assert metered.now() == comm.now()
         return metered.now()
 
@@ -588,8 +578,8 @@ def left(comm: Communicator, departure: Departure) -> str:
     metered = offbeat.Metered(comm)
     early = metered.mean([torch.tensor([float(comm.rank)])])
     if comm.rank == 1:
-        metered.leave(departure)
-        metered.leave(Departure("says something else"))  # only the first counts
+        metered.worker.leave(departure)
+        metered.worker.leave(Departure("says something else"))  # only the first counts
         assert early.wait()[0].item() == 0.5
         return "gone"
     assert early.wait()[0].item() == 0.5
@@ -614,7 +604,7 @@ def test_leaving(pool: Pool, kind: str) -> None:
 
 
 def test_solo_leaves_in_peace() -> None:
-    assert offbeat.Solo().leave(Departure("leaves")) is None
+    assert offbeat.Solo().worker.leave(Departure("leaves")) is None
     with pytest.raises(TypeError, match="abstract"):
         Communicator()
 

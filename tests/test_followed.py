@@ -13,7 +13,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 
 import offbeat
-from offbeat.comm.metered import Wrapped
+from offbeat.comm.collective import BROADCAST, Collective
+from offbeat.comm.communicator import Wrapped
 from offbeat.engine.extras import Buffers
 from offbeat.tasks.resnet import build_resnet
 
@@ -25,9 +26,15 @@ class Counting(Wrapped):
         super().__init__(comm)
         self.sent: Counter[str] = Counter()
 
-    def broadcast(self, tensors: Sequence[Tensor], src: int = 0) -> offbeat.Pending[list[Tensor]]:
-        self.sent.update(str(tensor.dtype).removeprefix("torch.") for tensor in tensors)
-        return self.comm.broadcast(tensors, src)
+    def wrap(self, comm: offbeat.Communicator) -> offbeat.Communicator:
+        return comm
+
+    def run(
+        self, kind: Collective, tensors: Sequence[Tensor], *, src: int = 0, control: bool = False
+    ) -> offbeat.Pending[list[Tensor]]:
+        if kind is BROADCAST:
+            self.sent.update(str(tensor.dtype).removeprefix("torch.") for tensor in tensors)
+        return super().run(kind, tensors, src=src, control=control)
 
 
 def rounds(comm: offbeat.Communicator, method: str) -> tuple[list[dict[str, int]], list[int], list[Tensor]]:

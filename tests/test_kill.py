@@ -17,11 +17,11 @@ import numpy as np
 import pytest
 from conftest import Pool, processes
 from killable import SOON, Crew, halt, send_much, stall, stay_away, train
-from offbeat.comm.communicator.store import Bulletin, Silent
 from table import METHODS, SELDOM
 
 import offbeat
-from offbeat.comm.departure import Departure
+from offbeat.comm.presence import Departure
+from offbeat.comm.store import Bulletin, Silent
 
 STEPS = 12
 KILLS = 4
@@ -196,7 +196,7 @@ def test_a_store_that_went_before_all_connected_is_named() -> None:
 
 def fail_before_the_pairs_connect(comm: offbeat.Communicator) -> list[list[int]]:
     if comm.rank == 2:
-        comm.leave(Departure.of(ValueError("no data")))
+        comm.worker.leave(Departure.of(ValueError("no data")))
         return []
     return comm.split([[0, 1], [2, 3]]).tell([comm.rank]).wait()
 

@@ -22,6 +22,7 @@ import offbeat
 from offbeat import GLU, Communicator, Compensated, LocalStep, Network, PushPull, Solo, simulate
 from offbeat.comm.lookout import Lookout
 from offbeat.comm.store import Bulletin
+from offbeat.comm.torch_backend import InFlight
 from offbeat.server.stability import stable_product
 
 
@@ -596,18 +597,18 @@ class Ending:
 
 def test_a_message_that_ends_with_a_slice_of_waiting_has_arrived() -> None:
     comm = offbeat.Torch.__new__(offbeat.Torch)
-    comm._timeout, comm._lanes = 1.0, {}
+    comm._timeout, comm._connections = 1.0, {}
     comm._lookout = Lookout("key", [0], 0, Bulletin(HashStore()))
-    comm._await(Ending(fails=False), "cpu", 0, "news")
+    comm._await(InFlight(Ending(fails=False), "cpu", 0), lambda: "news")
     sentence = "Waiting for news: rank 0 lost a connection (Connection closed by peer)."
     with says(offbeat.PeerLost, sentence):
-        comm._await(Ending(fails=True), "cpu", 0, "news")
+        comm._await(InFlight(Ending(fails=True), "cpu", 0), lambda: "news")
 
 
 class Order:
     """Jobs that note when they are done."""
 
-    def __init__(self, task_queue: offbeat.comm.task_queue.TaskQueue) -> None:
+    def __init__(self, task_queue: offbeat.comm.background.TaskQueue) -> None:
         self.task_queue, self.done = task_queue, []
 
     def give(self, name: int) -> offbeat.Pending[int]:
@@ -623,7 +624,7 @@ class Order:
 @pytest.mark.parametrize("kind", ["thread", "world of one", "simulation"])
 def test_a_courier_keeps_the_order_and_stops_at_trouble(kind: str) -> None:
     def worker(comm: Communicator) -> None:
-        task_queue = offbeat.comm.task_queue.ThreadQueue() if kind == "thread" else comm.task_queue()
+        task_queue = offbeat.comm.background.ThreadQueue() if kind == "thread" else comm.worker.task_queue()
         order = Order(task_queue)
         jobs = [order.give(name) for name in range(5)]
         assert jobs[3].wait() == 3
@@ -654,7 +655,7 @@ def test_a_shift_goes_round(size: int) -> None:
 
 
 def shifted(comm: Communicator) -> list[float]:
-    duplicate = comm.duplicate()
+    duplicate = comm.worker.duplicate()
     return [duplicate.shift(torch.full((3,), float(comm.rank))).wait().sum().item(), duplicate.size]
 
 

@@ -138,7 +138,7 @@ def test_waiting_is_watched_in_groups_too() -> None:
     def worker(comm: offbeat.Communicator) -> tuple[float, float]:
         watched = Watched(comm)
         if comm.rank == 0:
-            watched.computed(0)
+            watched.worker.computed(0)
         start = watched.now()
         watched.mean([torch.ones(1000)]).wait()
         watched.split([[0, 1]]).gather(torch.ones(1000)).wait()

@@ -265,7 +265,7 @@ def test_a_failure_in_training_reaches_all() -> None:
         ),
         (
             lambda comm: comm.exchange([torch.zeros(2)] * 3),
-            lambda comm: comm.scatter_mean(torch.zeros(3)),
+            lambda comm: comm.exchange(list(torch.zeros(3).chunk(3))),
             "exchange of float32[2], float32[2], float32[2]",
             "exchange of float32[1], float32[1], float32[1]",
         ),
@@ -324,7 +324,7 @@ def test_a_message_lands_after_the_last_has_sent() -> None:
     """Ranks are ready at 0, 3 and 6. Eight bytes among three are 2·8·2/3 = 10.67, rounded to 11."""
 
     def worker(comm: Communicator) -> list[float]:
-        comm.computed(0)
+        comm.worker.computed(0)
         began = comm.now()
         first = comm.mean([torch.zeros(2)])
         second = comm.gather(torch.zeros(11))  # 44 bytes to two others: 88
@@ -344,7 +344,7 @@ def test_a_message_lands_after_the_last_has_sent() -> None:
 def test_waiting_for_what_is_long_here_takes_no_time() -> None:
     def worker(comm: Communicator) -> float:
         message = comm.mean([torch.zeros(1)])
-        comm.computed(0)
+        comm.worker.computed(0)
         message.wait()
         return comm.now()
 
@@ -357,7 +357,7 @@ def test_done_asks_the_clock() -> None:
     def worker(comm: Communicator) -> list[bool]:
         message = comm.mean([torch.zeros(1)])
         answers = [message.done()]
-        comm.computed(0)
+        comm.worker.computed(0)
         answers.append(message.done())
         message.wait()
         assert comm.now() == 2.0
@@ -372,13 +372,13 @@ def test_done_waits_for_nobody_who_is_ahead() -> None:
 
     def worker(comm: Communicator) -> list[bool]:
         if comm.rank == 1:
-            comm.computed(0)
+            comm.worker.computed(0)
             comm.mean([torch.zeros(1)]).wait()
             return []
         message = comm.mean([torch.zeros(1)])
         answers = []
         for step in range(3):
-            comm.computed(step)
+            comm.worker.computed(step)
             answers.append(message.done())
         return answers
 

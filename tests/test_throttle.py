@@ -32,7 +32,6 @@ MESSAGES: dict[str, tuple[Callable[[Communicator], Any], float, int, float]] = {
     "mean": (lambda comm: comm.mean([megabyte(comm)]).then(lambda means: means[0]), 1.5, 6, 1.5),
     "gather": (lambda comm: comm.gather(megabyte(comm)).then(torch.cat), 3, 3, 1.5),
     "exchange": (lambda comm: comm.exchange(list(megabyte(comm).chunk(4))).then(torch.cat), 0.75, 1, 1.5),
-    "scatter_mean": (lambda comm: comm.scatter_mean(megabyte(comm)), 0.75, 1, 1.5),
     "broadcast": (lambda comm: comm.broadcast([megabyte(comm)], 1).then(lambda got: got[0]), 0.75, 2, 1.0),
     "shift": (lambda comm: comm.shift(megabyte(comm)), 1, 1, 1.5),
     # Words pass the queue by.
@@ -41,14 +40,14 @@ MESSAGES: dict[str, tuple[Callable[[Communicator], Any], float, int, float]] = {
 
 
 def test_no_message_is_forgotten() -> None:
-    assert set(MESSAGES) == SENDS
+    assert set(MESSAGES) == SENDS - {"run"}
 
 
 def landing(send: Callable[[Communicator], Any], *, latency: float = 0.0, burst: int = 0) -> list[float]:
     """When a message of four workers arrives, which begin one after the other, the last at 3 s."""
 
     def worker(comm: Communicator) -> tuple[float, float]:
-        comm.computed(comm.rank)
+        comm.worker.computed(comm.rank)
         message = send(throttled(comm, rate=RATE, latency=latency, burst=burst))
         value = message.wait()
         assert message.arrived() == pytest.approx(comm.now())
@@ -92,7 +91,7 @@ def hidden(comm: Communicator) -> tuple[list[bool], list[float]]:
     slow = throttled(comm, rate=RATE)
     message, seen, times = slow.mean([megabyte(comm)]), [], []
     for step in (0, 1):
-        comm.computed(step)
+        comm.worker.computed(step)
         seen.append(message.done())
     message.wait()
     times += [comm.now(), message.arrived()]
@@ -108,7 +107,7 @@ def test_time_behind_computation_is_not_waited_for() -> None:
 def shared(comm: Communicator, kind: str) -> tuple[bool, list[float]]:
     slow = throttled(comm, rate=RATE)
     groups = [[0, 1], [2, 3]]
-    other = slow.split(groups) if kind == "split" else slow.duplicate()
+    other = slow.split(groups) if kind == "split" else slow.worker.duplicate()
     messages = [slow.mean([megabyte(comm)]), other.mean([megabyte(comm)])]
     for message in messages:
         message.wait()
@@ -116,7 +115,7 @@ def shared(comm: Communicator, kind: str) -> tuple[bool, list[float]]:
 
 
 @pytest.mark.parametrize(("kind", "second"), [("split", 1.0), ("duplicate", 1.5)])
-def test_groups_and_twins_share_the_link(kind: str, second: float) -> None:
+def test_groups_and_duplicates_share_the_link(kind: str, second: float) -> None:
     for same, times in offbeat.simulate(lambda comm: shared(comm, kind), 4):
         assert same
         assert times == pytest.approx([1.5 * ONE, (1.5 + second) * ONE], abs=1e-6)
@@ -124,7 +123,7 @@ def test_groups_and_twins_share_the_link(kind: str, second: float) -> None:
 
 def accompanied(comm: Communicator) -> list[float]:
     slow = throttled(comm, rate=RATE)
-    sidecar, lands = slow.sidecar(), []
+    sidecar, lands = slow.worker.sidecar(), []
 
     def work() -> None:
         message = sidecar.comm.split([[0, 1]]).mean([megabyte(comm)])
@@ -141,7 +140,7 @@ def accompanied(comm: Communicator) -> list[float]:
     return [*lands, mine.arrived()]
 
 
-def test_companions_share_the_link() -> None:
+def test_sidecars_share_the_link() -> None:
     assert offbeat.simulate(accompanied, 2) == [pytest.approx([ONE, 2 * ONE], abs=1e-6)] * 2
 
 

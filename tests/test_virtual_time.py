@@ -282,7 +282,7 @@ def test_a_failure_by_hand() -> None:
 
     def worker(comm: Communicator) -> float:
         for step in range(20):
-            comm.computed(step)
+            comm.worker.computed(step)
         return comm.now()
 
     expected = []

@@ -7,9 +7,8 @@ from offbeat.base.errors import CheckpointMismatch, Deadlock, Disagreement, NotF
 from offbeat.base.flatten import flatten
 from offbeat.base.packed import Packed
 from offbeat.base.tensors import grads, params
-from offbeat.comm.communicator import Communicator, Solo
-from offbeat.comm.metered import Metered
-from offbeat.comm.pending import Pending
+from offbeat.comm.communicator import Communicator, Metered, Pending
+from offbeat.comm.solo import Solo
 from offbeat.comm.throttled import Throttled
 from offbeat.comm.torch_backend import Torch
 from offbeat.engine.ddp_hook import ddp_hook

@@ -13,7 +13,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from offbeat.base.draws import shuffled
-from offbeat.comm.communicator import Communicator, Solo
+from offbeat.comm.communicator import Communicator
+from offbeat.comm.solo import Solo
 from offbeat.comm.torch_backend import Torch
 
 Group = Communicator | dist.ProcessGroup | DeviceMesh | None

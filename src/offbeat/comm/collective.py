@@ -1,10 +1,14 @@
-"""The kinds of messages that workers exchange, and what each puts on the network: the one table."""
+"""The kinds of collectives, what each puts on the network, and what each rank gets: the one table."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Literal
+
+import torch
+from torch import Tensor
 
 Algorithm = Literal["ideal", "ring", "tree", "direct"]
 
@@ -25,23 +29,50 @@ class Crossing:
 
 @dataclass(frozen=True)
 class Collective:
-    """One kind of message. Its costs are functions of the number of workers, `size`.
+    """One kind of collective. Its costs are functions of the number of workers, `size`.
 
-    `share` is what one rank sends, per byte it hands in. `hops` counts the messages between neighbours that
-    follow each other when gloo runs it. `crosses` is the bytes over a group's uplink, in the busier
-    direction, for each algorithm. `ways` is 2 if data go to the others and come back. A `local` one goes to
-    a neighbour only, whatever the algorithm.
+    `share` is what one rank sends, per byte it hands in. `hops` counts the sequential messages between
+    neighbours when gloo runs it. `crosses` is the bytes over a group's uplink, in the busier direction, for
+    each algorithm. `results(posts, src, ranks)` are the results of some ranks, given the tensors of all.
     """
 
     name: str
+    phrase: str  # what a rank waits for, in an error
     share: Callable[[int], float]
     hops: Callable[[int], int]
     crosses: Callable[[Algorithm, Crossing], float]
-    ways: int = 1
-    local: bool = False
+    results: Callable[[Sequence[Sequence[Tensor]], int, Sequence[int]], list[list[Tensor]]]
+    ways: int = 1  # 2: data go to the others and come back
+    local: bool = False  # data go to a neighbour only, whatever the algorithm
+    in_place: bool = False  # results replace the tensors handed in
+
+    def sent(self, size: int, given: int) -> int:
+        """Bytes that one of `size` ranks sends when each hands in `given` bytes."""
+        return round(given * self.share(size))
+
+    def deliver(self, given: list[Tensor], results: list[Tensor]) -> list[Tensor]:
+        """Put one rank's results where they belong."""
+        if not self.in_place:
+            return results
+        with torch.no_grad():
+            for tensor, result in zip(given, results, strict=True):
+                tensor.copy_(result)
+        return given
 
 
-def _mean_crosses(algorithm: Algorithm, by: Crossing) -> float:
+def nbytes(tensors: Sequence[Tensor]) -> int:
+    return sum(map(attrgetter("nbytes"), tensors))
+
+
+def sum_in_order(tensors: Sequence[Tensor]) -> Tensor:
+    """The sum, taken from the first to the last."""
+    total = tensors[0].clone()
+    for tensor in tensors[1:]:
+        total += tensor
+    return total
+
+
+def _sum_crosses(algorithm: Algorithm, by: Crossing) -> float:
     """The ideal is to reduce inside each group first."""
     return {
         "ideal": 2 * by.given * (by.groups - 1) / by.groups,
@@ -60,44 +91,59 @@ def _gather_crosses(algorithm: Algorithm, by: Crossing) -> float:
     }[algorithm]
 
 
-def _exchange_crosses(algorithm: Algorithm, by: Crossing) -> float:
-    """Every worker has another chunk for every other: nothing can be shared."""
-    return by.given * by.inside * by.outside / by.size
-
-
-def _crosses_once(algorithm: Algorithm, by: Crossing) -> float:
-    return by.given
-
-
-_ALL = (
-    # A ring or halving all-reduce sends each byte twice except for the rank's own share.
-    Collective(
-        "mean",
-        share=lambda size: 2 * (size - 1) / size,
-        hops=lambda size: 2 * (size - 1),
-        crosses=_mean_crosses,
-        ways=2,
-    ),
-    # Each rank sends its own part to all others.
-    Collective("gather", share=lambda size: size - 1, hops=lambda size: size - 1, crosses=_gather_crosses),
-    # All but the rank's own chunk.
-    Collective(
-        "exchange", share=lambda size: (size - 1) / size, hops=lambda size: 1, crosses=_exchange_crosses
-    ),
-    # Down a tree; the share is the average over the ranks.
-    Collective(
-        "broadcast",
-        share=lambda size: (size - 1) / size,
-        hops=lambda size: (size - 1).bit_length(),
-        crosses=_crosses_once,
-    ),
-    # To the next rank; in the order of ranks, each group's uplink carries one such message.
-    Collective(
-        "shift",
-        share=lambda size: 1 if size > 1 else 0,
-        hops=lambda size: 1,
-        crosses=_crosses_once,
-        local=True,
-    ),
+# Adds tensor by tensor, in rank order; `Communicator.mean` divides afterwards. A ring or halving all-reduce
+# sends each byte twice except for the rank's own share.
+SUM = Collective(
+    "mean",
+    phrase="the mean of {bytes:,} bytes",
+    share=lambda size: 2 * (size - 1) / size,
+    hops=lambda size: 2 * (size - 1),
+    crosses=_sum_crosses,
+    results=lambda posts, src, ranks: [[sum_in_order(p) for p in zip(*posts, strict=True)]] * len(ranks),
+    ways=2,
+    in_place=True,
 )
-COLLECTIVES = {collective.name: collective for collective in _ALL}
+# Each rank sends its tensor to all others.
+GATHER = Collective(
+    "gather",
+    phrase="a gather of {bytes:,} bytes",
+    share=lambda size: size - 1,
+    hops=lambda size: size - 1,
+    crosses=_gather_crosses,
+    results=lambda posts, src, ranks: [[post[0].clone() for post in posts] for _ in ranks],
+)
+# Each rank has another chunk for every rank, so nothing can be shared; its own chunk stays.
+EXCHANGE = Collective(
+    "exchange",
+    phrase="an exchange of {bytes:,} bytes",
+    share=lambda size: (size - 1) / size,
+    hops=lambda size: 1,
+    crosses=lambda algorithm, by: by.given * by.inside * by.outside / by.size,
+    results=lambda posts, src, ranks: [[post[rank].clone() for post in posts] for rank in ranks],
+)
+# Down a tree; the share is the average over the ranks.
+BROADCAST = Collective(
+    "broadcast",
+    phrase="rank {src}'s {bytes:,} bytes",
+    share=lambda size: (size - 1) / size,
+    hops=lambda size: (size - 1).bit_length(),
+    crosses=lambda algorithm, by: by.given,
+    results=lambda posts, src, ranks: [[tensor.clone() for tensor in posts[src]]] * len(ranks),
+    in_place=True,
+)
+# To the next rank; in the order of ranks, each group's uplink carries one such message.
+SHIFT = Collective(
+    "shift",
+    phrase="the previous rank's {bytes:,} bytes",
+    share=lambda size: 1 if size > 1 else 0,
+    hops=lambda size: 1,
+    crosses=lambda algorithm, by: by.given,
+    results=lambda posts, src, ranks: [[posts[rank - 1][0].clone()] for rank in ranks],
+    local=True,
+)
+COLLECTIVES = {kind.name: kind for kind in (SUM, GATHER, EXCHANGE, BROADCAST, SHIFT)}
+
+
+def traffic(kind: str, size: int, given: int) -> int:
+    """Bytes that one of `size` ranks sends when each hands in `given` bytes to a collective."""
+    return COLLECTIVES[kind].sent(size, given)

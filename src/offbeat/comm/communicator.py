@@ -1,161 +1,222 @@
-"""How workers talk: the communicator's contract, and a world of one."""
+"""How workers talk: messages, the communicator's contract, and communicators around another one."""
 
 from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, TypeVar
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
-from offbeat.comm.departure import Departure
-from offbeat.comm.pending import Pending, arrived
-from offbeat.comm.sidecar import Sidecar
+from offbeat.comm.collective import BROADCAST, EXCHANGE, GATHER, SHIFT, SUM, Collective, nbytes
 
 if TYPE_CHECKING:
-    from offbeat.comm.place import Track
-    from offbeat.comm.task_queue import TaskQueue
+    from offbeat.comm.background import Sidecar, TaskQueue
+    from offbeat.comm.presence import Departure, Track
 
 T = TypeVar("T")
 S = TypeVar("S")
+
+WORDS = 8  # numbers in a `tell`; a fixed size, since gloo ends the process when sizes differ
+
+
+class Pending(Generic[T]):
+    """A message in the air."""
+
+    def __init__(self, wait: Callable[[], T], done: Callable[[], bool], arrived: Callable[[], float]) -> None:
+        self._wait: Callable[[], T] | None = wait
+        self._done, self._arrived = done, arrived
+
+    def wait(self) -> T:
+        """Wait for the message and return it. Idempotent; raises `PeerLost` if it will never arrive."""
+        if self._wait is not None:
+            self._value = self._wait()
+            self._wait = None
+        return self._value
+
+    def done(self) -> bool:
+        """Whether `wait` would return at once."""
+        return self._wait is None or self._done()
+
+    def arrived(self) -> float:
+        """The time of arrival on the communicator's clock; valid after `wait`."""
+        return self._arrived()
+
+    def then(self, change: Callable[[T], S]) -> Pending[S]:
+        """The message with `change` applied to it on arrival."""
+        return Pending(lambda: change(self.wait()), self.done, self.arrived)
+
+
+def arrived(value: T) -> Pending[T]:
+    """A message that is already here."""
+    return Pending(lambda: value, lambda: True, lambda: 0.0)
 
 
 class Communicator(ABC):
     """The workers that share one model, seen from one of them.
 
     Every rank makes the same calls in the same order. A message owns its tensors until it has arrived: do not
-    touch them in between; results may lie in the memory that was given. Shapes and dtypes agree on all ranks.
+    touch them in between. Results may share memory with the tensors given. Shapes and dtypes agree on all
+    ranks.
     """
 
     rank: int
     size: int
 
     @abstractmethod
-    def total(self, tensors: Iterable[Tensor]) -> Pending[list[Tensor]]:
-        """The sum over all ranks, in place. Each tensor is sent before the next is asked for."""
+    def run(
+        self, kind: Collective, tensors: Sequence[Tensor], *, src: int = 0, control: bool = False
+    ) -> Pending[list[Tensor]]:
+        """Start a collective. Backends and wrappers override this call; the others below are made of it.
 
-    def mean(self, tensors: Iterable[Tensor]) -> Pending[list[Tensor]]:
+        `src` is the rank that a broadcast comes from. A `control` message is a few bytes long and has a
+        connection of its own.
+        """
+
+    def total(self, tensors: Sequence[Tensor]) -> Pending[list[Tensor]]:
+        """The sum over all ranks, in place."""
+        return self.run(SUM, tensors)
+
+    def mean(self, tensors: Sequence[Tensor]) -> Pending[list[Tensor]]:
         """The mean over all ranks, as sum × (1/size), in place."""
-        return self.total(tensors).then(lambda sums: [total.mul_(1 / self.size) for total in sums])
+        return self.run(SUM, tensors).then(lambda sums: [total.mul_(1 / self.size) for total in sums])
 
-    @abstractmethod
     def gather(self, tensor: Tensor) -> Pending[list[Tensor]]:
         """Every rank's tensor, in rank order."""
+        return self.run(GATHER, [tensor])
 
-    @abstractmethod
     def exchange(self, chunks: Sequence[Tensor]) -> Pending[list[Tensor]]:
-        """Chunk j goes to rank j; the answer holds what every rank sent here. All chunks have one shape."""
+        """Send chunk j to rank j and get one chunk from every rank. All chunks have one shape."""
+        return self.run(EXCHANGE, chunks)
 
-    @abstractmethod
     def broadcast(self, tensors: Sequence[Tensor], src: int = 0) -> Pending[list[Tensor]]:
         """The tensors of rank `src`, in place."""
+        return self.run(BROADCAST, tensors, src=src)
 
-    @abstractmethod
+    def shift(self, tensor: Tensor) -> Pending[Tensor]:
+        """Send the tensor to the next rank and get the previous rank's. The ranks form a ring."""
+        return self.run(SHIFT, [tensor]).then(lambda got: got[0])
+
     def tell(self, numbers: Sequence[int]) -> Pending[list[list[int]]]:
-        """At most eight whole numbers from every rank, in rank order, on a connection of their own."""
+        """At most eight whole numbers from every rank, in rank order, as a control message."""
+        assert len(numbers) <= WORDS
+        words = torch.tensor([*numbers, *[0] * (WORDS - len(numbers))], dtype=torch.int64)
+        return self.run(GATHER, [words], control=True).then(lambda parts: [part.tolist() for part in parts])
 
     @abstractmethod
     def split(self, groups: Sequence[Sequence[int]]) -> Communicator:
-        """The communicator of the group this rank is in; the groups are disjoint and cover all ranks."""
+        """The communicator of this rank's group. The groups are disjoint and cover all ranks."""
 
-    def duplicate(self) -> Communicator:
-        """Another communicator of the same ranks, whose messages have an order of their own."""
-        raise NotImplementedError(f"{type(self).__name__} has no duplicate().")
-
-    def task_queue(self) -> TaskQueue:
-        """Somebody who works beside this worker, on its clock."""
-        from offbeat.comm.task_queue import ThreadQueue  # which is made of what stands here
-
-        return ThreadQueue()
-
+    @property
     @abstractmethod
-    def leave(self, departure: Departure) -> None:
-        """Tell the others that this rank has failed and sends no more, so that nobody waits for it."""
-
-    def sidecar(self) -> Sidecar:
-        """A thread beside this worker's own, with its own connections; all ranks ask for theirs together."""
-        raise NotImplementedError(
-            f"{type(self).__name__}.sidecar(): only Torch and simulated workers can have a second thread."
-        )
-
-    def scatter_mean(self, tensor: Tensor) -> Pending[Tensor]:
-        """The mean of this rank's slice of a vector whose length is a multiple of size, summed in rank order.
-
-        An all-to-all and a local sum: gloo's own reduce-scatter moves as many bytes as an all-reduce.
-        """
-        if tensor.numel() % self.size:
-            raise ValueError(
-                f"scatter_mean: {tensor.numel()} values cannot be cut into {self.size} equal slices: pad."
-            )
-        return self.exchange(list(tensor.flatten().chunk(self.size))).then(
-            lambda slices: sum_in_order(slices).mul_(1 / self.size)
-        )
-
-    def shift(self, tensor: Tensor) -> Pending[Tensor]:
-        """The tensor of the rank before, the last one's at the first; this rank's goes to the one after."""
-        return self.gather(tensor).then(lambda parts: parts[self.rank - 1])
-
-    def follow(self, track: Track) -> None:
-        """A run begins whose place others may ask for while they wait; on all ranks in the same order."""
-        return None
+    def worker(self) -> Worker:
+        """This rank's own side: progress, departure, and background work."""
 
     def now(self) -> float:
         """Seconds on this worker's clock."""
         return time.perf_counter()
 
-    def computed(self, step: int) -> None:
-        """The gradient after `step` iterations is ready: a simulated clock moves, others look at it."""
-        return None
+
+class Worker(ABC):
+    """One rank's own side of a communicator: what it tells the others about itself, and its other threads."""
+
+    def computed(self, step: int) -> None:  # noqa: B027  # not every communicator cares
+        """Note that the gradient after `step` iterations is ready.
+
+        A simulated clock moves; a real one notes which messages have arrived.
+        """
+
+    def follow(self, track: Track) -> None:  # noqa: B027
+        """Begin a run whose place other ranks may look up while they wait. All ranks call this in order."""
+
+    @abstractmethod
+    def leave(self, departure: Departure) -> None:
+        """Tell the others that this rank has failed and sends no more, so that nobody waits for it."""
+
+    @abstractmethod
+    def duplicate(self) -> Communicator:
+        """Another communicator of the same ranks, whose messages have an order of their own."""
+
+    @abstractmethod
+    def task_queue(self) -> TaskQueue:
+        """A queue of background jobs on this worker's clock."""
+
+    @abstractmethod
+    def sidecar(self) -> Sidecar:
+        """A second thread with its own connections. All ranks ask for theirs together."""
 
 
-WORDS = 8  # numbers in a `tell`; a fixed size, since gloo ends the process when sizes differ
+class Wrapped(Communicator, Worker):
+    """A communicator around another one. It passes everything on; subclasses change what they need."""
 
+    def __init__(self, comm: Communicator) -> None:
+        self.comm = comm
+        self.rank, self.size = comm.rank, comm.size
+        self._children: dict[int, Communicator] = {}
 
-def sum_in_order(tensors: Sequence[Tensor]) -> Tensor:
-    """The sum, taken from the first to the last."""
-    total = tensors[0].clone()
-    for tensor in tensors[1:]:
-        total += tensor
-    return total
+    @abstractmethod
+    def wrap(self, comm: Communicator) -> Communicator:
+        """The same wrapper around a communicator made from the inner one."""
 
-
-def words(numbers: Sequence[int]) -> Tensor:
-    assert len(numbers) <= WORDS
-    return torch.tensor([*numbers, *[0] * (WORDS - len(numbers))], dtype=torch.int64)
-
-
-class Solo(Communicator):
-    """A world of one: every message has already arrived."""
-
-    rank, size = 0, 1
-
-    def total(self, tensors: Iterable[Tensor]) -> Pending[list[Tensor]]:
-        return arrived(list(tensors))
-
-    def gather(self, tensor: Tensor) -> Pending[list[Tensor]]:
-        return arrived([tensor])
-
-    def exchange(self, chunks: Sequence[Tensor]) -> Pending[list[Tensor]]:
-        return arrived(list(chunks))
-
-    def broadcast(self, tensors: Sequence[Tensor], src: int = 0) -> Pending[list[Tensor]]:
-        return arrived(list(tensors))
-
-    def tell(self, numbers: Sequence[int]) -> Pending[list[list[int]]]:
-        return arrived([words(numbers).tolist()])
+    def run(
+        self, kind: Collective, tensors: Sequence[Tensor], *, src: int = 0, control: bool = False
+    ) -> Pending[list[Tensor]]:
+        return self.comm.run(kind, tensors, src=src, control=control)
 
     def split(self, groups: Sequence[Sequence[int]]) -> Communicator:
+        part = self.comm.split(groups)
+        if id(part) not in self._children:
+            self._children[id(part)] = self.wrap(part)
+        return self._children[id(part)]
+
+    @property
+    def worker(self) -> Worker:
         return self
 
-    def duplicate(self) -> Communicator:
-        return self
+    def now(self) -> float:
+        return self.comm.now()
 
-    def task_queue(self) -> TaskQueue:
-        from offbeat.comm.task_queue import InlineQueue
+    def computed(self, step: int) -> None:
+        self.comm.worker.computed(step)
 
-        return InlineQueue()
+    def follow(self, track: Track) -> None:
+        self.comm.worker.follow(track)
 
     def leave(self, departure: Departure) -> None:
-        pass
+        self.comm.worker.leave(departure)
+
+    def duplicate(self) -> Communicator:
+        return self.wrap(self.comm.worker.duplicate())
+
+    def task_queue(self) -> TaskQueue:
+        return self.comm.worker.task_queue()
+
+    def sidecar(self) -> Sidecar:
+        sidecar = self.comm.worker.sidecar()
+        sidecar.comm = self.wrap(sidecar.comm)
+        return sidecar
+
+
+class Metered(Wrapped):
+    """Another communicator, with its bytes counted in `sent` and `received`."""
+
+    def __init__(self, comm: Communicator) -> None:
+        super().__init__(comm)
+        self.sent = self.received = 0
+
+    def wrap(self, comm: Communicator) -> Communicator:
+        return Metered(comm)
+
+    @property
+    def worker(self) -> Worker:
+        return self.comm.worker  # background messages are not counted here
+
+    def run(
+        self, kind: Collective, tensors: Sequence[Tensor], *, src: int = 0, control: bool = False
+    ) -> Pending[list[Tensor]]:
+        amount = kind.sent(self.size, nbytes(tensors))
+        self.sent += amount
+        self.received += amount
+        return self.comm.run(kind, tensors, src=src, control=control)

@@ -1,8 +1,9 @@
-"""Why a wait is in vain: somebody has left, is elsewhere, has not come, or is gone."""
+"""Finds out why a message will not arrive: a rank has left, is elsewhere, has not come, or is gone."""
 
 from __future__ import annotations
 
 import json
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
@@ -14,11 +15,12 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
 from offbeat.base.errors import Disagreement, OffbeatError, PeerLost
-from offbeat.comm.departure import Departure
-from offbeat.comm.place import Place, Track, disagreement
+from offbeat.comm.background import Stopped
+from offbeat.comm.presence import Departure, Place, Track, describe_disagreement
 from offbeat.comm.store import Bulletin, Silent
 
 _ANSWER = 1.0  # seconds in which a healthy store answers
+_GONE = 3.0  # seconds to wait after the store, which rank 0 may host, has vanished
 _LOOKS, _PAUSE = 5, 0.1  # how often to look for a closed connection, and seconds between
 _PROBE = 2**31 - 1  # a tag that nobody listens to
 
@@ -27,9 +29,9 @@ STORE_SILENT = "and the process group's store is silent: its host, usually rank 
 
 
 class Lookout:
-    """What one rank of a communicator looks up in the store while it waits, and tells the others there.
+    """What one rank reads in the store while it waits, and what it writes there for the others.
 
-    Notes are found by those who wait on the same communicator or on one made from it, hence `above`.
+    A rank that waits reads the notes of its communicator and of those it was made from, hence `above`.
     """
 
     def __init__(
@@ -41,13 +43,13 @@ class Lookout:
         self._runs = 0
 
     def follow(self, track: Track) -> None:
-        """A run begins, on all ranks in the same order."""
+        """Begin a run. All ranks begin their runs in the same order."""
         self._runs += 1
         track.key = f"{self.key}/run {self._runs}"
         self._tracks.add(track)
 
     def leave(self, departure: Departure, begun: Mapping[str, Mapping[str, int]]) -> None:
-        """Tell everybody that this rank sends no more than it has begun, by communicator and connection."""
+        """Tell the others that this rank sends nothing more. `begun` counts its messages by connection."""
         note = json.dumps({"text": departure.text, "shared": departure.shared, "begun": begun})
 
         def write(store: Store) -> None:
@@ -57,26 +59,26 @@ class Lookout:
         try:
             self.bulletin.ask(write, _ANSWER)
         except (dist.DistError, Silent):
-            pass  # who waits for us sees our connections close, or waits for the store's host as well
+            pass  # the others see our connections close, or wait for the store's host as well
 
     def arrive(self, connection: str, begun: int) -> None:
-        """Tell the others that this rank waits here, having begun so many messages."""
+        """Tell the others that this rank waits here and how many messages it has begun."""
         self.bulletin.post(lambda store: store.set(f"{self.key}/{connection}/at/{self.name}", str(begun)))
 
     def look(self, connection: str, number: int, what: str) -> None:
-        """Raise if the message will never arrive, as far as the store tells."""
+        """Raise if the store says that the message will never arrive."""
         error = self.bulletin.ask(lambda store: self._look(store, connection, number, what), _ANSWER)
         if error is not None:
             raise error
 
     def _look(self, store: Store, connection: str, number: int, what: str) -> OffbeatError | None:
-        error = self._leaver(store, what, lambda note: _in_vain(note, self.key, connection, number))
+        error = self._leaver(store, what, lambda note: _never_comes(note, self.key, connection, number))
         return error or self._elsewhere(store)
 
     def _leaver(
         self, store: Store, what: str, counts: Callable[[dict[str, Any]], bool]
     ) -> OffbeatError | None:
-        """What to raise because one of us has left."""
+        """The error to raise if a rank has left."""
         level: Lookout | None = self
         while level is not None:
             if store.check([f"{level.key}/left"]):
@@ -90,9 +92,9 @@ class Lookout:
         return None
 
     def _elsewhere(self, store: Store) -> Disagreement | None:
-        """What to raise because somebody waits in a call that this rank can no longer come to.
+        """The error to raise if a rank waits in a call that this rank can no longer come to.
 
-        Who waits in such a call says so; the first to see it words the sentence for all.
+        A rank that waits in such a call notes it. The first to see the conflict writes the sentence for all.
         """
         level: Lookout | None = self
         while level is not None:
@@ -105,14 +107,14 @@ class Lookout:
                     rank, there = json.loads(store.get(key))
                     other = Place(**there)
                     if other.passed_by(here):
-                        sentence = disagreement((rank, other), (track.rank, here))
+                        sentence = describe_disagreement((rank, other), (track.rank, here))
                         verdict = store.compare_set(f"{track.key}/verdict", "", sentence)
                         return Disagreement(verdict.decode())
             level = level._above
         return None
 
     def absent(self, connection: str, number: int) -> list[int]:
-        """Who has not come to a message, as far as the store tells."""
+        """The ranks that have not begun a message, according to the store."""
 
         def find(store: Store) -> list[int]:
             missing = []
@@ -125,7 +127,7 @@ class Lookout:
         return self.bulletin.ask(find, _ANSWER)
 
     def lost(self, what: str, error: Exception, backends: Sequence[Any]) -> OffbeatError:
-        """What to raise for a broken connection: why a rank left, if it said so; else whose it was."""
+        """The error for a broken connection: why a rank left, if it said so; else whose it was."""
         try:
             departure = self.bulletin.ask(lambda store: self._leaver(store, what, lambda note: True), _ANSWER)
         except (dist.DistError, Silent):
@@ -139,13 +141,13 @@ class Lookout:
                 break
             time.sleep(_PAUSE)  # one of a rank's connections may close before the others
             gone = self.closed(backends)
-        whose = f"the connection to {listed(gone)}" if gone else "a connection"
+        whose = f"the connection to {list_ranks(gone)}" if gone else "a connection"
         return PeerLost(f"Waiting for {what}: rank {self.name} lost {whose} ({reason}).")
 
     def closed(self, backends: Sequence[Any]) -> list[int]:
-        """The ranks that a connection to is closed: gloo refuses to send to them.
+        """The ranks to which a connection is closed: gloo refuses to send to them.
 
-        A rank that is there gets the first word of a message that it never asks for.
+        A rank that is alive gets the start of a message that it never reads.
         """
         gone = []
         for rank, name in enumerate(self.names):
@@ -157,19 +159,60 @@ class Lookout:
         return gone
 
 
-_unread: list[Any] = []  # gloo must not see the end of them
+class Watch:
+    """One wait for a message, or for everyone to connect. Ends the wait when it is hopeless."""
+
+    def __init__(
+        self, lookout: Lookout, connection: str, number: int, what: str, timeout: float, began: float
+    ) -> None:
+        self._lookout, self._connection, self._number, self._what = lookout, connection, number, what
+        self._timeout, self._deadline, self._trouble = timeout, began + timeout, ""
+
+    def look(self, stopped: threading.Event, backends: Sequence[Any]) -> None:
+        """Raise if the message will not come. `backends` can tell which ranks are connected."""
+        if stopped.is_set():
+            raise Stopped
+        try:
+            self._trouble = ""
+            self._lookout.look(self._connection, self._number, self._what)
+        except Silent:
+            self._trouble = STORE_SILENT
+        except dist.DistError as error:
+            if self._lookout.closed(backends):
+                raise self._lookout.lost(self._what, error, backends) from error
+            self._trouble = STORE_GONE
+            self._deadline = min(self._deadline, time.perf_counter() + _GONE)
+        if time.perf_counter() > self._deadline:
+            raise PeerLost(f"Waiting for {self._what}: rank {self._lookout.name} {self._why()}.")
+
+    def _why(self) -> str:
+        if self._trouble == STORE_GONE:
+            return STORE_GONE
+        silence = f"heard nothing for {self._timeout:g} s"
+        if self._trouble:
+            return f"{silence}, {self._trouble}"
+        try:
+            absent = self._lookout.absent(self._connection, self._number)
+        except (Silent, dist.DistError):
+            return silence
+        if not absent:
+            return silence
+        return f"{silence}: {list_ranks(absent)} {'has' if len(absent) == 1 else 'have'} not come"
 
 
-def _in_vain(note: dict[str, Any], key: str, connection: str, number: int) -> bool:
-    """Whether a message will not come; number −1 is the connecting before the first.
+_unread: list[Any] = []  # kept, since gloo must not destroy them
 
-    What was sent before its sender left still arrives, unless a worker on the way is lost.
+
+def _never_comes(note: dict[str, Any], key: str, connection: str, number: int) -> bool:
+    """Whether a message will not come. Number −1 stands for the connecting before the first one.
+
+    A message sent before its sender left still arrives, unless a worker on the way is lost.
     """
     begun: int = note["begun"].get(key, {}).get(connection, -1)
     return number >= begun or note["shared"] == PeerLost.__name__
 
 
-def listed(ranks: Sequence[int]) -> str:
+def list_ranks(ranks: Sequence[int]) -> str:
     """Ranks in words: rank 1; ranks 1 and 2; ranks 1, 2 and 3."""
     if len(ranks) == 1:
         return f"rank {ranks[0]}"

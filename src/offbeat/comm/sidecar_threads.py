@@ -13,24 +13,24 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from offbeat.base.errors import PeerLost
+from offbeat.comm.background import Sidecar, Stopped
 from offbeat.comm.communicator import Communicator
 from offbeat.comm.lookout import STORE_GONE, STORE_SILENT
-from offbeat.comm.sidecar import Sidecar, Stopped
 from offbeat.comm.store import Bulletin, Silent
 
 T = TypeVar("T")
 
 _LISTENER = "offbeat-listen"
-_LONG = timedelta(days=365)  # a listener is never tired
-_WAKE = 2.0  # seconds in which the store must take a word
-_END = 10.0  # seconds in which a thread ends; each of them looks up four times a second
+_LONG = timedelta(days=365)  # a listener never gives up
+_WAKE = 2.0  # seconds in which the store must accept a number
+_END = 10.0  # seconds to wait for a thread to end; each checks four times a second
 
 
 class ThreadSidecar(Sidecar):
     """Numbers travel through queues in the process group's store, one queue per rank.
 
-    The store's clients are clones, one per thread, and the communicator's connections belong to the working
-    thread: no two threads ever share any. Threads are daemons: they never keep a process alive.
+    Each thread has its own clone of the store's client, and only the working thread uses the communicator's
+    connections, so no two threads share any. Threads are daemons: they never keep a process alive.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class ThreadSidecar(Sidecar):
             self._ask(lambda store: self._queues(store).queue_len(str(comm.rank)), timeout)
         except (AttributeError, NotImplementedError) as error:
             raise ValueError(
-                "The process group's store has no queues, through which workers call each other to a round: "
+                "The process group's store has no queues, which workers need to call each other to a round: "
                 "use torchrun, or init_process_group with tcp:// or env://, and torch 2.8 or newer."
             ) from error
 
@@ -113,7 +113,7 @@ class ThreadSidecar(Sidecar):
         return True
 
     def announce(self, number: int) -> None:
-        self.check()  # a listener that has lost the store has said so
+        self.check()  # raises if the listener has lost the store
         self._heard = max(self._heard, number)
 
         def push(store: Store) -> None:
@@ -136,10 +136,10 @@ class ThreadSidecar(Sidecar):
             try:
                 self._bulletin.ask(lambda store: self._queues(store).queue_push(me, "-1"), _WAKE)
             except Silent:
-                woken = False  # it waits for a store that does not answer, and is left behind
+                woken = False  # it waits for a store that does not answer: leave it behind
             except dist.DistError:
                 pass  # it ends by itself
         for thread in self._threads:
-            # The garbage collector may end a forgotten run, in whatever thread it happens to work.
+            # The garbage collector may end an abandoned run, in any thread.
             if thread is not threading.current_thread() and (woken or thread.name != _LISTENER):
                 thread.join(_END)

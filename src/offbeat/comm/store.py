@@ -1,4 +1,4 @@
-"""The process group's store, which must not hold up a worker."""
+"""The process group's store, used without blocking a worker."""
 
 from __future__ import annotations
 
@@ -23,10 +23,9 @@ class Silent(Exception):
 
 
 class Bulletin:
-    """The store of a process group, asked by a daemon thread: callers wait only as long as they want.
+    """The store of a process group. A daemon thread makes the calls, so callers choose how long they wait.
 
-    A store whose host is stopped or cut off does not answer, and torch then waits without limit, whatever
-    the timeout.
+    A store whose host is stopped or cut off does not answer. torch then waits forever, whatever the timeout.
     """
 
     def __init__(self, store: Store) -> None:
@@ -37,24 +36,24 @@ class Bulletin:
         weakref.finalize(self, self._orders.put, None)
 
     def ask(self, call: Callable[[Store], T], seconds: float) -> T:
-        """What the call returns. Raises `Silent` after so many seconds, and the call's own errors."""
+        """Make the call and return its result. Raises `Silent` when the time is over."""
         try:
             return self.post(call).result(seconds)
         except Late:
             raise Silent from None
 
     def post(self, call: Callable[[Store], T]) -> Future[T]:
-        """The same, without waiting."""
+        """Make the call without waiting for its result."""
         answer: Future[T] = Future()
         self._orders.put((call, answer))
         return answer
 
     @contextmanager
     def lend(self, *, shared: bool) -> Iterator[Store]:
-        """A client for calls that take long, in a thread that may never come back from them.
+        """A client for long calls, in a thread that may never return from them.
 
-        `shared`: it may be the process group's own, which others have to wait for meanwhile. Clients are used
-        again: the store's host may take seconds to look up the name of each new one.
+        `shared` allows the process group's own client, which blocks its other users meanwhile. Clients are
+        reused: the store's host may take seconds to look up the name of each new one.
         """
         idle = self._shared if shared else self._idle
         try:
@@ -71,7 +70,7 @@ _bulletins: WeakKeyDictionary[dist.ProcessGroup, Bulletin] = WeakKeyDictionary()
 
 
 def bulletin() -> Bulletin:
-    """The one of this process, made with its default process group."""
+    """The bulletin of this process, made with its default process group."""
     group = dist.group.WORLD
     assert group is not None
     if group not in _bulletins:
@@ -86,7 +85,7 @@ def _clone(store: Store) -> Store:
 
 
 def _serve(store: Store, orders: queue.SimpleQueue[_Order | None]) -> None:
-    # At once: torch tries for minutes to connect to a store that has gone.
+    # Clone at once: torch tries for minutes to connect to a store that is gone.
     own = _clone(store)
     while (order := orders.get()) is not None:
         call, answer = order

@@ -14,9 +14,8 @@ from offbeat.base.clock import Clock, State
 from offbeat.base.errors import CheckpointMismatch
 from offbeat.base.packed import Packed
 from offbeat.base.tensors import named
-from offbeat.comm.communicator import Communicator
-from offbeat.comm.departure import Departure
-from offbeat.comm.metered import Metered
+from offbeat.comm.communicator import Communicator, Metered
+from offbeat.comm.presence import Departure
 from offbeat.comm.torch_backend import Torch
 from offbeat.engine.checkpoint import copied
 from offbeat.engine.handshake import compare_lines
@@ -134,7 +133,7 @@ class Hook:
                 self._reduce(gradients, step, coded=again or step > 0)
         except Exception as error:
             if self.error is None:
-                self._comm.leave(Departure.of(error))
+                self._comm.worker.leave(Departure.of(error))
             self.error = error
             for one in held:
                 one.future.set_exception(error)  # type: ignore[arg-type]

@@ -14,8 +14,7 @@ from torch.optim import Optimizer
 from offbeat.among import Peers, World
 from offbeat.base.clock import Clock, State
 from offbeat.base.tensors import Gradients, Live, Share
-from offbeat.comm.communicator import Communicator
-from offbeat.comm.metered import Metered
+from offbeat.comm.communicator import Communicator, Metered
 from offbeat.engine.checkpoint import copied
 from offbeat.engine.composition import check_drift, check_reducer, check_update
 from offbeat.engine.extras import BufferRule, MomentRule

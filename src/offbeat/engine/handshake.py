@@ -14,7 +14,7 @@ from offbeat.base.clock import Clock
 from offbeat.base.errors import Disagreement
 from offbeat.base.tensors import local, named
 from offbeat.comm.communicator import Communicator
-from offbeat.comm.place import BATCHES
+from offbeat.comm.presence import BATCHES
 
 _KINDS = ("round {round}", "averaged()", "finish()")
 ROUND, AVERAGED, FINISH = range(3)

@@ -10,9 +10,8 @@ from torch.optim import Optimizer
 
 from offbeat.among import Peers
 from offbeat.base.clock import Clock, State
-from offbeat.comm.communicator import Communicator
-from offbeat.comm.departure import Departure
-from offbeat.comm.metered import Metered
+from offbeat.comm.communicator import Communicator, Metered
+from offbeat.comm.presence import Departure
 from offbeat.engine.report import Report
 
 
@@ -73,7 +72,7 @@ class Part:
 
     def leave(self, departure: Departure) -> None:
         """This worker fails: tell the workers that wait for it, and end threads."""
-        self.peers.everyone.leave(departure)  # and every communicator split from it
+        self.peers.everyone.worker.leave(departure)  # and every communicator split from it
 
     def flush_reports(self, *, wait: bool) -> None:
         """Emit the reports that are complete; with `wait`, all of them."""

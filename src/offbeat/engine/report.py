@@ -12,9 +12,7 @@ from torch import Tensor
 
 from offbeat.base.clock import Clock, State
 from offbeat.base.errors import PeerLost
-from offbeat.comm.communicator import Communicator
-from offbeat.comm.metered import Metered
-from offbeat.comm.pending import Pending
+from offbeat.comm.communicator import Communicator, Metered, Pending
 
 
 @dataclass(frozen=True)

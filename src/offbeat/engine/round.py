@@ -11,10 +11,10 @@ from torch.profiler import record_function
 
 from offbeat.base.clock import Clock, State
 from offbeat.base.packed import Packed
-from offbeat.comm.metered import Metered
-from offbeat.comm.pending import Pending, arrived
+from offbeat.comm.communicator import Metered, Pending, arrived
 from offbeat.engine.checkpoint import copied
 from offbeat.engine.report import Report, naming
+from offbeat.reduce.reducer import Staged
 
 
 def profiled(name: str) -> AbstractContextManager[object]:
@@ -50,8 +50,8 @@ class Round:
         self.waited += self.comm.now() - start
 
     def advance(self) -> None:
-        """Send the second message, if the reducer has one."""
-        if not self.mean.answers:
+        """Run the reducer's next stage, if it has one left."""
+        if not (isinstance(self.mean, Staged) and self.mean.stages):
             return
         start = self.comm.now()
         self.heads.wait()

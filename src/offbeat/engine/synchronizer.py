@@ -16,9 +16,8 @@ from torch.optim import Optimizer
 
 from offbeat.base.clock import Clock, State
 from offbeat.base.tensors import named, trainable
-from offbeat.comm.departure import Departure
-from offbeat.comm.metered import Metered
-from offbeat.comm.place import Track
+from offbeat.comm.communicator import Metered
+from offbeat.comm.presence import Departure, Track
 from offbeat.engine import checkpoint
 from offbeat.engine import handshake as agreement
 from offbeat.engine.optimizers import as_list, check_fit, learning_rate, mark, replaced_steps
@@ -57,6 +56,7 @@ class Synchronizer:
         check_fit(self.optimizers, self.model)
         self._lr = learning_rate(self.optimizers)
         self._comm = Metered(self.parts[0].peers.everyone)
+        self._worker = self._comm.worker
         self._track = Track(self._comm.rank)
         self._agreed = self._started = self._inside_step = self._inside_averaged = False
         self._nonce = self._run = 0  # numbers of this construction and of the run, both from rank 0
@@ -81,7 +81,7 @@ class Synchronizer:
             lines = agreement.describe(self.method, self.model)
             nonce = round(self._comm.now() * 1e9)
             self._nonce = agreement.compare_lines(lines, self._comm, nonce=nonce)
-            self._comm.follow(self._track)
+            self._worker.follow(self._track)
             for part in self.parts:
                 part.communicators()  # connects to its peers while all workers are here
             self._agreed = True
@@ -120,7 +120,7 @@ class Synchronizer:
             self._start()
             self._inside_step = True
             self._track.at(self.steps + 1)
-            self._comm.computed(self.steps)
+            self._worker.computed(self.steps)
             self._lr = learning_rate(self.optimizers)
             self._must_train_the_same()
             clock, self._losses = replace(self._clock(), observed=tuple(self._losses)), []

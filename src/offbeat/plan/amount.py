@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from offbeat.comm.metered import traffic
+from offbeat.comm.collective import traffic
 from offbeat.plan.groups import Groups, alike
 from offbeat.plan.probe import Seen, Trace
 from offbeat.plan.recording import sent_in

@@ -16,9 +16,8 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from offbeat.base.tensors import trainable
-from offbeat.comm.communicator import Communicator
-from offbeat.comm.metered import nbytes, traffic
-from offbeat.comm.pending import Pending
+from offbeat.comm.collective import nbytes, traffic
+from offbeat.comm.communicator import Communicator, Pending
 from offbeat.simulate import Network, Recorded
 from offbeat.tasks import Task
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from offbeat.base.packed import Packed
 from offbeat.engine.synchronizer import Synchronizer
-from offbeat.reduce.workspace import kept_with
+from offbeat.reduce.code import kept_with
 from offbeat.server.stability import Watch
 
 # A watch is as large in a small model as in a large one.

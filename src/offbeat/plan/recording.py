@@ -1,34 +1,33 @@
-"""A communicator that answers itself and notes what would have been sent, and waited for."""
+"""A communicator without other workers that records the messages and waits of a real run."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+import torch
 from torch import Tensor
 
-from offbeat.comm.communicator import WORDS, Communicator, words
-from offbeat.comm.departure import Departure
-from offbeat.comm.metered import nbytes
-from offbeat.comm.pending import Pending
-from offbeat.comm.sidecar import Sidecar
-from offbeat.comm.task_queue import TaskQueue
+from offbeat.comm.background import Sidecar, TaskQueue
+from offbeat.comm.collective import Collective, nbytes
+from offbeat.comm.communicator import Communicator, Pending, Worker
+from offbeat.comm.presence import Departure
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Sent:
-    """A message was given to the network."""
+    """A message was sent."""
 
     number: int
     kind: str
     size: int  # workers that take part
     given: int  # bytes
-    control: bool  # a header word, which passes the queue by
-    everyone: bool  # or a part of the workers
+    control: bool  # a few bytes that do not queue
+    everyone: bool  # whether all workers take part
 
 
 @dataclass(frozen=True)
@@ -47,7 +46,7 @@ class Computed:
 
 @dataclass(frozen=True)
 class Beside:
-    """A job was given to a task queue, who sends and waits beside the worker, one job after the other."""
+    """A job was given to a task queue, which sends and waits beside the worker, one job after the other."""
 
     number: int
     task_queue: int  # which of the worker's
@@ -58,7 +57,7 @@ Event = Sent | Waited | Computed | Beside
 
 
 def sent_in(events: Sequence[Event]) -> list[Sent]:
-    """All messages, the task queue's included."""
+    """All messages, including those of task queues."""
     found: list[Sent] = []
     for event in events:
         if isinstance(event, Sent):
@@ -70,20 +69,20 @@ def sent_in(events: Sequence[Event]) -> list[Sent]:
 
 @dataclass
 class Log:
-    """What a worker did, in order."""
+    """The events of one worker, in order."""
 
     events: list[Event] = field(default_factory=list)
     sent: int = 0
     task_queues: int = 0
 
     def take(self) -> list[Event]:
-        """All since the last time."""
+        """Return the events since the last call."""
         taken, self.events = self.events, []
         return taken
 
 
-class RecordingComm(Communicator):
-    """Rank 0 among `size` workers that all send the very same."""
+class RecordingComm(Communicator, Worker):
+    """Rank 0 among `size` workers that all send the same tensors."""
 
     def __init__(self, size: int, log: Log | None = None, groups: list[list[int]] | None = None) -> None:
         self.rank, self.size = 0, size
@@ -91,28 +90,22 @@ class RecordingComm(Communicator):
         self.groups = groups  # None: everyone
         self._children: dict[tuple[int, ...], RecordingComm] = {}
 
-    def total(self, tensors: Iterable[Tensor]) -> Pending[list[Tensor]]:
-        given = list(tensors)
-        sent = nbytes(given)
-        for tensor in given:
-            tensor.mul_(self.size)
-        return self._message("mean", sent, lambda: given)
+    def run(
+        self, kind: Collective, tensors: Sequence[Tensor], *, src: int = 0, control: bool = False
+    ) -> Pending[list[Tensor]]:
+        number, given = self.log.sent, list(tensors)
+        self.log.sent += 1
+        self.log.events.append(
+            Sent(number, kind.name, self.size, nbytes(given), control, self.groups is None)
+        )
 
-    def gather(self, tensor: Tensor) -> Pending[list[Tensor]]:
-        return self._message("gather", nbytes([tensor]), lambda: [tensor.clone() for _ in range(self.size)])
+        def wait() -> list[Tensor]:
+            self.log.events.append(Waited(number))
+            with torch.no_grad():
+                return kind.deliver(given, kind.results([given] * self.size, src, [self.rank])[0])
 
-    def exchange(self, chunks: Sequence[Tensor]) -> Pending[list[Tensor]]:
-        return self._message("exchange", nbytes(chunks), lambda: [chunks[0].clone() for _ in chunks])
-
-    def broadcast(self, tensors: Sequence[Tensor], src: int = 0) -> Pending[list[Tensor]]:
-        return self._message("broadcast", nbytes(tensors), lambda: list(tensors))
-
-    def shift(self, tensor: Tensor) -> Pending[Tensor]:
-        return self._message("shift", nbytes([tensor]), tensor.clone)
-
-    def tell(self, numbers: Sequence[int]) -> Pending[list[list[int]]]:
-        word = words(numbers).tolist()
-        return self._message("gather", 8 * WORDS, lambda: [word] * self.size, control=True)
+        # Never done before the wait: a worker that polls learns of the arrival later, as in a real run.
+        return Pending(wait, lambda: False, lambda: 0.0)
 
     def split(self, groups: Sequence[Sequence[int]]) -> Communicator:
         mine = next(tuple(group) for group in groups if self.rank in group)
@@ -120,6 +113,10 @@ class RecordingComm(Communicator):
             self._children[mine] = RecordingComm(len(mine), self.log)
         self._children[mine].groups = [list(group) for group in groups]
         return self._children[mine]
+
+    @property
+    def worker(self) -> Worker:
+        return self
 
     def duplicate(self) -> Communicator:
         return RecordingComm(self.size, self.log, self.groups)
@@ -139,23 +136,9 @@ class RecordingComm(Communicator):
     def computed(self, step: int) -> None:
         self.log.events.append(Computed(step))
 
-    def _message(
-        self, kind: str, given: int, answer: Callable[[], T], *, control: bool = False
-    ) -> Pending[T]:
-        number = self.log.sent
-        self.log.sent += 1
-        self.log.events.append(Sent(number, kind, self.size, given, control, self.groups is None))
-
-        def wait() -> T:
-            self.log.events.append(Waited(number))
-            return answer()
-
-        # Never there before it is waited for: a worker that looks finds out later, which is what it would do.
-        return Pending(wait, lambda: False, lambda: 0.0)
-
 
 class RecordingQueue(TaskQueue):
-    """Does jobs at once, and notes what they send and wait for."""
+    """Runs jobs at once and records what they send and wait for."""
 
     def __init__(self, log: Log) -> None:
         super().__init__()
@@ -178,7 +161,7 @@ class RecordingQueue(TaskQueue):
 
 
 class NullSidecar(Sidecar):
-    """Does nothing: what sidecars do is planned by `WaitfreeModel`, not watched."""
+    """Does nothing: `WaitfreeModel` plans the work of sidecars."""
 
     heard = -1
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from offbeat.base.draws import whole
 from offbeat.base.packed import Packed
-from offbeat.comm.metered import nbytes
+from offbeat.comm.collective import nbytes
 from offbeat.engine.part import Part
 from offbeat.plan.fit import Size
 from offbeat.plan.groups import Groups

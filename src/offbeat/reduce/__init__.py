@@ -1,11 +1,12 @@
-"""What is sent: each code owns its collective."""
+"""How a payload is sent: each reducer owns its collectives."""
 
+from offbeat.reduce.code import Code
 from offbeat.reduce.feedback import ErrorFeedback
 from offbeat.reduce.lowrank import LowRank
 from offbeat.reduce.mean import Mean
 from offbeat.reduce.quantized import Quantized
 from offbeat.reduce.randomblock import RandomBlock
-from offbeat.reduce.reducer import Code, Reducer
+from offbeat.reduce.reducer import Reducer, Staged
 from offbeat.reduce.topk import TopK
 from offbeat.reduce.twolevel import TwoLevel
 
@@ -17,6 +18,7 @@ __all__ = [
     "Quantized",
     "RandomBlock",
     "Reducer",
+    "Staged",
     "TopK",
     "TwoLevel",
 ]

@@ -1,4 +1,4 @@
-"""Small whole numbers and few levels, packed into bytes."""
+"""Packs small whole numbers, and values rounded to a few levels, into bytes."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ def unpack16(wire: Tensor) -> Tensor:
 
 
 def pack_levels(values: Tensor) -> Tensor:
-    """Two bits each: four equal bins over ±3σ of every group of values, and the mean of each bin.
+    """Two bits per value: four equal bins over ±3σ of each group of values, and the mean of each bin.
 
-    A group with zeros has a level for them, so that they stay zero, and one for all that is below; its σ is
-    that of the other values.
+    A group with zeros has one level for zero, so that they stay zero, and one for all values below it; its σ
+    is that of the other values.
     """
     groups = -(-values.numel() // GROUP)
     rows = torch.nn.functional.pad(values, (0, groups * GROUP - values.numel())).view(groups, GROUP)

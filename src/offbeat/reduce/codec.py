@@ -1,4 +1,4 @@
-"""How a vector of float32 looks on the wire, codec by codec."""
+"""The wire forms of a float32 vector."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-_TILE = 2**18  # values that are worked on at a time, so that what lies between two passes stays in the cache
-_TINY = 2.0**-126  # the smallest scale: below it division is no longer exact enough
+_TILE = 2**18  # values processed at a time, so that they stay in the cache between two passes
+_TINY = 2.0**-126  # the smallest scale: division by less is not exact enough
 
 
 class Codec(ABC):
-    """The wire form of vectors. Lengths on the wire are multiples of `unit`; vectors may be shorter."""
+    """A wire form of vectors. Lengths on the wire are multiples of `unit`; vectors may be shorter."""
 
     unit: int
 
     @abstractmethod
     def size(self, length: int) -> int:
-        """Bytes of so many values, a multiple of 4."""
+        """The bytes of `length` values, a multiple of 4."""
 
     @abstractmethod
     def encode(self, values: Tensor, wire: Tensor, rng: torch.Generator | None = None) -> None:
-        """Write the values into the bytes; `rng` round at random, without bias."""
+        """Write the values into the bytes. With `rng`, round at random, without bias."""
 
     @abstractmethod
     def decode(self, wire: Tensor, out: Tensor, factor: float = 1.0, *, add: bool = False) -> None:
@@ -60,38 +60,31 @@ class CastCodec(Codec):
 
 @dataclass(frozen=True)
 class BlockCodec(Codec):
-    """Whole numbers of 8 or 4 bits, times one scale for each block: the codes of all blocks, then the scales.
+    """Whole numbers of 8 or 4 bits, and one scale per block of `unit` values: all codes, then the scales.
 
-    With 4 bits a byte holds a value of the first half of a block below, one of the second half above.
+    With 4 bits, the low half of a byte is a value of the first half of a block, the high half one of the
+    second.
     """
 
     bits: int
-    block: int
-
-    @property
-    def unit(self) -> int:  # type: ignore[override]
-        return self.block
-
-    @property
-    def top(self) -> int:
-        return int(2 ** (self.bits - 1)) - 1
+    unit: int
 
     def size(self, length: int) -> int:
-        return length * self.bits // 8 + 4 * (length // self.block)
+        return length * self.bits // 8 + 4 * (length // self.unit)
 
     def encode(self, values: Tensor, wire: Tensor, rng: torch.Generator | None = None) -> None:
         codes, scales = self._parts(wire)
-        whole = values.numel() // self.block
-        rows = values[: whole * self.block].view(whole, self.block)
-        step = max(1, _TILE // self.block)
-        tile = torch.empty(min(step, max(whole, 1)), self.block, device=values.device)
+        whole = values.numel() // self.unit
+        rows = values[: whole * self.unit].view(whole, self.unit)
+        step = max(1, _TILE // self.unit)
+        tile = torch.empty(min(step, max(whole, 1)), self.unit, device=values.device)
         for start in range(0, whole, step):
             part = rows[start : start + step]
             end = start + part.shape[0]
             self._encode(part, codes[start:end], scales[start:end], tile[: part.shape[0]], rng)
-        if rest := values.numel() - whole * self.block:
-            last = torch.zeros(1, self.block, device=values.device)
-            last[0, :rest] = values[whole * self.block :]
+        if rest := values.numel() - whole * self.unit:
+            last = torch.zeros(1, self.unit, device=values.device)
+            last[0, :rest] = values[whole * self.unit :]
             self._encode(last, codes[whole : whole + 1], scales[whole : whole + 1], tile[:1], rng)
 
     def _encode(
@@ -99,46 +92,47 @@ class BlockCodec(Codec):
     ) -> None:
         low, high = values.amin(1, keepdim=True), values.amax(1, keepdim=True)
         torch.maximum(high, low.neg_(), out=scales)
-        scales.div_(self.top).clamp_(min=_TINY)
+        top = int(2 ** (self.bits - 1)) - 1
+        scales.div_(top).clamp_(min=_TINY)
         torch.div(values, scales, out=tile)
         if rng is None:
             tile.round_()
         else:
             tile.add_(torch.rand(tile.shape, generator=rng, device=tile.device)).floor_()
-            tile.clamp_(max=self.top)  # adding may have rounded up
+            tile.clamp_(max=top)  # the addition may have rounded up
         if self.bits == 8:
             codes.view(torch.int8).copy_(tile)
         else:
-            half = self.block // 2
+            half = self.unit // 2
             codes.copy_(tile[:, :half].add_(tile[:, half:], alpha=16).add_(136))
 
     def decode(self, wire: Tensor, out: Tensor, factor: float = 1.0, *, add: bool = False) -> None:
         codes, scales = self._parts(wire)
         scales = scales * factor
-        whole = out.numel() // self.block
-        rows = out[: whole * self.block].view(whole, self.block)
-        step = max(1, _TILE // self.block)
-        tile = torch.empty(min(step, max(whole, 1)), self.block, device=out.device)
+        whole = out.numel() // self.unit
+        rows = out[: whole * self.unit].view(whole, self.unit)
+        step = max(1, _TILE // self.unit)
+        tile = torch.empty(min(step, max(whole, 1)), self.unit, device=out.device)
         for start in range(0, whole, step):
             part = rows[start : start + step]
             end = start + part.shape[0]
-            numbers = self._numbers(codes[start:end], tile[: part.shape[0]])
+            numbers = self._decode_codes(codes[start:end], tile[: part.shape[0]])
             if add:
                 part.addcmul_(numbers, scales[start:end])
             else:
                 torch.mul(numbers, scales[start:end], out=part)
-        if rest := out.numel() - whole * self.block:
-            numbers = self._numbers(codes[whole : whole + 1], tile[:1])
+        if rest := out.numel() - whole * self.unit:
+            numbers = self._decode_codes(codes[whole : whole + 1], tile[:1])
             last = numbers.mul_(scales[whole])[0, :rest]
             if add:
-                out[whole * self.block :].add_(last)
+                out[whole * self.unit :].add_(last)
             else:
-                out[whole * self.block :].copy_(last)
+                out[whole * self.unit :].copy_(last)
 
-    def _numbers(self, codes: Tensor, tile: Tensor) -> Tensor:
+    def _decode_codes(self, codes: Tensor, tile: Tensor) -> Tensor:
         if self.bits == 8:
             return tile.copy_(codes.view(torch.int8))
-        half = self.block // 2
+        half = self.unit // 2
         low, high = tile[:, :half], tile[:, half:]
         low.copy_(codes)
         torch.mul(low, 1 / 16, out=high).floor_()
@@ -146,7 +140,7 @@ class BlockCodec(Codec):
         return tile.sub_(8)
 
     def _parts(self, wire: Tensor) -> tuple[Tensor, Tensor]:
-        """The codes, a row of bytes for each block, and the scales, one in each row."""
-        row = self.block * self.bits // 8
+        """The codes and the scales, one row per block."""
+        row = self.unit * self.bits // 8
         blocks = wire.numel() // (row + 4)
         return wire[: blocks * row].view(blocks, row), wire[blocks * row :].view(torch.float32).view(-1, 1)

@@ -1,4 +1,4 @@
-"""What was not sent is sent later."""
+"""Error feedback: what a code loses in one round is sent in the next."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ import torch
 
 from offbeat.base.clock import Clock, State
 from offbeat.base.packed import Packed
-from offbeat.comm.communicator import Communicator
-from offbeat.comm.pending import Pending
-from offbeat.reduce.reducer import Code, Reducer
+from offbeat.comm.communicator import Communicator, Pending
+from offbeat.reduce.code import Code
+from offbeat.reduce.reducer import Reducer
 
 
 @dataclass(frozen=True)
 class ErrorFeedback(Reducer):
-    """A code whose losses are kept, on each rank, and added to the next payload.
+    """A code whose losses each rank keeps and adds to its next payload.
 
         e ← decay·e + payload        q = code(e)        e ← e − q
 
-    q is this rank's part of the mean that arrived, so with decay=1 nothing is ever lost: all that was sent
-    plus what is kept is all that was given. Smaller `decay` forgets old losses faster.
+    q is this rank's part of the mean. With decay=1 nothing is ever lost: the sum of all q plus the kept e is
+    the sum of all payloads. Smaller `decay` forgets old losses faster.
 
         offbeat.local_sgd(model, optimizer, reduce=ErrorFeedback(TopK(64)))
     """
@@ -51,17 +51,17 @@ class ErrorFeedback(Reducer):
 def feed(
     code: Code, decay: float, payload: Packed, comm: Communicator, clock: Clock, state: State
 ) -> Pending[Packed]:
-    """Send the payload and what is left of earlier ones; `state` keeps what is left now."""
+    """Send the payload plus the losses of earlier ones; `state` keeps the new losses."""
     flats = payload.flats
     if state["residual"] is None:
         state["residual"] = [torch.zeros_like(flat) for flat in flats]
     for flat, left in zip(flats, state["residual"], strict=True):
         flat.add_(left, alpha=decay)
-    return code.send(payload, comm, clock, state["code"], state["residual"])
+    return code.start(payload, comm, clock, state["code"], state["residual"])
 
 
 def check_code(code: object, call: str) -> None:
     if not isinstance(code, Code):
-        raise TypeError(f"{call}({code!r}): a code that can tell its losses is needed, such as TopK(64).")
+        raise TypeError(f"{call}({code!r}): a code that knows its losses is needed, such as TopK(64).")
     if not code.lossy:
         raise ValueError(f"{call}({code!r}): it loses nothing; use it alone.")

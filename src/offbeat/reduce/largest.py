@@ -1,4 +1,4 @@
-"""The places of the largest values of each row."""
+"""Finds the largest values of each row."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import torch
 from torch import Tensor
 
 _GROUP = 8
-_TILE = 2**20  # values that are worked on at a time
+_TILE = 2**20  # values processed at a time
 _MAGNITUDE = 0x7FFFFFFF  # all bits of a float32 but its sign
 
 
 def largest(rows: Tensor, k: int) -> Tensor:
-    """The columns of the k entries of largest magnitude of each row of float32, in no order.
+    """The columns of the k entries of largest magnitude in each float32 row, in no order.
 
-    Without their sign the bits of floats, read as whole numbers, are in the order of the floats, and whole
-    numbers are found faster: none of them is NaN.
+    The bits of a float without its sign, read as a whole number, sort like the float. Whole numbers are
+    searched faster, since none of them is NaN.
     """
     step = max(1, _TILE // rows.shape[1])
     shape = (min(step, rows.shape[0]), rows.shape[1])
@@ -29,7 +29,7 @@ def _largest(rows: Tensor, k: int) -> Tensor:
     groups = length // _GROUP
     if length % _GROUP or 2 * k > groups:
         return rows.topk(k, dim=1, sorted=False).indices
-    # The k largest lie in the k groups with the largest maxima: two short searches instead of a long one.
+    # The k largest are in the k groups with the largest maxima: two short searches replace a long one.
     maxima = rows.view(number, _GROUP, groups).amax(1)
     best = maxima.topk(k, dim=1, sorted=False).indices
     first = groups * torch.arange(_GROUP, device=rows.device).view(1, -1, 1)

@@ -1,4 +1,4 @@
-"""Matrices by a few of their directions."""
+"""Matrices compressed to low rank."""
 
 from __future__ import annotations
 
@@ -10,21 +10,20 @@ from torch import Tensor
 
 from offbeat.base.clock import Clock, State
 from offbeat.base.draws import whole
-from offbeat.comm.communicator import Communicator
-from offbeat.comm.pending import Pending
-from offbeat.reduce.payload_split import Span, Vector
-from offbeat.reduce.reducer import Code
+from offbeat.comm.communicator import Communicator, Pending
+from offbeat.reduce.code import Code, Span, Vector
+from offbeat.reduce.reducer import Staged
 
 
 @dataclass(frozen=True, repr=False)
 class LowRank(Code):
-    """Each matrix as a product of two thin ones: one step a round of a power iteration.
+    """Each matrix as a product of two thin ones: each round is one step of a power iteration.
 
         P = orthogonal(mean(M_k Q))        Q = mean(M_kᵀ P)        mean(M_k) ≈ P Qᵀ
 
-    A tensor of more dimensions is a matrix of its first by the others; vectors, and what two thin matrices
-    would not make smaller, go as they are. Larger `rank` loses less and sends more. Meant to be used with
-    `ErrorFeedback`.
+    A tensor of more dimensions is flattened to a matrix with its first dimension as rows. Vectors, and
+    matrices that two thin ones would not make smaller, are sent as they are. Larger `rank` loses less and
+    sends more. Use it with `ErrorFeedback`.
 
         offbeat.ddp(model, optimizer, reduce=ErrorFeedback(LowRank(4)))
 
@@ -54,32 +53,30 @@ class LowRank(Code):
             self._factor(span, m, state["factors"]) for span, m in zip(vector.spans, matrices, strict=True)
         ]
         thin = [m @ q for m, q in zip(matrices, factors, strict=True)]
-        first = comm.mean([_joined(thin)])
-        answer: list[tuple[list[Tensor], list[Tensor], Pending[list[Tensor]]]] = []
+        first = comm.mean([_join(thin)])
+        lefts: list[Tensor] = []
+        rights: list[Tensor] = []
+        second: list[Pending[list[Tensor]]] = []
 
-        def advance() -> None:
-            if answer:
-                return
-            lefts = [torch.linalg.qr(p).Q for p in _cut(first.wait()[0], thin)]
-            rights = [m.t() @ p for m, p in zip(matrices, lefts, strict=True)]
+        def answer() -> None:
+            lefts.extend([torch.linalg.qr(p).Q for p in _cut(first.wait()[0], thin)])
+            rights.extend([m.t() @ p for m, p in zip(matrices, lefts, strict=True)])
             if vector.residual is not None:
                 vector.residual.copy_(vector.values)
                 for left, p, q in zip(_matrices(vector, vector.residual), lefts, rights, strict=True):
                     left.addmm_(p, q.t(), alpha=-1)
-            answer.append((lefts, rights, comm.mean([_joined(rights)])))
+            second.append(comm.mean([_join(rights)]))
 
         def arrive() -> None:
-            advance()
-            lefts, rights, message = answer[0]
-            means = _cut(message.wait()[0], rights)
+            means = _cut(second[0].wait()[0], rights)
             for span, m, p, q in zip(vector.spans, matrices, lefts, means, strict=True):
                 torch.mm(p, q.t(), out=m)
                 state["factors"][span.name] = q.clone()
 
-        return Pending(arrive, lambda: False, lambda: answer[0][2].arrived(), advance)
+        return Staged([answer], arrive, lambda: second[0].arrived())
 
     def _factor(self, span: Span, matrix: Tensor, factors: dict[str, Tensor]) -> Tensor:
-        """That of the round before; at first, and after a mean of zero, directions at random."""
+        """The factor of the round before; a random one at first, and after a mean of zero."""
         known = factors.get(span.name)
         if known is not None and bool(known.any()):
             return known
@@ -91,7 +88,7 @@ def _matrices(vector: Vector, flat: Tensor) -> list[Tensor]:
     return [view.flatten(1) for view in vector.views(flat)]
 
 
-def _joined(tensors: Sequence[Tensor]) -> Tensor:
+def _join(tensors: Sequence[Tensor]) -> Tensor:
     return torch.cat([tensor.flatten() for tensor in tensors])
 
 

@@ -10,11 +10,9 @@ from torch import Tensor
 
 from offbeat.base.clock import Clock, State
 from offbeat.base.packed import Packed
-from offbeat.comm.communicator import Communicator
-from offbeat.comm.pending import Pending
+from offbeat.comm.communicator import Communicator, Pending
+from offbeat.reduce.code import Code, Vector
 from offbeat.reduce.codec import CastCodec
-from offbeat.reduce.payload_split import Vector
-from offbeat.reduce.reducer import Code
 from offbeat.reduce.two_phase import TwoPhaseMean
 
 _PIECE = 2**24  # values; on loopback gloo moves one long vector faster than many short ones
@@ -23,9 +21,10 @@ _NARROW = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 @dataclass(frozen=True, repr=False)
 class Mean(Code):
-    """The exact mean in float32 (float64 where the tensors are), packed piece by piece while others fly.
+    """The exact mean in float32, or in float64 for float64 tensors.
 
-    With `dtype` "bfloat16" or "float16" that is what travels, half the bytes; sums are still float32.
+    A large payload is sent in pieces: one is packed while others travel. With `dtype` "bfloat16" or "float16"
+    half the bytes travel; sums are still float32.
 
         offbeat.diloco(model, optimizer, reduce=Mean("bfloat16"))
     """
@@ -52,7 +51,7 @@ class Mean(Code):
     def most(self) -> float:
         return float(torch.finfo(_NARROW[str(self.dtype)]).max)
 
-    def send(
+    def start(
         self,
         payload: Packed,
         comm: Communicator,
@@ -61,10 +60,23 @@ class Mean(Code):
         residual: Sequence[Tensor] | None = None,
     ) -> Pending[Packed]:
         if self.dtype is not None:
-            return super().send(payload, comm, clock, state, residual)
+            return super().start(payload, comm, clock, state, residual)
         for flat in residual or ():
             flat.zero_()
-        return comm.total(payload.pieces(_PIECE)).then(lambda _: payload.scaled(1 / comm.size))
+        if sum([size for _, _, size in payload.spans]) < _PIECE:
+            return comm.total(payload.flats).then(lambda _: payload.scaled(1 / comm.size))
+        messages = [comm.total([piece]) for piece in payload.pieces(_PIECE)]  # filled one by one
+
+        def wait() -> Packed:
+            for message in messages:
+                message.wait()
+            return payload.scaled(1 / comm.size)
+
+        return Pending(
+            wait,
+            lambda: all(message.done() for message in messages),
+            lambda: max(message.arrived() for message in messages),
+        )
 
     def carry(self, vector: Vector, comm: Communicator, clock: Clock, state: State) -> Pending[None]:
         return TwoPhaseMean(vector, comm, CastCodec(_NARROW[str(self.dtype)]), lambda way: None).send()

@@ -1,4 +1,4 @@
-"""Whole numbers of a few bits."""
+"""Values rounded to whole numbers of a few bits."""
 
 from __future__ import annotations
 
@@ -8,11 +8,9 @@ import torch
 
 from offbeat.base.clock import Clock, State
 from offbeat.base.draws import whole
-from offbeat.comm.communicator import Communicator
-from offbeat.comm.pending import Pending
+from offbeat.comm.communicator import Communicator, Pending
+from offbeat.reduce.code import Code, Vector
 from offbeat.reduce.codec import BlockCodec
-from offbeat.reduce.payload_split import Vector
-from offbeat.reduce.reducer import Code
 from offbeat.reduce.two_phase import TwoPhaseMean
 
 
@@ -21,7 +19,7 @@ class Quantized(Code):
     """Blocks of `block` values as whole numbers of 8 or 4 bits times one scale, max|x|/(2^(bits−1) − 1).
 
     Smaller blocks lose less and send more scales, 4 bytes each. `stochastic` rounds at random, so that the
-    error is zero on average; draws are a function of `seed`, round and rank. Sums are taken in float32.
+    error is zero on average; the draws depend on `seed`, round and rank. Sums are float32.
 
         offbeat.diloco(model, optimizer, reduce=Quantized(8))
     """

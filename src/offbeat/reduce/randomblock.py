@@ -1,4 +1,4 @@
-"""A piece of every tensor, another one each round."""
+"""One piece of every tensor, a different one each round."""
 
 from __future__ import annotations
 
@@ -9,20 +9,18 @@ from torch import Tensor
 
 from offbeat.base.clock import Clock, State
 from offbeat.base.draws import whole
-from offbeat.comm.communicator import Communicator
-from offbeat.comm.pending import Pending
-from offbeat.reduce.payload_split import Span, Vector
-from offbeat.reduce.reducer import Code
+from offbeat.comm.communicator import Communicator, Pending
+from offbeat.reduce.code import Code, Span, Vector
 from offbeat.reduce.topk import check_ratio
 
 
 @dataclass(frozen=True, repr=False)
 class RandomBlock(Code):
-    """Of each tensor one contiguous piece, a `ratio`-th of it, that begins anywhere and may wrap around.
+    """One contiguous piece of each tensor, 1/`ratio` of it. It starts anywhere and may wrap around.
 
-    Where it begins is a function of `seed`, round and name, the same on all ranks: no places are sent, and
-    the pieces are averaged exactly. What was not sent counts as zero. Meant for `ErrorFeedback` and
-    `Detached`. Larger `ratio` sends less.
+    The start depends on `seed`, round and name and is the same on all ranks, so no positions are sent and the
+    pieces are averaged exactly. Values not sent count as zero. Use it with `ErrorFeedback` or `Detached`.
+    Larger `ratio` sends less.
 
         offbeat.local_sgd(model, optimizer, reduce=ErrorFeedback(RandomBlock(64)))
     """

@@ -1,99 +1,72 @@
-"""The contract of every reducer, and of those that lose something on the way."""
+"""The contract of every reducer."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
-
-from torch import Tensor
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 from offbeat.base.clock import Clock, State
 from offbeat.base.packed import Packed
-from offbeat.comm.communicator import Communicator
-from offbeat.comm.pending import Pending, arrived
-from offbeat.reduce.payload_split import PayloadSplit, Vector
+from offbeat.comm.communicator import Communicator, Pending
+
+T = TypeVar("T")
+
+
+class Staged(Pending[T]):
+    """A result that takes several messages. `stages` send the second and later ones, in order.
+
+    Each stage waits for the message before it. All ranks run a stage at the same point: a round runs stage i
+    of n when i/n of its delay is over. `wait` runs the stages that are left.
+    """
+
+    def __init__(
+        self, stages: Sequence[Callable[[], None]], wait: Callable[[], T], arrived: Callable[[], float]
+    ) -> None:
+        super().__init__(wait, lambda: False, arrived)
+        self.stages = list(stages)
+
+    def advance(self) -> None:
+        """Run the next stage."""
+        self.stages[0]()
+        del self.stages[0]
+
+    def wait(self) -> T:
+        while self.stages:
+            self.advance()
+        return super().wait()
 
 
 class Reducer:
-    """What is sent. A frozen value that brings every rank the mean of everyone's payload, or nearly so."""
+    """How a payload is sent. A frozen value that gives every rank the mean of all payloads, or nearly."""
 
     @property
     def lossy(self) -> bool:
-        """Whether what arrives is only near the mean: then weights are sent as ways from an anchor."""
+        """Whether the result only approximates the mean. If so, send differences from an anchor, not weights.
+
+        Drift cannot be computed from such a mean.
+        """
         return False
 
     @property
     def agrees(self) -> bool:
-        """Whether all ranks get the same, to the bit."""
+        """Whether all ranks get the same result, to the bit."""
         return True
 
     @property
     def remembers(self) -> bool:
-        """Whether the mean may hold what was kept from earlier rounds, so that it can be nonzero where no
-        worker sends anything now."""
+        """Whether the mean may contain values kept from earlier rounds.
+
+        It can then be nonzero where no worker sends anything in this round.
+        """
         return False
 
     def init(self) -> State:
-        """What it remembers, at first."""
+        """The initial state."""
         return {}
 
     def start(self, payload: Packed, comm: Communicator, clock: Clock, state: State) -> Pending[Packed]:
-        """Send the payload, which now belongs to the message; the mean may lie in its memory."""
-        raise NotImplementedError
+        """Send the payload, which now belongs to the message; the mean may use its memory.
 
-
-@dataclass(frozen=True, repr=False)
-class Code(Reducer):
-    """A reducer that loses something, and can tell what: the seam for error feedback.
-
-    Tensors of fewer than `least` values, and all that rides along with the live ones, go as they are; larger
-    `least` loses less. NaN and infinities are refused on all ranks. Alone, nothing is sent, and nothing lost.
-    """
-
-    least: int = field(default=1024, kw_only=True)
-
-    def __post_init__(self) -> None:
-        if isinstance(self.least, bool) or not isinstance(self.least, int) or self.least < 1:
-            raise ValueError(f"{self!r}: least is a number of values, at least 1.")
-
-    def __repr__(self) -> str:
-        own = [f"{f.name}={getattr(self, f.name)!r}" for f in fields(self) if f.name != "least"]
-        rest = [] if self.least == 1024 else [f"least={self.least}"]
-        return f"{type(self).__name__}({', '.join([*own, *rest])})"
-
-    @property
-    def lossy(self) -> bool:
-        return True
-
-    @property
-    def most(self) -> float:
-        """The largest magnitude it can send."""
-        return 3.4028234663852886e38
-
-    def takes(self, tensor: Tensor) -> bool:
-        """Whether it is made for such a tensor; others go as they are."""
-        return tensor.numel() >= self.least
-
-    def start(self, payload: Packed, comm: Communicator, clock: Clock, state: State) -> Pending[Packed]:
-        return self.send(payload, comm, clock, state)
-
-    def send(
-        self,
-        payload: Packed,
-        comm: Communicator,
-        clock: Clock,
-        state: State,
-        residual: Sequence[Tensor] | None = None,
-    ) -> Pending[Packed]:
-        """As `start`; `residual`, vectors like those of the payload, holds on arrival what this rank's part
-        of the mean lacks: payload − residual, averaged over the ranks, is what arrived."""
-        if comm.size == 1:
-            for flat in residual or ():
-                flat.zero_()
-            return arrived(payload)
-        split = PayloadSplit(payload, comm, clock, self.takes, self.most, residual)
-        return split.landing([self.carry(vector, comm, clock, state) for vector in split.vectors])
-
-    def carry(self, vector: Vector, comm: Communicator, clock: Clock, state: State) -> Pending[None]:
-        """Replace the values of a vector by their mean, as this code has it, and fill its residual."""
+        A reducer that needs more than one message returns a `Staged`.
+        """
         raise NotImplementedError

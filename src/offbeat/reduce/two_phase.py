@@ -1,4 +1,4 @@
-"""The mean of a vector, slice by slice: each rank sums one slice in float32 and gives it to all."""
+"""The mean of a vector in two messages: each rank sums one slice in float32 and sends it to all."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from offbeat.comm.communicator import Communicator
-from offbeat.comm.pending import Pending
+from offbeat.comm.communicator import Communicator, Pending
+from offbeat.reduce.code import Vector
 from offbeat.reduce.codec import Codec
-from offbeat.reduce.payload_split import Vector
+from offbeat.reduce.reducer import Staged
 
 _PIECES = 4  # at most
 _PIECE = 2**16  # values, about, at least
@@ -22,9 +22,9 @@ Rng = Callable[[str], torch.Generator | None]
 class TwoPhaseMean:
     """An all-to-all, a sum in rank order, an all-gather: the bytes of an all-reduce in this codec.
 
-    Each value is rounded once on its way there, its mean once on the way back. All ranks decode the same
-    bytes. The second rounding is charged to the residual of the rank that made it. TwoPhaseMean are coded in
-    pieces: while the mean of one is on its way back the next is summed, or the one before decoded.
+    Each value is rounded once before the sum, each mean once after it. All ranks decode the same bytes. The
+    second rounding is charged to the residual of the rank that made it. Slices are coded in pieces: while the
+    mean of one piece travels, the next is summed or the one before decoded.
     """
 
     def __init__(self, vector: Vector, comm: Communicator, codec: Codec, rng: Rng) -> None:
@@ -35,54 +35,51 @@ class TwoPhaseMean:
         self._edges = [*range(0, self._length, step), self._length]
         self._gathered: list[Pending[list[Tensor]]] = []
 
-    def send(self) -> Pending[None]:
-        wire = self._room("wire", (self._comm.size, self._codec.size(self._length)), torch.uint8)
-        rng = self._rng("out")
-        for part, row in zip(self._cut(self._vector.values), wire, strict=True):
+    def send(self) -> Staged[None]:
+        vector, codec = self._vector, self._codec
+        shape = (self._comm.size, codec.size(self._length))
+        wire = vector.buffer("wire", shape, torch.uint8)
+        rng, slices = self._rng("out"), self._cut(vector.values)
+        for part, row in zip(slices, wire, strict=True):
             for values, coded in self._pieces(part, row):
-                self._codec.encode(values, coded, rng)
+                codec.encode(values, coded, rng)
         self._given = self._comm.exchange(list(wire))
-        if self._vector.residual is not None:
-            rows = zip(self._cut(self._vector.values), self._cut(self._vector.residual), wire, strict=True)
-            for part, left, row in rows:
+        if vector.residual is not None:
+            for part, left, row in zip(slices, self._cut(vector.residual), wire, strict=True):
                 for out, coded in self._pieces(left, row):
-                    self._codec.decode(coded, out)
+                    codec.decode(coded, out)
                 torch.sub(part, left, out=left)
-        return Pending(self._arrive, lambda: False, self._arrived, self._answer)
+        return Staged(
+            [self._answer], self._decode, lambda: max([message.arrived() for message in self._gathered])
+        )
 
     def _answer(self) -> None:
-        """Sum the own slice and give it to all, once."""
-        if self._gathered:
-            return
+        """Sum this rank's slice and send the mean to all."""
         parts, rng = self._given.wait(), self._rng("back")
-        rank, size = self._comm.rank, self._comm.size
-        own = self._cut(self._vector.values)[rank]
-        room = self._room("mean", (self._length,), torch.float32)[: own.numel()]
-        row = self._room("row", (self._codec.size(self._length),), torch.uint8)
+        vector, codec, rank, size = self._vector, self._codec, self._comm.rank, self._comm.size
+        own = self._cut(vector.values)[rank]
+        mean = vector.buffer("mean", (self._length,), torch.float32)[: own.numel()]
+        row = vector.buffer("row", (codec.size(self._length),), torch.uint8)
         heard = [[coded for _, coded in self._pieces(own, part)] for part in parts]
-        for i, (mean, coded) in enumerate(self._pieces(room, row)):
+        for i, (piece, coded) in enumerate(self._pieces(mean, row)):
             for j in range(size):
-                self._codec.decode(heard[j][i], mean, 1 / size, add=j > 0)
-            self._codec.encode(mean, coded, rng)
+                codec.decode(heard[j][i], piece, 1 / size, add=j > 0)
+            codec.encode(piece, coded, rng)
             self._gathered.append(self._comm.gather(coded))
-        if self._vector.residual is not None:
-            left = self._cut(self._vector.residual)[rank]
-            left.add_(room, alpha=size)
+        if vector.residual is not None:
+            left = self._cut(vector.residual)[rank]
+            left.add_(mean, alpha=size)
             for out, coded in self._pieces(left, row):
-                self._codec.decode(coded, out, -size, add=True)
+                codec.decode(coded, out, -size, add=True)
 
-    def _arrive(self) -> None:
-        self._answer()
+    def _decode(self) -> None:
         slices = self._cut(self._vector.values)
         for i, message in enumerate(self._gathered):
             for part, coded in zip(slices, message.wait(), strict=True):
                 self._codec.decode(coded, part[self._edges[i] : self._edges[i + 1]])
 
-    def _arrived(self) -> float:
-        return max(message.arrived() for message in self._gathered)
-
     def _pieces(self, part: Tensor, row: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """A slice and its wire form, piece by piece; of a short slice the last ones may be empty."""
+        """A slice and its wire form, piece by piece; the last pieces of a short slice may be empty."""
         size = self._codec.size
         return [(part[a:b], row[size(a) : size(b)]) for a, b in itertools.pairwise(self._edges)]
 
@@ -92,6 +89,3 @@ class TwoPhaseMean:
             flat[i * self._length : (i + 1) * self._length] if i * self._length < flat.numel() else flat[:0]
             for i in range(self._comm.size)
         ]
-
-    def _room(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        return self._vector.workspace.room(name, shape, self._vector.values, dtype)

@@ -14,9 +14,8 @@ from offbeat.among import Peers, World
 from offbeat.base.clock import Clock, State
 from offbeat.base.packed import Packed
 from offbeat.base.tensors import Live
-from offbeat.comm.communicator import Communicator
-from offbeat.comm.departure import Departure
-from offbeat.comm.metered import Metered
+from offbeat.comm.communicator import Communicator, Metered
+from offbeat.comm.presence import Departure
 from offbeat.engine.handshake import ROUND, compare_headers, header
 from offbeat.engine.optimizers import mark
 from offbeat.engine.part import Part

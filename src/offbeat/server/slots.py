@@ -8,7 +8,7 @@ from torch.optim import Optimizer
 
 from offbeat.base.packed import Packed
 from offbeat.base.tensors import Live, local
-from offbeat.comm.pending import Pending
+from offbeat.comm.communicator import Pending
 
 
 class Slot:

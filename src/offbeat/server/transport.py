@@ -10,9 +10,7 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from offbeat.base.clock import Clock, State
-from offbeat.comm.communicator import Communicator
-from offbeat.comm.metered import Metered
-from offbeat.comm.pending import Pending, arrived
+from offbeat.comm.communicator import Communicator, Metered, Pending, arrived
 from offbeat.engine.report import Report, naming
 from offbeat.server.shard import Options, Shard
 
@@ -78,7 +76,7 @@ class Channel:
     """A task queue, and a duplicate of the communicator that nobody else uses."""
 
     def __init__(self, comm: Communicator) -> None:
-        self.comm, self.task_queue = Metered(comm.duplicate()), comm.task_queue()
+        self.comm, self.task_queue = Metered(comm.worker.duplicate()), comm.worker.task_queue()
 
 
 class Transport:

@@ -1,4 +1,4 @@
-"""What a collective puts on the links, by how it is carried out."""
+"""What a collective puts on the links, for each algorithm."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import math
 from typing import get_args
 
 from offbeat.comm.collective import COLLECTIVES, Algorithm, Crossing
-from offbeat.comm.metered import traffic
 
 ALGORITHMS: tuple[str, ...] = get_args(Algorithm)
 KINDS = tuple(COLLECTIVES)
@@ -16,10 +15,12 @@ KINDS = tuple(COLLECTIVES)
 def own_bytes(algorithm: Algorithm, kind: str, size: int, given: int) -> int:
     """Bytes each of `size` workers sends over its own link, and receives, for `given` bytes.
 
-    A tree sends everything up and everything down, where a ring keeps the own share.
+    A tree sends everything up and down; a ring keeps the worker's own share.
     """
     both_ways = COLLECTIVES[kind].ways == 2
-    return 2 * given if algorithm == "tree" and both_ways and size > 1 else traffic(kind, size, given)
+    if algorithm == "tree" and both_ways and size > 1:
+        return 2 * given
+    return COLLECTIVES[kind].sent(size, given)
 
 
 def uplink_bytes(
@@ -27,17 +28,17 @@ def uplink_bytes(
 ) -> float:
     """Bytes over the uplink of a group that `inside` of the `size` workers share, in the busier direction.
 
-    The workers come from `groups` groups. A ring in the order of ranks enters and leaves a group once, a
-    direct exchange sends from each worker in it to each outside; the ideal is to reduce inside first.
+    The workers come from `groups` groups. A ring in rank order enters and leaves a group once. A direct
+    exchange sends from each worker inside to each outside. The ideal is to reduce inside first.
     """
     return COLLECTIVES[kind].crosses(algorithm, Crossing(given, size, inside, groups))
 
 
 def hops(algorithm: Algorithm, kind: str, counts: list[int]) -> list[float]:
-    """How many times the latency of each level is paid, the workers' own links being the first.
+    """How often a collective pays the latency of each level; the first level is the workers' own links.
 
-    `counts` are the workers, then on each level the groups that they come from. Round a ring each link adds
-    its own latency, twice for a mean; up and down a tree the groups of one level meet before the next.
+    `counts` are the workers, then the groups that they come from on each level. In a ring each link adds its
+    own latency, twice for a mean. In a tree the groups of one level meet before those of the next.
     """
     ways, local = COLLECTIVES[kind].ways, COLLECTIVES[kind].local
     size = counts[0]

@@ -1,4 +1,4 @@
-"""How long a worker computes: constant, jittered, heavy-tailed, recorded, and what makes it uneven."""
+"""How long a worker computes: constant, jittered, heavy-tailed or recorded times, and stragglers."""
 
 from __future__ import annotations
 
@@ -14,14 +14,13 @@ from torch import Tensor
 
 from offbeat.base.draws import uniforms
 
-_BLOCK = 256  # steps drawn at once for a worker that asks step by step
+_BLOCK = 256  # steps drawn at once when asked step by step
 
 
 class Compute:
-    """Seconds of every worker's every step; a frozen value, so that a run is a function of its inputs.
+    """The seconds that each step takes on each worker. A frozen value, so a run depends on its inputs only.
 
-    Called with a rank and a step it answers for one; `seconds` answers for many at once, with the same
-    numbers.
+    Call it with a rank and a step for one number; `seconds` gives the same numbers for many at once.
     """
 
     @property
@@ -30,7 +29,7 @@ class Compute:
         return True
 
     def seconds(self, ranks: Tensor, steps: Tensor) -> Tensor:
-        """Of each rank at each step, for whole numbers that broadcast together, in float64."""
+        """Seconds of each rank at each step, in float64. Both are whole numbers that broadcast together."""
         raise NotImplementedError
 
     def __call__(self, rank: int, step: int) -> float:
@@ -50,7 +49,7 @@ class Constant(Compute):
     step: float
 
     def __post_init__(self) -> None:
-        _positive(self, self.step)
+        _check_positive(self, self.step)
 
     @property
     def spread(self) -> bool:
@@ -62,14 +61,14 @@ class Constant(Compute):
 
 @dataclass(frozen=True)
 class Jittered(Compute):
-    """Log-normal times of mean `step`, with `jitter` times that as deviation. Larger is wilder."""
+    """Log-normal times of mean `step`, with a standard deviation of `jitter` times that."""
 
     step: float
     jitter: float = 0.1
     seed: int = 0
 
     def __post_init__(self) -> None:
-        _positive(self, self.step)
+        _check_positive(self, self.step)
         if not 0 <= self.jitter <= 100:
             raise ValueError(f"{self!r}: jitter is a share of the step, from 0 to 100.")
 
@@ -81,14 +80,14 @@ class Jittered(Compute):
 
 @dataclass(frozen=True)
 class HeavyTailed(Compute):
-    """Pareto times of mean `step`: most a little faster, some very slow. Smaller `tail` is wilder."""
+    """Pareto times of mean `step`: most steps a little faster, some very slow. Smaller `tail`: wider."""
 
     step: float
     tail: float = 3.0
     seed: int = 0
 
     def __post_init__(self) -> None:
-        _positive(self, self.step)
+        _check_positive(self, self.step)
         if not 1 < self.tail < math.inf:
             raise ValueError(f"{self!r}: tail must be a finite number above 1, for a finite mean.")
 
@@ -99,9 +98,9 @@ class HeavyTailed(Compute):
 
 @dataclass(frozen=True)
 class Recorded(Compute):
-    """Times of a real run, one row per worker, played again and again; further workers play the same rows.
+    """Step times of a real run, one row per worker, repeated forever. Further workers reuse the rows.
 
-    A worker that plays a row for the second time begins elsewhere in it, so that no two are late together.
+    A worker that reuses a row starts elsewhere in it, so that no two workers are late together.
     """
 
     rows: tuple[tuple[float, ...], ...]
@@ -117,7 +116,7 @@ class Recorded(Compute):
 
     @classmethod
     def read(cls, path: str | PathLike[str]) -> Recorded:
-        """From a file of JSON: a list per worker of the seconds of its steps."""
+        """Read a JSON file with one list of seconds per worker."""
         try:
             rows = json.loads(Path(path).read_text())
             return cls(tuple(tuple(float(time) for time in row) for row in rows))
@@ -125,7 +124,7 @@ class Recorded(Compute):
             raise ValueError(f"{path}: a list of seconds for every worker is needed ({error}).") from None
 
     def write(self, path: str | PathLike[str]) -> None:
-        """To a file that `read` understands."""
+        """Write a file for `read`."""
         Path(path).write_text(json.dumps(self.rows))
 
     def seconds(self, ranks: Tensor, steps: Tensor) -> Tensor:
@@ -139,7 +138,7 @@ class Recorded(Compute):
 
 @dataclass(frozen=True)
 class Uneven(Compute):
-    """Workers of different speed: rank r takes `factors[r]` times as long, beginning anew after the last."""
+    """Workers of different speed: rank r takes `factors[r % len(factors)]` times as long."""
 
     base: Compute
     factors: tuple[float, ...]
@@ -187,6 +186,6 @@ class Late(Compute):
         return self.base.seconds(ranks, steps) + late * self.delay
 
 
-def _positive(value: object, step: float) -> None:
+def _check_positive(value: object, step: float) -> None:
     if not (math.isfinite(step) and step > 0):
         raise ValueError(f"{value!r}: step must be a positive number of seconds.")

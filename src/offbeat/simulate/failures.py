@@ -1,4 +1,4 @@
-"""Workers that fail and come back."""
+"""Failures of workers, and the time they cost."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from offbeat.base.draws import uniform
 class Failures:
     """Each worker fails `per_hour` times per hour of work, at random, and is back after `restart` seconds.
 
-    What it had done since the last checkpoint, one every `checkpoint` seconds of work, is done again. A run
-    that resumes is equal to the bit to one that was never interrupted: a failure costs time, nothing else.
+    It repeats the work since its last checkpoint; there is one every `checkpoint` seconds of work. A resumed
+    run equals an uninterrupted one to the bit, so a failure costs time and nothing else.
     """
 
     per_hour: float
@@ -31,25 +31,25 @@ class Failures:
 
     @property
     def cost(self) -> float:
-        """Seconds of one failure, on average."""
+        """The average cost of one failure, in seconds."""
         return self.restart + self.checkpoint / 2
 
     def gap(self, rank: int, number: int) -> float:
-        """Seconds of work between two failures of a worker."""
+        """Seconds of work before failure `number` of a worker, since the one before."""
         if not self.per_hour:
             return math.inf
         return -math.log1p(-uniform(self.seed, rank, number, "failure")) * 3600 / self.per_hour
 
 
 class Uptime:
-    """One worker's work between failures."""
+    """The failures of one worker over time."""
 
     def __init__(self, failures: Failures, rank: int) -> None:
         self._failures, self._rank = failures, rank
         self._worked, self._number, self._next = 0.0, 0, failures.gap(rank, 0)
 
     def lost(self, seconds: float) -> float:
-        """How long the failures last that fall into the coming seconds of work."""
+        """Seconds lost to failures during the next `seconds` of work."""
         self._worked += seconds
         lost = 0.0
         while self._next <= self._worked:

@@ -1,4 +1,4 @@
-"""What messages take in virtual seconds: links, the uplinks that groups of workers share, and latencies."""
+"""How long messages take in virtual seconds: links, uplinks shared by groups of workers, and latencies."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Link = tuple[int, int]
 class Level:
     """Groups of `workers` consecutive ranks, such as a node or a region, that share one uplink each.
 
-    `bandwidth` is in bytes per second each way, `latency` what a message takes from one group to another.
+    `bandwidth` is in bytes per second each way, `latency` the seconds from one group to another.
     """
 
     workers: int
@@ -36,12 +36,12 @@ class Level:
 class Network:
     """Full-duplex links of `bandwidth` bytes per second each way, on which messages queue.
 
-    `bandwidth` is that of every worker's own link, or a tuple of one for each. `levels` are the groups that
-    share uplinks, from the innermost: `(Level(8, ...), Level(64, ...))` are nodes of 8 in regions of 64.
-    `reduce` says how collectives are carried out: "ring", "tree", "direct", each with everyone, or "ideal",
-    as few bytes as possible and one latency. `shares` are parts of the bandwidth that some collectives get,
-    such as `(("exchange", 0.7),)` where ports overflow as all send to all. Header words, of a few bytes, pass
-    the queue by.
+    `bandwidth` is that of every worker's own link, or a tuple with one for each. `levels` are the groups that
+    share uplinks, from the innermost: `(Level(8, ...), Level(64, ...))` means nodes of 8 in regions of 64.
+    `reduce` is the algorithm of collectives: "ring", "tree", "direct" (each worker with every other), or
+    "ideal" (as few bytes as possible and one latency). `shares` are the fractions of the bandwidth that some
+    collectives reach, such as `(("exchange", 0.7),)` where ports overflow when all send to all. Control
+    messages, of a few bytes, do not queue.
 
         Network(latency=0.02, bandwidth=12.5e6)
         Network(1e-5, 25e9, levels=(Level(8, bandwidth=12.5e9), Level(512, bandwidth=1.25e9, latency=0.03)))
@@ -81,27 +81,27 @@ class Network:
         return self.bandwidth if isinstance(self.bandwidth, tuple) else (self.bandwidth,)
 
     def check(self, workers: int) -> None:
-        """Raise unless it has a link for each of so many workers."""
+        """Raise unless there is a link for each worker."""
         if len(self.links) not in (1, workers):
             raise ValueError(f"{self!r}: it has {len(self.links)} links for {workers} workers.")
 
     def share(self, kind: str) -> float:
-        """Of the bandwidth of the workers' own links, that a collective gets."""
+        """The fraction of the workers' own bandwidth that a collective reaches."""
         return dict(self.shares).get(kind, 1.0)
 
     def link(self, rank: int) -> float:
         return self.links[rank if len(self.links) > 1 else 0]
 
     def seconds(self, nbytes: int) -> float:
-        """Of one message between neighbours, on the slowest of the workers' own links."""
+        """The time of one message between neighbours, on the slowest of the workers' own links."""
         return self.latency + nbytes / min(self.links)
 
     def counts(self, members: Sequence[int]) -> list[int]:
-        """The members, and on each level the groups that they come from."""
+        """The number of members, then of the groups that they come from on each level."""
         return [len(members), *(len({rank // level.workers for rank in members}) for level in self.levels)]
 
     def delay(self, kind: str, members: Sequence[int]) -> float:
-        """The latencies of one collective."""
+        """The sum of the latencies of one collective."""
         latencies = [self.latency, *(level.latency for level in self.levels)]
         if not any(latencies):
             return 0.0
@@ -109,7 +109,7 @@ class Network:
         return sum(times * latency for times, latency in zip(paid, latencies, strict=True) if times)
 
     def busy(self, kind: str, members: Sequence[int], given: int) -> dict[Link, float]:
-        """Seconds for which one collective keeps each link busy, where that is not nothing."""
+        """Seconds for which one collective keeps each link busy; links without a limit are left out."""
         size = len(members)
         sent = own_bytes(self.reduce, kind, size, given) / self.share(kind)
         busy = {(0, rank): sent / self.link(rank) for rank in members if self.link(rank) < math.inf}
@@ -124,14 +124,14 @@ class Network:
 
 
 class Traffic:
-    """What is on the links of a network, each a queue."""
+    """The state of a network: each link is a queue."""
 
     def __init__(self, network: Network) -> None:
         self.network = network
         self._free: dict[Link, float] = {}
 
     def carry(self, kind: str, members: Sequence[int], given: int, ready: float, *, queue: bool) -> float:
-        """When a collective lands that its last member has begun at `ready`.
+        """The time at which a collective lands whose last member began at `ready`.
 
         It starts when all its links are free, and holds each for as long as its bytes take there.
         """

@@ -1,4 +1,4 @@
-"""Many workers in one process, one at a time."""
+"""Runs many workers in one process, one at a time."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ def simulate(
     compute: Callable[[int, int], float] | None = None,
     failures: Failures | None = None,
 ) -> list[T]:
-    """Run `worker(comm)` for every rank in one process, and return what each returned.
+    """Run `worker(comm)` for every rank in one process, and return the results in rank order.
 
-    Exactly one worker runs at a time, and they change places only where one waits for a message, so a run is
-    a pure function of its inputs. Each worker has its own state of torch's random numbers, at first the
+    Exactly one worker runs at a time, and workers switch only where one waits for a message, so a run is a
+    pure function of its inputs. Each worker has its own state of torch's random numbers, initially the
     caller's.
 
-    Reports are in virtual seconds. `compute(rank, step)` is how many a worker needs for the gradient after
-    `step` iterations: a function, or a value such as `Jittered(0.2)`. `network` says what messages take, and
-    `failures` how often workers fail and how long they are away.
+    Reports are in virtual seconds. `compute(rank, step)` is the time that a worker needs for the gradient
+    after `step` iterations: a function, or a value such as `Jittered(0.2)`. `network` says how long messages
+    take, and `failures` how often workers fail and how long they are away.
 
         def worker(comm):
             model, optimizer, batches = build(comm.rank)
@@ -51,16 +51,21 @@ def simulate(
     results: list[Any] = [None] * workers
 
     def play(rank: int) -> None:
-        with scheduler.entered(rank):
+        error: BaseException | None = None
+        scheduler.enter(rank)
+        try:
             results[rank] = worker(member(scheduler, (tuple(range(workers)),), rank))
+        except BaseException as failure:
+            error = failure
+        scheduler.exit(rank, error)  # which keeps the error; it is raised in the caller's thread
 
     threads = [threading.Thread(target=play, args=(rank,), daemon=True) for rank in range(workers)]
     for thread in threads:
         thread.start()
-    scheduler.begin()
+    scheduler.hand_over()
     for thread in threads:
         thread.join()
-    for thread in scheduler.understudies:
+    for thread in scheduler.sidecars:
         thread.join()
     torch.set_rng_state(rng)
     if scheduler.failure is not None:

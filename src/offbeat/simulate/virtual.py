@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
-from offbeat.comm.communicator import Communicator, sum_in_order, words
-from offbeat.comm.departure import Departure
-from offbeat.comm.pending import Pending
-from offbeat.comm.place import Track
-from offbeat.comm.sidecar import Sidecar
-from offbeat.comm.task_queue import TaskQueue, VirtualQueue
-from offbeat.simulate.call import Call, Settle
+from offbeat.comm.background import Sidecar, TaskQueue
+from offbeat.comm.collective import Collective
+from offbeat.comm.communicator import Communicator, Pending, Worker
+from offbeat.comm.presence import Departure, Track
+from offbeat.simulate.background import VirtualQueue, VirtualSidecar
 from offbeat.simulate.scheduler import Path, Scheduler
-from offbeat.simulate.sidecar import VirtualSidecar
+from offbeat.simulate.waits import Call, Post
 
 
-class Virtual(Communicator):
+class Virtual(Communicator, Worker):
     """One simulated worker's view of its peers."""
 
     def __init__(self, scheduler: Scheduler, path: Path, me: int, actor: int) -> None:
@@ -27,82 +24,55 @@ class Virtual(Communicator):
         self._members = path[-1]
         self.rank, self.size = self._members.index(me), len(self._members)
         self._number = {"data": 0, "control": 0}
-        self._twins = self._runs = 0
+        self._duplicates = self._runs = 0
 
-    def total(self, tensors: Iterable[Tensor]) -> Pending[list[Tensor]]:
-        given = list(tensors)
+    def run(
+        self, kind: Collective, tensors: Sequence[Tensor], *, src: int = 0, control: bool = False
+    ) -> Pending[list[Tensor]]:
+        lane, given, scheduler = "control" if control else "data", list(tensors), self._scheduler
+        key = (self._path, lane, self._number[lane])
+        self._number[lane] += 1
+        call = scheduler.calls.setdefault(key, Call(self._members))
+        call.post(self._me, Post(kind, given, self.now()))
+        if not call.missing:
+            del scheduler.calls[key]
+            call.resolve(src, scheduler.traffic, queue=not control)
 
-        def resolve(posts: list[list[Tensor]]) -> list[list[Tensor]]:
-            return [[sum_in_order(place) for place in zip(*posts, strict=True)]] * len(posts)
+        def wait() -> list[Tensor]:
+            scheduler.wait(self._actor, call)
+            return kind.deliver(given, call.results[self.rank])
 
-        @torch.no_grad()
-        def take(sums: list[Tensor]) -> list[Tensor]:
-            for mine, total in zip(given, sums, strict=True):
-                mine.copy_(total)  # not before it is wanted: then it is still in the cache
-            return given
-
-        return self._post("mean", given, resolve).then(take)
-
-    def gather(self, tensor: Tensor) -> Pending[list[Tensor]]:
-        def resolve(posts: list[list[Tensor]]) -> list[list[Tensor]]:
-            return [[post[0].clone() for post in posts] for _ in posts]
-
-        return self._post("gather", [tensor], resolve)
-
-    def exchange(self, chunks: Sequence[Tensor]) -> Pending[list[Tensor]]:
-        def resolve(posts: list[list[Tensor]]) -> list[list[Tensor]]:
-            return [[post[rank].clone() for post in posts] for rank in range(len(posts))]
-
-        return self._post("exchange", list(chunks), resolve)
-
-    def broadcast(self, tensors: Sequence[Tensor], src: int = 0) -> Pending[list[Tensor]]:
-        def resolve(posts: list[list[Tensor]]) -> list[list[Tensor]]:
-            for rank, post in enumerate(posts):
-                for tensor, original in zip(post, posts[src], strict=True):
-                    if rank != src:
-                        tensor.copy_(original)
-            return posts
-
-        return self._post("broadcast", list(tensors), resolve)
-
-    def shift(self, tensor: Tensor) -> Pending[Tensor]:
-        def resolve(posts: list[list[Tensor]]) -> list[list[Tensor]]:
-            return [[posts[rank - 1][0].clone()] for rank in range(len(posts))]
-
-        return self._post("shift", [tensor], resolve).then(lambda got: got[0])
-
-    def tell(self, numbers: Sequence[int]) -> Pending[list[list[int]]]:
-        def resolve(posts: list[list[Tensor]]) -> list[list[Tensor]]:
-            return [[torch.stack([post[0] for post in posts])]] * len(posts)
-
-        heard = self._post("gather", [words(numbers)], resolve, lane="control")
-        return heard.then(lambda parts: parts[0].tolist())
+        return Pending(wait, lambda: scheduler.has_landed(self._actor, call), lambda: call.lands)
 
     def split(self, groups: Sequence[Sequence[int]]) -> Communicator:
         mine = next(group for group in groups if self.rank in group)
         members = tuple(self._members[rank] for rank in mine)
         return member(self._scheduler, (*self._path, members), self._me, self._actor)
 
+    @property
+    def worker(self) -> Worker:
+        return self
+
     def duplicate(self) -> Communicator:
-        return member(self._scheduler, self._beside(), self._me, self._actor)
+        return member(self._scheduler, self._path_beside(), self._me, self._actor)
 
     def task_queue(self) -> TaskQueue:
-        made = VirtualQueue(self.now, functools.partial(self._scheduler.clocks.__setitem__, self._actor))
-        self._scheduler.task_queues.setdefault(self._actor, []).append(made)
-        return made
+        queue = VirtualQueue(self.now, functools.partial(self._scheduler.clocks.__setitem__, self._actor))
+        self._scheduler.task_queues.setdefault(self._actor, []).append(queue)
+        return queue
 
     def sidecar(self) -> Sidecar:
-        path = self._beside()
+        path = self._path_beside()
         return VirtualSidecar(
             self._scheduler, self._me, path, lambda actor: member(self._scheduler, path, self._me, actor)
         )
 
-    def _beside(self) -> Path:
-        self._twins += 1
-        return (*self._path, (-self._twins,), self._members)
+    def _path_beside(self) -> Path:
+        self._duplicates += 1
+        return (*self._path, (-self._duplicates,), self._members)
 
     def leave(self, departure: Departure) -> None:
-        self._scheduler.farewells.setdefault(self._me, departure)
+        self._scheduler.departures.setdefault(self._me, departure)
 
     def follow(self, track: Track) -> None:
         self._runs += 1
@@ -115,25 +85,8 @@ class Virtual(Communicator):
     def computed(self, step: int) -> None:
         self._scheduler.computed(self._me, step)
 
-    def _post(
-        self, kind: str, tensors: list[Tensor], resolve: Settle, lane: str = "data"
-    ) -> Pending[list[Tensor]]:
-        number = self._number[lane]
-        self._number[lane] += 1
-        call = self._scheduler.calls.setdefault((self._path, lane, number), Call(self._members))
-        call.post(self._me, kind, tensors, self.now())
-        if call.complete:
-            del self._scheduler.calls[self._path, lane, number]
-            call.resolve(resolve, self._scheduler.traffic, queue=lane == "data")
-
-        def wait() -> list[Tensor]:
-            self._scheduler.wait(self._actor, call)
-            return call.results[self.rank]
-
-        return Pending(wait, lambda: self._scheduler.has_landed(self._actor, call), lambda: call.lands)
-
 
 def member(scheduler: Scheduler, path: Path, me: int, actor: int | None = None) -> Communicator:
-    """The one view `me` has of this communicator: its messages are numbered there."""
+    """The view that worker `me` has of a communicator. There is one, because it numbers the messages."""
     view = Virtual(scheduler, path, me, me if actor is None else actor)
     return scheduler.views.setdefault((path, me), view)

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from offbeat.base.clock import Clock, State
 from offbeat.base.packed import Packed
-from offbeat.comm.communicator import Communicator
-from offbeat.comm.pending import Pending
+from offbeat.comm.communicator import Communicator, Pending
 from offbeat.reduce import Code, Reducer
 from offbeat.reduce.feedback import check_code, feed
 from offbeat.update.anchor import Anchor

@@ -14,11 +14,9 @@ from torch.optim import Optimizer
 from offbeat.among import Butterfly, Peers, World
 from offbeat.base.clock import Clock, State
 from offbeat.base.tensors import Live
-from offbeat.comm.communicator import Communicator
-from offbeat.comm.departure import Departure
-from offbeat.comm.metered import Metered
-from offbeat.comm.pending import Pending
-from offbeat.comm.sidecar import Sidecar
+from offbeat.comm.background import Sidecar
+from offbeat.comm.communicator import Communicator, Metered, Pending
+from offbeat.comm.presence import Departure
 from offbeat.engine.part import Part
 from offbeat.engine.report import Report
 from offbeat.reduce import Mean, Reducer
@@ -100,7 +98,7 @@ class Waitfree(Part):
 
     def communicators(self) -> list[Communicator]:
         if self._sidecar is None and self.active:
-            self._sidecar = self.peers.everyone.sidecar()
+            self._sidecar = self.peers.everyone.worker.sidecar()
             aside = replace(self.among, group=self._sidecar.comm)
             for round in range(aside.cycle):
                 aside.at(round)  # connects to its peers, while everybody is here

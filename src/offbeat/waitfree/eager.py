@@ -13,7 +13,7 @@ from offbeat.base.clock import Clock, State
 from offbeat.base.draws import whole
 from offbeat.base.packed import Packed
 from offbeat.base.tensors import Gradients
-from offbeat.comm.sidecar import Sidecar
+from offbeat.comm.background import Sidecar
 from offbeat.waitfree.base import Waitfree
 from offbeat.waitfree.rounds import Outcome, sync_device
 

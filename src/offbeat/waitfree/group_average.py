@@ -10,7 +10,7 @@ from torch import Tensor
 
 from offbeat.among import Butterfly, World
 from offbeat.base.clock import Clock, State
-from offbeat.comm.sidecar import Sidecar
+from offbeat.comm.background import Sidecar
 from offbeat.engine.exchange import Exchange
 from offbeat.engine.extras import Buffers
 from offbeat.engine.weights import checksum

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from offbeat.base.packed import Packed
-from offbeat.comm.sidecar import Sidecar
+from offbeat.comm.background import Sidecar
 from offbeat.waitfree.attendance import Kind
 from offbeat.waitfree.rounds import Outcome, sync_device
 

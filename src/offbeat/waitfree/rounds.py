@@ -14,9 +14,8 @@ from offbeat.among import Butterfly, World
 from offbeat.base.clock import Clock
 from offbeat.base.errors import PeerLost
 from offbeat.base.packed import Packed
-from offbeat.comm.communicator import Communicator
-from offbeat.comm.metered import Metered
-from offbeat.comm.sidecar import Sidecar
+from offbeat.comm.background import Sidecar
+from offbeat.comm.communicator import Communicator, Metered
 from offbeat.reduce import Reducer
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor
 
 from offbeat.base.packed import Packed
-from offbeat.comm.sidecar import Sidecar
+from offbeat.comm.background import Sidecar
 from offbeat.waitfree.attendance import Kind
 from offbeat.waitfree.rounds import Outcome, sync_device
 

@@ -17,7 +17,7 @@ from offbeat.app.runs.setting import Setting
 from offbeat.app.runs.trainer import Costs, seconds_of
 from offbeat.app.runs.watch import Watched
 from offbeat.base.errors import CheckpointMismatch
-from offbeat.comm.metered import nbytes, traffic
+from offbeat.comm.collective import nbytes, traffic
 from offbeat.comm.throttled import Throttled
 from offbeat.engine.checkpoint import weights_checksum
 from offbeat.tasks import Batch, Task

@@ -1,47 +1,50 @@
-"""How long this worker stands still for messages, and a clock that can be stopped."""
+"""The time that a worker waits for messages, and a clock that can be stopped."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import TypeVar
 
 from torch import Tensor
 
-from offbeat.comm.communicator import Communicator
-from offbeat.comm.metered import Wrapped
-from offbeat.comm.pending import Pending
-from offbeat.comm.sidecar import Sidecar
-from offbeat.comm.task_queue import TaskQueue
+from offbeat.comm.background import Sidecar, TaskQueue
+from offbeat.comm.collective import Collective
+from offbeat.comm.communicator import Communicator, Pending, Wrapped
 
 T = TypeVar("T")
 
 
 class Watched(Wrapped):
-    """Another communicator; `waited` adds up the seconds its maker's thread spent waiting for messages."""
+    """Another communicator; `waited` adds up the seconds that the creating thread waits for messages."""
 
     def __init__(self, comm: Communicator, root: Watched | None = None) -> None:
         super().__init__(comm)
         self._root = root or self
-        self._children: dict[int, Watched] = {}
         self._owner = threading.get_ident()
         self.waited, self._inside = 0.0, False
 
-    def _watched(self, message: Pending[T]) -> Pending[T]:
+    def wrap(self, comm: Communicator) -> Communicator:
+        return Watched(comm, self._root)
+
+    def run(
+        self, kind: Collective, tensors: Sequence[Tensor], *, src: int = 0, control: bool = False
+    ) -> Pending[list[Tensor]]:
+        return self.watch(self.comm.run(kind, tensors, src=src, control=control))
+
+    def watch(self, message: Pending[T]) -> Pending[T]:
+        """The message, with the time of its `wait` counted."""
+
         def wait() -> T:
             with self.waiting():
                 return message.wait()
 
-        def advance() -> None:
-            with self.waiting():
-                message.advance()
-
-        return Pending(wait, message.done, message.arrived, advance if message.answers else None)
+        return Pending(wait, message.done, message.arrived)
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """The time inside counts, unless a task queue or sidecar spends it, or it counts already."""
+        """Count the time inside, unless it is a background thread's or is counted already."""
         root = self._root
         if root._inside or threading.get_ident() != root._owner:
             yield
@@ -53,47 +56,22 @@ class Watched(Wrapped):
             root._inside = False
             root.waited += self.comm.now() - start
 
-    def total(self, tensors: Iterable[Tensor]) -> Pending[list[Tensor]]:
-        return self._watched(self.comm.total(tensors))
-
-    def gather(self, tensor: Tensor) -> Pending[list[Tensor]]:
-        return self._watched(self.comm.gather(tensor))
-
-    def exchange(self, chunks: Sequence[Tensor]) -> Pending[list[Tensor]]:
-        return self._watched(self.comm.exchange(chunks))
-
-    def broadcast(self, tensors: Sequence[Tensor], src: int = 0) -> Pending[list[Tensor]]:
-        return self._watched(self.comm.broadcast(tensors, src))
-
-    def tell(self, numbers: Sequence[int]) -> Pending[list[list[int]]]:
-        return self._watched(self.comm.tell(numbers))
-
-    def shift(self, tensor: Tensor) -> Pending[Tensor]:
-        return self._watched(self.comm.shift(tensor))
-
-    def split(self, groups: Sequence[Sequence[int]]) -> Communicator:
-        part = self.comm.split(groups)
-        return self._children.setdefault(id(part), Watched(part, self._root))
-
-    def duplicate(self) -> Communicator:
-        return Watched(self.comm.duplicate(), self._root)
-
     def task_queue(self) -> TaskQueue:
-        return _WatchedQueue(self.comm.task_queue(), self)
+        return _WatchedQueue(self.comm.worker.task_queue(), self)
 
     def sidecar(self) -> Sidecar:
-        return _WatchedSidecar(self.comm.sidecar(), self)
+        return _WatchedSidecar(self.comm.worker.sidecar(), self)
 
 
 class _WatchedQueue(TaskQueue):
-    """Waiting for a task queue is waiting, too."""
+    """A task queue; waiting for its results counts as waiting."""
 
     def __init__(self, task_queue: TaskQueue, watched: Watched) -> None:
         super().__init__()
         self._task_queue, self._watched = task_queue, watched
 
     def give(self, job: Callable[[], T]) -> Pending[T]:
-        return self._watched._watched(self._task_queue.give(job))
+        return self._watched.watch(self._task_queue.give(job))
 
     def close(self) -> None:
         self._task_queue.close()
@@ -103,7 +81,7 @@ class _WatchedQueue(TaskQueue):
 
 
 class _WatchedSidecar(Sidecar):
-    """Waiting for a sidecar is waiting, too."""
+    """A sidecar; waiting for it counts as waiting."""
 
     def __init__(self, sidecar: Sidecar, watched: Watched) -> None:
         self._sidecar, self._watched, self.comm = sidecar, watched, sidecar.comm
@@ -133,7 +111,7 @@ class _WatchedSidecar(Sidecar):
 
 
 class Stopwatch:
-    """Seconds of a run, without those in which it was stopped."""
+    """The seconds of a run, without those in which the clock was stopped."""
 
     def __init__(self, now: Callable[[], float], elapsed: float = 0.0) -> None:
         self._now, self._elapsed, self._since = now, elapsed, now()

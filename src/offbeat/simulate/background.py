@@ -1,24 +1,79 @@
-"""The sidecar of a simulated worker: one more actor on the scheduler, with a clock of its own."""
+"""Background work of simulated workers, in virtual time."""
 
 from __future__ import annotations
 
 import functools
+from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from typing import Any, TypeVar
 
-from offbeat.comm.communicator import Communicator
-from offbeat.comm.sidecar import Sidecar, Stopped
-from offbeat.simulate.condition import Condition
+from offbeat.comm.background import Sidecar, Stopped, TaskQueue
+from offbeat.comm.communicator import Communicator, Pending
 from offbeat.simulate.scheduler import Path, Scheduler
+from offbeat.simulate.waits import Condition
+
+T = TypeVar("T")
 
 _ANNOUNCEMENT = 8  # bytes
 
 
-class VirtualSidecar(Sidecar):
-    """Whoever acts on what is shared first lets all catch up who are behind in virtual time.
+class VirtualQueue(TaskQueue):
+    """Runs jobs when a result is needed, at the virtual time at which a thread would have run them.
 
-    So changes happen in the order of time; at the same time a worker acts before any sidecar, which is why
-    nobody is late among workers that need no time at all.
+    `clock` reads the worker's virtual clock, `move` sets it. During a job the clock is the queue's: a job
+    starts when the one before it has ended, but not before it was given.
+    """
+
+    def __init__(self, clock: Callable[[], float], move: Callable[[float], None]) -> None:
+        super().__init__()
+        self._clock, self._move = clock, move
+        self._now, self.busy = 0.0, False
+        self._open: deque[Callable[[], None]] = deque()
+
+    def give(self, job: Callable[[], T]) -> Pending[T]:
+        given, done = self._clock(), [0.0]
+        result: list[Any] = []
+
+        def run() -> None:
+            worker, self.busy = self._clock(), True
+            self._move(max(self._now, given))
+            try:
+                result.append(self._do(job))
+            finally:
+                self._now = done[0] = self._clock()
+                self._move(worker)
+                self.busy = False
+
+        def wait() -> T:
+            while not result:
+                if self._error is not None:
+                    raise self._error
+                self._open.popleft()()
+            self._move(max(self._clock(), done[0]))
+            value: T = result[0]
+            return value
+
+        self._open.append(run)
+        return Pending(wait, lambda: bool(result) and done[0] <= self._clock(), lambda: done[0])
+
+    def catch_up(self) -> None:
+        """Run the waiting jobs, since other workers may wait for them. Errors are raised later."""
+        while self._open and self._error is None:
+            with suppress(BaseException):
+                self._open.popleft()()
+
+    def close(self) -> None:
+        while self._open and self._error is None:
+            self._open.popleft()()
+
+
+class VirtualSidecar(Sidecar):
+    """One more actor of the scheduler, with a clock of its own.
+
+    Before an actor touches shared state, all actors behind it in virtual time catch up, so changes happen in
+    the order of time. At the same time a worker acts before any sidecar: workers that need no time are never
+    late.
     """
 
     def __init__(
@@ -45,17 +100,17 @@ class VirtualSidecar(Sidecar):
             pass
         except BaseException as error:
             self._error = error
-            self._look_again(self._scheduler.clocks[self._actor])
+            self._wake_waiters(self._scheduler.clocks[self._actor])
 
     @contextmanager
     def locked(self) -> Iterator[None]:
         self._scheduler.catch_up(self._scheduler.current)
         yield
-        self._look_again(self._scheduler.clocks[self._scheduler.current])
+        self._wake_waiters(self._scheduler.clocks[self._scheduler.current])
 
     def until(self, ready: Callable[[], bool], what: str, seconds: float | None = None) -> bool:
         scheduler, me = self._scheduler, self._scheduler.current
-        self._look_again(scheduler.clocks[me])
+        self._wake_waiters(scheduler.clocks[me])
         deadline = None if seconds is None else scheduler.clocks[me] + seconds
         wait = Condition(lambda: ready() or self._over, f"rank {self._rank} waits for {what}", deadline)
         if not wait.ready():
@@ -84,7 +139,7 @@ class VirtualSidecar(Sidecar):
 
     def _arrive(self, rank: int, number: int, when: float) -> None:
         self._hear(rank, number)
-        self._look_again(when)
+        self._wake_waiters(when)
 
     def _hear(self, rank: int, number: int) -> None:
         heard = self._scheduler.heard
@@ -96,10 +151,10 @@ class VirtualSidecar(Sidecar):
 
     def stop(self) -> None:
         self._stopped = True
-        self._look_again(self._scheduler.clocks[self._rank])
+        self._wake_waiters(self._scheduler.clocks[self._rank])
 
-    def _look_again(self, now: float) -> None:
-        """Who waits for what has come true can go on from now."""
+    def _wake_waiters(self, now: float) -> None:
+        """Let actors continue from now whose condition has come true."""
         for wait in self._scheduler.waiting.values():
             if isinstance(wait, Condition) and wait.since is None and wait.ready():
                 wait.since = now

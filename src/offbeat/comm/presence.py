@@ -1,0 +1,91 @@
+"""What a rank tells the others about itself: where it is in its run, and why it left."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+
+from offbeat.base.errors import CheckpointMismatch, Disagreement, NotFinite, OffbeatError, PeerLost
+
+BATCHES = "Do all workers have the same number of batches?"
+
+
+@dataclass(frozen=True)
+class Departure:
+    """Why a rank left: a failure of its own, or an error that all ranks raise."""
+
+    text: str
+    shared: str | None = None  # the type of an error that all ranks raise
+
+    @classmethod
+    def of(cls, error: BaseException) -> Departure:
+        for kind in _SHARED:
+            if isinstance(error, kind):
+                return cls(str(error), shared=kind.__name__)
+        return cls(f"failed ({type(error).__name__}: {error})")
+
+    def error(self, rank: int, what: str) -> OffbeatError:
+        """The error for a worker that waits for `what` from this rank."""
+        for kind in _SHARED:
+            if self.shared == kind.__name__:
+                return kind(self.text)
+        return PeerLost(f"Waiting for {what}: rank {rank} {self.text}.")
+
+
+_SHARED: tuple[type[OffbeatError], ...] = (CheckpointMismatch, Disagreement, NotFinite, PeerLost)
+
+
+@dataclass(frozen=True)
+class Place:
+    """One moment of a run. A meeting is a call that every worker makes after the same step."""
+
+    step: int = 0  # the iteration under way, or the last one completed
+    meetings: int = 0  # how many are over
+    meeting: str | None = None  # the call that waits for everyone
+
+    def passed_by(self, other: Place) -> bool:
+        """Whether `other` can no longer come to this meeting."""
+        return (
+            self.meeting is not None
+            and other.meeting is None
+            and other.meetings <= self.meetings
+            and other.step > self.step
+        )
+
+    def __str__(self) -> str:
+        where = f"at step {self.step}"
+        return where if self.meeting is None else f"in {self.meeting} {where}"
+
+
+@dataclass(eq=False)
+class Track:
+    """The place of one worker in one run. Other threads read it, so a place is replaced as a whole."""
+
+    rank: int
+    place: Place = field(default_factory=Place)
+    key: str = ""  # the name of the run, the same on all ranks
+
+    def at(self, step: int) -> None:
+        self.place = replace(self.place, step=step)
+
+    def meet(self, call: str, step: int) -> None:
+        self.place = replace(self.place, step=step, meeting=call)
+
+    def met(self) -> None:
+        self.place = replace(self.place, meeting=None, meetings=self.place.meetings + 1)
+
+
+def describe_disagreement(one: tuple[int, Place], other: tuple[int, Place]) -> str:
+    """The sentence for two ranks that cannot meet any more, the lower rank first."""
+    (low, here), (high, there) = sorted((one, other), key=lambda item: item[0])
+    return f"Workers disagree: rank {low} is {here}, rank {high} {there}. {BATCHES}"
+
+
+def find_disagreement(tracks: Iterable[Track]) -> str | None:
+    """The sentence for the first two workers of one run that cannot meet any more."""
+    known = list(tracks)
+    for one in known:
+        for other in known:
+            if one.key == other.key and one.place.passed_by(other.place):
+                return describe_disagreement((one.rank, one.place), (other.rank, other.place))
+    return None

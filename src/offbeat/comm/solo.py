@@ -1,0 +1,42 @@
+"""A world of one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from offbeat.comm.background import InlineQueue, Sidecar, TaskQueue
+from offbeat.comm.collective import Collective
+from offbeat.comm.communicator import Communicator, Pending, Worker, arrived
+from offbeat.comm.presence import Departure
+
+
+class Solo(Communicator, Worker):
+    """A world of one: every message has already arrived."""
+
+    rank, size = 0, 1
+
+    def run(
+        self, kind: Collective, tensors: Sequence[Tensor], *, src: int = 0, control: bool = False
+    ) -> Pending[list[Tensor]]:
+        return arrived(list(tensors))
+
+    def split(self, groups: Sequence[Sequence[int]]) -> Communicator:
+        return self
+
+    @property
+    def worker(self) -> Worker:
+        return self
+
+    def leave(self, departure: Departure) -> None:
+        pass
+
+    def duplicate(self) -> Communicator:
+        return self
+
+    def task_queue(self) -> TaskQueue:
+        return InlineQueue()
+
+    def sidecar(self) -> Sidecar:
+        raise NotImplementedError("Solo.sidecar(): a world of one has no rounds to run in a second thread.")
