@@ -111,6 +111,14 @@ def _serve(rank: int, port: int, pipe: Connection) -> None:
     dist.destroy_process_group()
 
 
+@pytest.hookimpl(tryfirst=True)  # xdist reads the marks in the same hook
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """With several test processes, one of them has the pool."""
+    for item in items:
+        if "pool" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.xdist_group("pool"))
+
+
 @pytest.fixture(scope="session")
 def pool() -> Iterator[Pool]:
     made = Pool()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import cache
+from typing import Any
+
 import torch
 from table import OWN_CODES
 from torch import Tensor, nn
@@ -132,5 +135,12 @@ def train(
     return trace
 
 
-def simulated(expression: str, *, workers: int = 4, **kwargs: object) -> list[list[dict[str, Tensor]]]:
-    return offbeat.simulate(lambda comm: train(comm, expression, **kwargs), workers)
+@cache
+def simulated(expression: str, *, workers: int = 4, **options: Any) -> list[list[dict[str, Tensor]]]:
+    """The traces of `train` on simulated workers. They are computed once: read them only."""
+
+    def worker(comm: offbeat.Communicator) -> list[dict[str, Tensor]]:
+        torch.manual_seed(comm.rank)
+        return train(comm, expression, **options)
+
+    return offbeat.simulate(worker, workers)
