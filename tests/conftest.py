@@ -113,10 +113,10 @@ def _serve(rank: int, port: int, pipe: Connection) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # xdist reads the marks in the same hook
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """With several test processes, one of them has the pool."""
+    """With several test processes, one of them has the pool, and one the run that others are compared to."""
     for item in items:
-        if "pool" in getattr(item, "fixturenames", ()):
-            item.add_marker(pytest.mark.xdist_group("pool"))
+        for shared in {"pool", "whole"}.intersection(getattr(item, "fixturenames", ())):
+            item.add_marker(pytest.mark.xdist_group(shared))
 
 
 @pytest.fixture(scope="session")

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import offbeat
 
-SOON = 15.0  # seconds in which a loss must be noticed; far below the timeout
+PATIENCE = 60  # seconds without a word after which a process is taken to hang; far below the timeout
 
 
 class Crew:
@@ -45,7 +45,7 @@ class Crew:
         if word is not None:
             return word
         try:
-            while self.pipes[rank].poll(60):
+            while self.pipes[rank].poll(PATIENCE):
                 word = self.pipes[rank].recv()
                 if word[0] in ("result", "error"):
                     self.ends[rank] = word
@@ -69,7 +69,7 @@ class Crew:
             with suppress(OSError):
                 pipe.send("goodbye")
         for rank, process in enumerate(self.processes):
-            process.join(SOON)
+            process.join(PATIENCE)
             assert not process.is_alive(), f"rank {rank} hangs"
         return [word if word and word[0] in ("result", "error") else ("killed", None) for word in words]
 
@@ -83,7 +83,7 @@ def _work(
         pipe.send(("result", function(pipe, *args)))
     except Exception as error:
         pipe.send(("error", (type(error).__name__, str(error))))
-    pipe.poll(60)
+    pipe.poll(PATIENCE)
 
 
 class Training:
