@@ -95,7 +95,11 @@ OTHER_WEIGHTS = (
 )
 
 
-@pytest.mark.parametrize("expression", METHODS)
+# Every third method is tried in the fast part.
+ROWS = [pytest.param(row, marks=pytest.mark.slow if i % 3 else []) for i, row in enumerate(METHODS)]
+
+
+@pytest.mark.parametrize("expression", ROWS)
 def test_one_rank_has_another_checkpoint(expression: str) -> None:
     mine, other = states(expression), states(expression, seed=1)
     first, second = (state["sync"]["steps"] for state in mine[GUILTY])
