@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import Pool
-from table import METHODS, SELDOM
+from table import METHODS, SAVE_EVERY
 from test_resume import Run
 from torch import Tensor, nn
 
@@ -26,7 +26,7 @@ State = dict[str, Any]
 
 def steps_of(expression: str) -> tuple[int, int]:
     """Two steps after which it can be saved."""
-    often = SELDOM.get(expression)
+    often = SAVE_EVERY.get(expression)
     return (often, 2 * often) if often else (4, 5)
 
 

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from conftest import Pool, processes
 from killable import Crew, halt, send_much, stall, stay_away, train
-from table import METHODS, SELDOM
+from table import METHODS, SAVE_EVERY
 
 import offbeat
 from offbeat.comm.departure import Departure
@@ -43,7 +43,7 @@ def interrupted(expression: str, directory: Path, seed: int) -> tuple[list[Any],
     kills = 4 if expression == QUICK else 2
     late = draw.randrange(kills)
     for kill in range(kills):
-        often = SELDOM.get(expression) or draw.choice([1, 1, 2, 3])
+        often = SAVE_EVERY.get(expression) or draw.choice([1, 1, 2, 3])
         crew = Crew(processes(), 2, train, expression, directory, STEPS, often)
         victims = draw.choice([[0], [1], [0, 1], [1, 0]])
         kind, first = crew.hear(victims[0], lambda word: True)
