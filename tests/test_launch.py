@@ -101,7 +101,7 @@ class Scene:
         return found
 
     def end(self) -> tuple[int, str]:
-        _, error = self.process.communicate(timeout=120)
+        _, error = self.process.communicate(timeout=240)
         return self.process.returncode, error
 
     def close(self) -> None:
