@@ -68,7 +68,7 @@ def sleepers(mark: str) -> int:
 
 
 def eventually(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 90
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.005)
@@ -200,7 +200,7 @@ def test_another_system_is_said_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -
 @needs_linux
 def test_without_root_it_is_said_in_a_sentence() -> None:
     with alone("if os.geteuid() == 0: os.setuid(65534)\nwith Lab(2): pass") as process:
-        _, stderr = process.communicate(timeout=120)
+        _, stderr = process.communicate(timeout=90)
     assert process.returncode == 1
     assert stderr.splitlines()[-1] == (
         "RuntimeError: "
@@ -549,7 +549,7 @@ def test_all_is_removed_after_a_signal(
 ) -> None:
     assert len(names(holder.pid)) == 3
     holder.send_signal(getattr(signal, number))
-    _, stderr = holder.communicate(timeout=120)
+    _, stderr = holder.communicate(timeout=90)
     assert holder.returncode == status, stderr
     assert names(holder.pid) == set()
     assert sleepers(mark) == 0
@@ -569,7 +569,7 @@ def test_the_next_lab_removes_what_a_killed_process_left(holder: subprocess.Pope
 @needs_lab
 def test_a_lab_never_left_is_removed_when_its_process_ends() -> None:
     with alone("lab = Lab(1)\nlab.__enter__()") as process:
-        assert process.communicate(timeout=120)[1] == ""
+        assert process.communicate(timeout=90)[1] == ""
     assert names(process.pid) == set()
 
 
@@ -584,7 +584,7 @@ with Lab(1) as lab:
 assert child == 0 or not [name for name in os.listdir("/run/netns") if f"-{os.getpid()}-" in name]
 """
     with alone(script) as process:
-        assert process.communicate(timeout=120)[1] == ""
+        assert process.communicate(timeout=90)[1] == ""
     assert process.returncode == 0
 
 
