@@ -1,4 +1,4 @@
-"""One pool of gloo workers serves every test that needs real processes."""
+"""One pool of gloo workers serves all tests that need real processes."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ import torch.multiprocessing as mp
 import offbeat
 
 SIZE = 4
-PATIENCE = 240  # seconds, less than a test has
+PATIENCE = 240  # seconds; less than the time limit of a test
 
 torch.set_num_threads(1)
 
 
 def processes() -> Any:
-    """A context whose processes start quickly: forked from one that has imported torch, and nothing else."""
+    """A context whose processes start quickly: they are forked from one that has imported torch only."""
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(["offbeat", "torch._dynamo"])
     return context
@@ -53,8 +53,10 @@ class Pool:
     def run(
         self, function: Callable[..., Any], *args: Any, workers: int = SIZE, fresh: bool = False
     ) -> list[Any]:
-        """What `function(communicator, *args)` returns on each of the first so many workers; its first error
-        is raised. A `fresh` communicator is one that may be broken."""
+        """Run `function(communicator, *args)` on the first workers and return their answers by rank.
+
+        Raises the first error. A function that may break its communicator gets a `fresh` one.
+        """
         answers = self.attempt(function, *args, workers=workers, fresh=fresh)
         for answer in answers:
             if isinstance(answer, BaseException):
@@ -64,7 +66,7 @@ class Pool:
     def attempt(
         self, function: Callable[..., Any], *args: Any, workers: int = SIZE, fresh: bool = True
     ) -> list[Any]:
-        """The same, with errors returned as values."""
+        """Like `run`, but return errors as values."""
         for pipe in self._pipes[:workers]:
             pipe.send((function, args, workers, fresh))
         answers = []
@@ -98,7 +100,7 @@ def _serve(rank: int, port: int, pipe: Connection) -> None:
     while (order := pipe.recv()) is not None:
         function, args, workers, fresh = order
         if fresh:
-            gc.collect()  # what earlier orders have left ends its threads
+            gc.collect()  # ends threads that earlier orders left behind
         try:
             comm = offbeat.Torch(groups[workers], timeout=60) if fresh else communicators.get(workers)
             if comm is None:
@@ -111,8 +113,16 @@ def _serve(rank: int, port: int, pipe: Connection) -> None:
     dist.destroy_process_group()
 
 
+@pytest.hookimpl(tryfirst=True)  # xdist reads the marks in the same hook
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """With several test processes, one of them has the pool, and one the run that others are compared to."""
+    for item in items:
+        for shared in {"pool", "whole"}.intersection(getattr(item, "fixturenames", ())):
+            item.add_marker(pytest.mark.xdist_group(shared))
+
+
 @pytest.fixture(scope="session")
 def pool() -> Iterator[Pool]:
-    made = Pool()
-    yield made
-    made.close()
+    workers = Pool()
+    yield workers
+    workers.close()

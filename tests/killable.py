@@ -1,4 +1,4 @@
-"""Training in processes of one's own, which may be killed: what runs in them, and who starts them."""
+"""Training in processes that may be killed: what starts them, and what they run."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from torch import Tensor, nn
 
 import offbeat
 
-SOON = 15.0  # seconds in which a loss must be noticed; far below the timeout
+PATIENCE = 60  # seconds without a word after which a process is taken to hang; far below the timeout
 
 
 class Crew:
-    """Processes that run `function(pipe, *args)` in a process group; their words arrive in their pipes."""
+    """Processes that run `function(pipe, *args)` in a process group and report through their pipes."""
 
     def __init__(self, context: Any, size: int, function: Callable[..., Any], *args: Any) -> None:
         with socket.socket() as free:
@@ -30,7 +30,7 @@ class Crew:
             port = free.getsockname()[1]
         pipes = [context.Pipe() for _ in range(size)]
         self.pipes: list[Connection] = [ours for ours, _ in pipes]
-        self.ends: dict[int, Any] = {}  # last words that were heard
+        self.ends: dict[int, Any] = {}  # the last word of each rank that has ended
         self.processes = [
             context.Process(target=_work, args=(rank, size, port, theirs, function, args), daemon=True)
             for rank, (_, theirs) in enumerate(pipes)
@@ -40,12 +40,12 @@ class Crew:
             theirs.close()
 
     def hear(self, rank: int, wanted: Callable[[Any], bool]) -> Any:
-        """The first wanted word from a rank; its last one if it goes without."""
+        """The first wanted word of a rank, or its last word if it ends without one."""
         word = self.ends.get(rank)
         if word is not None:
             return word
         try:
-            while self.pipes[rank].poll(60):
+            while self.pipes[rank].poll(PATIENCE):
                 word = self.pipes[rank].recv()
                 if word[0] in ("result", "error"):
                     self.ends[rank] = word
@@ -54,7 +54,7 @@ class Crew:
                     break
             else:
                 raise AssertionError(f"rank {rank} hangs")
-        except (EOFError, OSError):  # the latter: killed in the middle of a word
+        except (EOFError, OSError):  # OSError: killed in the middle of a word
             pass
         return word
 
@@ -63,13 +63,13 @@ class Crew:
             self.processes[rank].kill()
 
     def last_words(self) -> list[tuple[str, Any]]:
-        """What each rank ended with. They wait for one another, so that none is noticed by its exit."""
+        """What each rank ended with. Every rank stays until all have reported, so no exit is noticed."""
         words = [self.hear(rank, lambda word: False) for rank in range(len(self.processes))]
         for pipe in self.pipes:
             with suppress(OSError):
                 pipe.send("goodbye")
         for rank, process in enumerate(self.processes):
-            process.join(SOON)
+            process.join(PATIENCE)
             assert not process.is_alive(), f"rank {rank} hangs"
         return [word if word and word[0] in ("result", "error") else ("killed", None) for word in words]
 
@@ -83,11 +83,11 @@ def _work(
         pipe.send(("result", function(pipe, *args)))
     except Exception as error:
         pipe.send(("error", (type(error).__name__, str(error))))
-    pipe.poll(60)
+    pipe.poll(PATIENCE)
 
 
 class Training:
-    """A loop with a checkpoint per rank and step, each written beside its place and then moved there."""
+    """A loop that writes one checkpoint per rank and step: to a temporary file that is then renamed."""
 
     def __init__(self, expression: str, directory: Path) -> None:
         self.rank = dist.get_rank()
@@ -103,7 +103,7 @@ class Training:
         self.forget()
 
     def newest(self) -> int:
-        """The last step of which every rank has a checkpoint."""
+        """The last step for which every rank has a checkpoint."""
         mine = {int(path.stem.split("-")[1]) for path in self.directory.glob(f"{self.rank}-*.pt")}
         heard: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(heard, mine)
@@ -139,8 +139,10 @@ class Training:
 
 
 def train(pipe: Connection, expression: str, directory: Path, steps: int, often: int | None) -> Any:
-    """The first step, and the weights after each one from there and after `finish`. Tells each step that is
-    done and, if checkpoints are written, each that is saved."""
+    """Train; return the first step and the weights after each step and after `finish`.
+
+    Reports every step and every checkpoint.
+    """
     run = Training(expression, directory)
     trace = []
     pipe.send(("step", run.step))
@@ -157,7 +159,7 @@ def train(pipe: Connection, expression: str, directory: Path, steps: int, often:
 
 
 def stall(pipe: Connection, expression: str, where: str, victim: int, steps: int) -> None:
-    """The victim stands still at a place of its last step, and the others go on to wait for it."""
+    """The victim stops at a given place of its last step; the others wait for it."""
     rank = dist.get_rank()
     net = Dyadic()
     opt = optimizer_for(net)
@@ -183,7 +185,7 @@ def stall(pipe: Connection, expression: str, where: str, victim: int, steps: int
 
 
 def send_much(pipe: Connection, values: int) -> None:
-    """Rounds of a large model, one after the other."""
+    """Average a large model again and again."""
     net = nn.Linear(values, 1, bias=False)
     sync = offbeat.local_sgd(net, torch.optim.SGD(net.parameters(), lr=0.1), every=1)
     while True:
@@ -192,7 +194,7 @@ def send_much(pipe: Connection, values: int) -> None:
 
 
 def halt(pipe: Connection, expression: str, victim: int, timeout: float) -> None:
-    """The victim stands still after some steps; the others wait for it no longer than the timeout."""
+    """The victim stops after three steps; the others wait until the timeout."""
     net = Dyadic()
     opt = optimizer_for(net)
     sync = offbeat.method(expression)(net, opt, group=offbeat.Torch(timeout=timeout))

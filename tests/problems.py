@@ -1,6 +1,9 @@
-"""Small training problems, the same for simulated and real workers."""
+"""Small training problems for simulated and real workers."""
 
 from __future__ import annotations
+
+from functools import cache
+from typing import Any
 
 import torch
 from table import OWN_CODES
@@ -12,7 +15,7 @@ import offbeat
 class Dyadic(nn.Module):
     """Parameters and data that are small integers times powers of two: every order of summation agrees.
 
-    It has what packing must get right: two dtypes, a scalar, an empty, a non-contiguous, a frozen and a tied
+    It has what packing must handle: two dtypes, a scalar, an empty, a non-contiguous, a frozen and a tied
     parameter, one without gradient, a floating and an integer buffer.
     """
 
@@ -39,14 +42,14 @@ class Dyadic(nn.Module):
 
 
 class Wide(Dyadic):
-    """With a tensor large enough for codes that are not told where to begin."""
+    """Has a tensor that is large enough for the default `least` of every code."""
 
     def __init__(self, seed: int = 0) -> None:
         super().__init__(seed)
         self.wide = nn.Parameter(integers(torch.Generator().manual_seed(seed), 40, 32))
 
     def forward(self, data: Tensor) -> Tensor:
-        # Slopes of many sizes, so that some values are larger than others.
+        # Slopes differ in size, so some values are larger than others.
         sizes = 1.0 + torch.arange(self.wide.numel()).remainder(13)
         slopes = data.repeat(self.wide.numel() // 7 + 1)[: self.wide.numel()] * sizes
         return super().forward(data) + (self.wide.flatten() * slopes).sum()
@@ -97,7 +100,7 @@ def same(these: dict[str, Tensor], those: dict[str, Tensor]) -> bool:
 
 
 def problem(expression: str) -> type[nn.Module]:
-    """Wide tensors for what has a code of its own; small ones are quicker."""
+    """A wide model for methods with a code of their own, a small and quicker one for others."""
     return Wide if expression in OWN_CODES else Dyadic
 
 
@@ -132,5 +135,12 @@ def train(
     return trace
 
 
-def simulated(expression: str, *, workers: int = 4, **kwargs: object) -> list[list[dict[str, Tensor]]]:
-    return offbeat.simulate(lambda comm: train(comm, expression, **kwargs), workers)
+@cache
+def simulated(expression: str, *, workers: int = 4, **options: Any) -> list[list[dict[str, Tensor]]]:
+    """The traces of `train` on simulated workers. They are computed once: read them only."""
+
+    def worker(comm: offbeat.Communicator) -> list[dict[str, Tensor]]:
+        torch.manual_seed(comm.rank)
+        return train(comm, expression, **options)
+
+    return offbeat.simulate(worker, workers)

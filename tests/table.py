@@ -1,11 +1,11 @@
-"""The methods, as the tests see them. A new method adds rows here, and nowhere else in the tests."""
+"""The methods that the tests run. A new method adds rows here and nowhere else in the tests."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Any
 
-# Run by the tests of resuming, of simulation = gloo, and of equal replicas: four workers, ten steps.
+# The tests of resuming, of simulation = gloo and of equal replicas run each row: four workers, ten steps.
 METHODS = [
     "ddp()",
     "local_sgd(every=3)",
@@ -38,14 +38,14 @@ METHODS = [
     "overlap_local_sgd(every=2, pull=0.5, momentum=0.5)",
     "noloco(every=2, lr=0.5, momentum=0.5)",
     "hierarchical(nodes=2, inner=1, outer=4, update=Outer(SGD(lr=0.5, momentum=0.5)))",
-    # With a grace of a minute nobody is late, and real workers do what simulated ones do.
+    # With a grace of a minute nobody is late, so real workers do what simulated ones do.
     "wagma(group_size=2, every=3, grace=60.0)",
     "wagma(group_size=4, every=5, grace=60.0, moments='average')",
     "wagma(group_size=1, every=4, buffers='keep')",
     "wagma(group_size=2, every=3, grace=60.0, late='add')",
     "eager_sgd(every=4, grace=60.0)",
     "eager_sgd(every=3, activation='majority', grace=60.0)",
-    # Servers of their own, since some tests have an optimizer that the default does not fit.
+    # These rows name their server: the default does not fit the optimizer of some tests.
     "ssd_sgd(every=2, warmup=3, alpha=1.0, server=SGD(lr=1.0, momentum=0.5))",
     "ssd_sgd(every=3, warmup=0, beta=0.25, in_flight=1, server=SGD(lr=1.0, momentum=0.5))",
     "ssd_sgd(every=5, warmup=1, local_lr=0.125, in_flight=4, server=SGD(lr=1.0))",
@@ -53,7 +53,7 @@ METHODS = [
     "od_sgd(warmup=0, lam=0.0625, in_flight=1, server=SGD(lr=1.0, momentum=0.5, nesterov=True))",
 ]
 
-# Methods that come with a code, which leaves small tensors as they are: they are tested with a large one.
+# Methods with a code of their own. A code skips small tensors, so these rows are tested with a large one.
 OWN_CODES = [
     "streaming_diloco(every=4, fragments=2, delay=1, keep=0.5, lr=0.5, momentum=0.5)",
     "streaming_diloco(every=3, fragments=2, delay=2, keep=0.5, lr=0.5, momentum=0.5)",
@@ -62,8 +62,8 @@ OWN_CODES = [
     "def_sgd(ratio=2, lam=0.25)",
 ]
 
-# What codes round is no longer dyadic: real and simulated rounds agree to the bit, the last mean does not.
-# Tensors of the tests are small, hence least=1.
+# Codes round, so values are no longer dyadic: real and simulated rounds agree to the bit, the last mean
+# agrees to rounding. The tests have small tensors, hence least=1.
 CODES = [
     *OWN_CODES,
     "ddp(reduce=Quantized(8, block=8, least=1))",
@@ -83,7 +83,7 @@ CODES = [
     "def_sgd(lam=0.25, every=2, reduce=Quantized(4, block=8, least=1))",
 ]
 
-# Means of rounded numbers in every round: real and simulated runs agree to rounding.
+# Every round averages rounded numbers: real and simulated runs agree to rounding.
 ROUNDED = [
     "def_sgd(lam=0.5, every=3, reduce=RandomBlock(2, least=1))",
     "a2sgd(every=3)",
@@ -91,19 +91,21 @@ ROUNDED = [
 ]
 METHODS += CODES + ROUNDED
 
-# Methods whose workers may be in different rounds between the global ones are saved at those.
-SELDOM = {row: int(row.split("every=")[1][0]) for row in METHODS if row.startswith(("wagma", "eager_sgd"))}
+# Between global rounds, workers of these methods may be in different rounds: save at global rounds only.
+SAVE_EVERY = {
+    row: int(row.split("every=")[1][0]) for row in METHODS if row.startswith(("wagma", "eager_sgd"))
+}
 
 
 def savable(expression: str, step: int) -> bool:
-    return step % SELDOM.get(expression, 1) == 0
+    return step % SAVE_EVERY.get(expression, 1) == 0
 
 
 @dataclass(frozen=True)
 class Law:
     """Two calls that must train alike, step by step: to the bit, or up to rounding.
 
-    `wide`: with a tensor that is large enough for codes that are not told where to begin.
+    `wide`: the model has a tensor that is large enough for the default `least` of a code.
     """
 
     this: str

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import Pool
-from table import METHODS, SELDOM
+from table import METHODS, SAVE_EVERY
 from test_resume import Run
 from torch import Tensor, nn
 
@@ -26,7 +26,7 @@ State = dict[str, Any]
 
 def steps_of(expression: str) -> tuple[int, int]:
     """Two steps after which it can be saved."""
-    often = SELDOM.get(expression)
+    often = SAVE_EVERY.get(expression)
     return (often, 2 * often) if often else (4, 5)
 
 
@@ -95,7 +95,11 @@ OTHER_WEIGHTS = (
 )
 
 
-@pytest.mark.parametrize("expression", METHODS)
+# Every third method is tried in the fast part.
+ROWS = [pytest.param(row, marks=pytest.mark.slow if i % 3 else []) for i, row in enumerate(METHODS)]
+
+
+@pytest.mark.parametrize("expression", ROWS)
 def test_one_rank_has_another_checkpoint(expression: str) -> None:
     mine, other = states(expression), states(expression, seed=1)
     first, second = (state["sync"]["steps"] for state in mine[GUILTY])

@@ -37,7 +37,7 @@ def test_every_method_trains_behind_a_link(tmp_path: Path, where: str) -> None:
     words += ["--simulate"] if where == "simulation" else []
     command = [sys.executable, "-m", "offbeat", "compare", *methods, *words]
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=540)
     assert (done.returncode, done.stderr) == (0, "")
     rows: list[dict[str, Any]] = json.loads(done.stdout)
     assert [row["method"] for row in rows] == methods

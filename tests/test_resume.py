@@ -1,10 +1,10 @@
-"""A run interrupted after any step and resumed is bit-identical to one that was not."""
+"""A run stays the same to the bit when it is repeated, looked at, saved, or interrupted after any step."""
 
 from __future__ import annotations
 
 import io
-import itertools
-from typing import Any
+from functools import cache
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -14,6 +14,8 @@ from torch import Tensor
 
 import offbeat
 
+# The tests share their runs, so one process runs them all.
+pytestmark = pytest.mark.xdist_group("resume")
 STEPS = 10
 
 
@@ -60,51 +62,107 @@ def reports_of(run: Run) -> list[Any]:
     return sorted((r.step, r.round, r.workers, r.drift or 0.0, r.norm or 0.0) for r in run.sync.reports)
 
 
-@pytest.mark.parametrize(
-    ("expression", "optimizer"), list(zip(METHODS, itertools.cycle(["adamw", "momentum"])))
-)
-def test_resume_after_any_step(expression: str, optimizer: str) -> None:
-    def whole(comm: offbeat.Communicator) -> Any:
-        """Its checkpoints before and after every step, with the reports until then; that saving changes
-        nothing is a law of its own."""
+class Whole(NamedTuple):
+    """The weights after every step and after `finish`, the reports, and both at every step."""
+
+    trace: list[dict[str, Tensor]]
+    reports: list[Any]
+    saved: list[tuple[bytes, list[Any]]]
+
+
+def optimizer_of(expression: str) -> str:
+    return ("adamw", "momentum")[METHODS.index(expression) % 2]
+
+
+def run_whole(expression: str, *, save: bool = False, look: bool = False) -> list[Whole]:
+    """An uninterrupted run of four workers."""
+
+    def worker(comm: offbeat.Communicator) -> Whole:
         torch.manual_seed(comm.rank)
-        run = Run(comm, expression, optimizer, seed=comm.rank)
-        saved, trace = [(run.save(), reports_of(run))], []
+        run = Run(comm, expression, optimizer_of(expression), seed=comm.rank)
+        saved, trace = [(run.save() if save else b"", reports_of(run))], []
         for step in range(STEPS):
             trace += run.go(step, step + 1)
-            saved.append((run.save() if savable(expression, step + 1) else b"", reports_of(run)))
-        return trace + run.end(), reports_of(run), saved
+            if look:
+                look_at(run)
+            saved.append((run.save() if save and savable(expression, step + 1) else b"", reports_of(run)))
+        return Whole(trace + run.end(), reports_of(run), saved)
+
+    return offbeat.simulate(worker, 4)
+
+
+def look_at(run: Run) -> None:
+    """All workers see the same weights."""
+    with run.sync.averaged():
+        seen = [v.flatten() for v in snapshot(run.net).values() if v.is_floating_point()]
+        views = run.comm.gather(torch.cat(seen)).wait()
+        assert all(torch.equal(views[0], other) for other in views)
+
+
+@cache
+def undisturbed(expression: str) -> list[Whole]:
+    return run_whole(expression)
+
+
+@cache
+def saved_after_every_step(expression: str) -> list[Whole]:
+    return run_whole(expression, save=True)
+
+
+def assert_equal(these: list[Whole], those: list[Whole]) -> None:
+    for a, b in zip(these, those, strict=True):
+        assert all(same(x, y) for x, y in zip(a.trace, b.trace, strict=True))
+        assert a.reports == b.reports
+
+
+FEW = {3, 4, 5, 8}  # with messages in flight, right after they land, and in between
+REST = set(range(STEPS + 1)) - FEW
+
+
+@pytest.mark.parametrize(
+    "steps", [pytest.param(FEW, id="few"), pytest.param(REST, id="rest", marks=pytest.mark.slow)]
+)
+@pytest.mark.parametrize("expression", METHODS)
+def test_resume_after_any_step(expression: str, steps: set[int]) -> None:
+    whole = saved_after_every_step(expression)
 
     def rest(comm: offbeat.Communicator, at: int) -> Any:
         torch.manual_seed(99)
-        run = Run(comm, expression, optimizer, seed=7)
-        run.load(expected[comm.rank][2][at][0])
+        run = Run(comm, expression, optimizer_of(expression), seed=7)
+        run.load(whole[comm.rank].saved[at][0])
         return run.go(at, STEPS) + run.end(), reports_of(run)
 
-    expected = offbeat.simulate(whole, 4)
-    for at in filter(lambda step: savable(expression, step), range(STEPS + 1)):
+    cuts = [step for step in sorted(steps) if savable(expression, step)]
+    assert cuts
+    for at in cuts:
         resumed = offbeat.simulate(lambda comm, at=at: rest(comm, at), 4)
-        for (mine, reports), (theirs, told, saved) in zip(resumed, expected, strict=True):
-            assert all(same(a, b) for a, b in zip(mine, theirs[at:], strict=True)), f"cut after step {at}"
-            assert sorted(saved[at][1] + reports) == told, f"cut after step {at}"
+        for (trace, reports), expected in zip(resumed, whole, strict=True):
+            pairs = zip(trace, expected.trace[at:], strict=True)
+            assert all(same(a, b) for a, b in pairs), f"cut after step {at}"
+            assert sorted(expected.saved[at][1] + reports) == expected.reports, f"cut after step {at}"
 
 
 @pytest.mark.parametrize("expression", METHODS)
 def test_saving_changes_nothing(expression: str) -> None:
-    def saving(comm: offbeat.Communicator, often: bool) -> list[dict[str, Tensor]]:
-        torch.manual_seed(comm.rank)
-        run = Run(comm, expression, "momentum", seed=0)
-        trace = []
-        for step in range(STEPS):
-            trace += run.go(step, step + 1)
-            if often and savable(expression, step + 1):
-                run.save()
-        return trace
+    assert_equal(saved_after_every_step(expression), undisturbed(expression))
 
-    with_saves = offbeat.simulate(lambda comm: saving(comm, True), 4)
-    without = offbeat.simulate(lambda comm: saving(comm, False), 4)
-    for a, b in zip(with_saves, without, strict=True):
-        assert all(same(x, y) for x, y in zip(a, b, strict=True))
+
+@pytest.mark.parametrize("expression", METHODS)
+def test_looking_changes_nothing(expression: str) -> None:
+    """Messages in flight stay in flight, and land as if nobody had looked."""
+    assert_equal(run_whole(expression, look=True), undisturbed(expression))
+
+
+@pytest.mark.parametrize("expression", METHODS[::13])
+def test_a_repeated_simulation_is_equal(expression: str) -> None:
+    assert_equal(run_whole(expression), undisturbed(expression))
+
+
+@pytest.mark.parametrize("expression", METHODS)
+def test_workers_are_equal_in_the_end(expression: str) -> None:
+    ends = [run.trace[-1] for run in undisturbed(expression)]
+    floats = [{k: v for k, v in end.items() if v.is_floating_point()} for end in ends]
+    assert all(same(floats[0], other) for other in floats)
 
 
 def load(comm: offbeat.Communicator, expression: str, change: dict[str, Any]) -> None:

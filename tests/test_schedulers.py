@@ -78,7 +78,7 @@ def test_pulls_leave_schedulers_alone(expression: str, name: str) -> None:
     check(expression, name)
 
 
-@pytest.mark.parametrize("name", ["exponential", "lambda"])
+@pytest.mark.parametrize("name", [pytest.param("exponential", marks=pytest.mark.slow), "lambda"])
 @pytest.mark.parametrize("expression", [row for row in METHODS if not row.startswith("palsgd")])
 def test_every_method_leaves_schedulers_alone(expression: str, name: str) -> None:
     check(expression, name)

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from problems import Dyadic, Realistic, data, optimizer_for, same, snapshot
+from problems import Dyadic, optimizer_for, same, snapshot
 from sentences import says
 from table import METHODS
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import offbeat
@@ -149,36 +149,6 @@ def test_averaged_restores_after_an_exception(training: bool) -> None:
             pass
 
     simulate(worker, 2)
-
-
-@pytest.mark.parametrize("expression", METHODS)
-def test_looking_changes_nothing(expression: str) -> None:
-    """Messages in the air stay there, and land as if nobody had looked."""
-
-    def worker(comm: Communicator, look: bool) -> list[dict[str, Tensor]]:
-        torch.manual_seed(comm.rank)
-        model = Realistic(seed=0)
-        optimizer = optimizer_for(model, "momentum")
-        sync = offbeat.method(expression)(model, optimizer, group=comm)
-        trace = []
-        for step in range(8):
-            loss = model(data(comm.rank, step))
-            loss.backward()
-            sync.observe(loss)
-            sync.step()
-            optimizer.zero_grad()
-            if look:
-                with sync.averaged():
-                    seen = {k: v for k, v in snapshot(model).items() if v.is_floating_point()}
-                    first = comm.gather(torch.cat([v.flatten() for v in seen.values()])).wait()
-                    assert all(torch.equal(first[0], other) for other in first)
-            trace.append(snapshot(model))
-        sync.finish()
-        return [*trace, snapshot(model)]
-
-    looked, not_looked = (simulate(lambda comm, look=look: worker(comm, look), 4) for look in (True, False))
-    for a, b in zip(looked, not_looked, strict=True):
-        assert all(same(x, y) for x, y in zip(a, b, strict=True))
 
 
 @pytest.mark.parametrize(

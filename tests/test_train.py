@@ -47,7 +47,7 @@ def started(*words: str) -> subprocess.Popen[str]:
     )  # fmt: skip
 
 
-def until(condition: Any, seconds: float = 90.0) -> None:
+def until(condition: Any, seconds: float = 200.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "it did not happen in time"
@@ -129,7 +129,7 @@ def test_a_run_killed_at_any_moment_is_resumed_exactly(whole: Path, tmp_path: Pa
         until(lambda: last_step(tmp_path / "run") >= moment or process.poll() is not None)
     finally:
         end_all(tmp_path / "run")
-        process.communicate(timeout=30)
+        process.communicate(timeout=180)
     for rank in range(2):
         for line in entries(log_path(tmp_path / "run", rank)):
             assert line["kind"] in ("steps", "round", "eval", "end")
@@ -154,7 +154,7 @@ def test_ctrl_c_saves_a_checkpoint_and_resuming_is_exact(whole: Path, tmp_path: 
     process = started(*words)
     until(lambda: last_step(folder) >= 10 or process.poll() is not None)
     process.send_signal(signal.SIGINT)
-    _, error = process.communicate(timeout=60)
+    _, error = process.communicate(timeout=180)
     assert process.returncode == 130, error
     assert re.fullmatch(
         r"offbeat: stopped; the last checkpoint is of step \d+: go on with .* --resume\n", error
@@ -175,7 +175,7 @@ def test_ctrl_c_waits_for_a_rank_that_is_many_steps_behind(tmp_path: Path) -> No
     )  # fmt: skip
     until(lambda: last_step(folder) >= 10 or process.poll() is not None)
     process.send_signal(signal.SIGINT)
-    _, error = process.communicate(timeout=120)
+    _, error = process.communicate(timeout=180)
     assert process.returncode == 130, error
     (saved,) = CheckpointStore(folder / "checkpoints", rank=0, workers=2).whole()
     assert saved >= 10
@@ -193,7 +193,7 @@ def test_ctrl_c_in_the_last_step_of_a_run_does_not_let_the_next_begin(tmp_path: 
     (first, second) = (tmp_path / "00-ddp-seed0", tmp_path / "01-local_sgd-every-2-seed0")
     until(lambda: last_step(first) >= 2 or process.poll() is not None)
     process.send_signal(signal.SIGINT)
-    _, error = process.communicate(timeout=60)
+    _, error = process.communicate(timeout=180)
     assert process.returncode == 130, error
     assert error == f"offbeat: stopped; the same command with --out {tmp_path} runs what is missing\n"
     assert finished(first)
@@ -288,6 +288,7 @@ def test_a_worker_that_fails_is_quoted(tmp_path: Path) -> None:
 
 
 @needs_lab
+@pytest.mark.xdist_group("lab")
 def test_bytes_in_namespaces_agree_with_the_kernel(tmp_path: Path) -> None:
     done = offbeat(
         "compare", "torch_ddp", "local_sgd(every=5)", "--model", "medium", "--workers", "2", "--steps", "20",
@@ -302,6 +303,7 @@ def test_bytes_in_namespaces_agree_with_the_kernel(tmp_path: Path) -> None:
 
 
 @needs_lab
+@pytest.mark.xdist_group("lab")
 def test_the_lab_runs_any_command_counts_its_bytes_and_leaves_nothing(tmp_path: Path) -> None:
     script = tmp_path / "talk.py"
     script.write_text(
@@ -309,15 +311,15 @@ def test_the_lab_runs_any_command_counts_its_bytes_and_leaves_nothing(tmp_path: 
         "dist.init_process_group('gloo')\n"
         "x = torch.ones(250_000)\n"
         "dist.all_reduce(x)\n"
-        "print('rank', dist.get_rank(), 'has', x[0].item())\n"
+        "assert x.eq(2).all()\n"
         "dist.destroy_process_group()\n"
     )
     done = offbeat("lab", "--workers", "2", "--rate", "100mbit", "--json", "--", sys.executable, str(script))
     assert done.returncode == 0, done.stderr
     runs = json.loads(done.stdout)
     assert all(1_000_000 < run["sent"] < 1_200_000 for run in runs)
-    shown = offbeat("lab", "--workers", "2", "--", sys.executable, str(script))
-    assert "rank 0 has 2.0" in shown.stdout
+    shown = offbeat("lab", "--workers", "2", "--", "sh", "-c", "echo this is rank $RANK")
+    assert "this is rank 0" in shown.stdout
     assert "as the kernel counted" in shown.stdout
     failing = offbeat("lab", "--workers", "2", "--", sys.executable, "-c", "raise SystemExit('no')")
     assert failing.returncode == 1
@@ -329,6 +331,6 @@ def test_the_lab_runs_any_command_counts_its_bytes_and_leaves_nothing(tmp_path: 
     until(lambda: any(Path("/run/netns").glob(f"offbeat-{process.pid}-*")))
     time.sleep(0.5)
     process.send_signal(signal.SIGINT)
-    process.communicate(timeout=30)
+    process.communicate(timeout=180)
     assert process.returncode == 130
     assert not any(Path("/run/netns").glob(f"offbeat-{process.pid}-*"))

@@ -287,6 +287,7 @@ def in_precision(comm: offbeat.Communicator, expression: str, dtype: torch.dtype
             opt.zero_grad()
             trace.append(snapshot(net))
         reports = sync.reports
+    assert reports
     assert all(report.drift is None or report.drift >= 0 for report in reports)
     assert all(p.dtype == dtype for p in net.parameters())
     return [*trace, snapshot(net)]
