@@ -17,11 +17,11 @@ import numpy as np
 import pytest
 from conftest import Pool, processes
 from killable import SOON, Crew, halt, send_much, stall, stay_away, train
-from offbeat.comm.communicator.store import Bulletin, Silent
 from table import METHODS, SELDOM
 
 import offbeat
 from offbeat.comm.departure import Departure
+from offbeat.comm.store import Bulletin, Silent
 
 STEPS = 12
 KILLS = 4

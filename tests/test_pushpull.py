@@ -13,8 +13,6 @@ import numpy as np
 import pytest
 import torch
 from conftest import Pool
-from offbeat.comm.communicator.lookout import Lookout
-from offbeat.comm.communicator.store import Bulletin
 from problems import Dyadic, data, optimizer_for, same, snapshot, train
 from sentences import says
 from torch import Tensor, nn
@@ -22,6 +20,8 @@ from torch.distributed import HashStore
 
 import offbeat
 from offbeat import GLU, Communicator, Compensated, LocalStep, Network, PushPull, Solo, simulate
+from offbeat.comm.lookout import Lookout
+from offbeat.comm.store import Bulletin
 from offbeat.server.stability import stable_product
 
 
@@ -82,7 +82,7 @@ def test_a_trace_worked_by_hand() -> None:
             assert part.replica.base.flats[0].tolist() == [[base0] * 2, [base1] * 2][comm.rank]
             assert model.parts[0].tolist() == part.replica.base.flats[0].tolist()
             assert part.replica.pulled[0].tolist() == [pulled] * 2
-            assert part.replica.pace == [pace]
+            assert part.replica.lr_sum == [pace]
             assert part.shard.weights[0].tolist() == [served]
             (state,) = part.shard.optimizer.state.values()
             assert state["momentum_buffer"].tolist() == [momentum]
@@ -595,7 +595,7 @@ class Ending:
 
 def test_a_message_that_ends_with_a_slice_of_waiting_has_arrived() -> None:
     comm = offbeat.Torch.__new__(offbeat.Torch)
-    comm._timeout, comm._lanes = 1.0, {}
+    comm._timeout, comm._connections = 1.0, {}
     comm._lookout = Lookout("key", [0], 0, Bulletin(HashStore()))
     comm._await(Ending(fails=False), "cpu", 0, "news")
     sentence = "Waiting for news: rank 0 lost a connection (Connection closed by peer)."
