@@ -483,13 +483,20 @@ def test_averaged_needs_no_message_while_a_pull_is_in_the_air() -> None:
             slope(model, comm.rank)
             sync.step()
             before = snapshot(model)
-            part.slots.drain()
+            part._drain()
             sent = meter.sent
             with sync.averaged():
                 assert live(model).tolist() == [-1.0 * step] * 4
             assert same(snapshot(model), before)
             seen.append(meter.sent - sent)
-        assert seen == [0, 64, 0, 64, 0, 64]  # the header; the task queue's pull has a road of its own
+        assert seen == [
+            0,
+            64,
+            0,
+            64,
+            0,
+            64,
+        ]  # the header; the pull travels on the task queue's own connections
         assert sync.totals.bytes_sent > 0
 
     simulate(worker, 2)
@@ -745,9 +752,9 @@ def test_it_warns_once_outside_of_the_stable_region_and_never_inside(
     told = descend(1.5 * limit, every, momentum, alpha, beta)
     assert len(told) == 1
     assert told[0].startswith(f"PushPull(every={every}) at step ")
-    measured = f"times the curvature of the loss, about 2, is {1.5 * limit:.2g}, and with every={every} "
+    measured = f"times the curvature of the loss, about 2, is {1.5 * limit:.2g}, but every={every} "
     assert f"lr={0.75 * limit:g} {measured}" in told[0]
-    assert told[0].endswith(f"stable only below {limit:.2g}: lower the learning rate or every.")
+    assert told[0].endswith(f"is stable only below {limit:.2g}: lower the learning rate or every.")
 
 
 def test_the_stable_region_of_synchronous_sgd_is_known() -> None:
@@ -762,35 +769,40 @@ def test_the_stable_region_of_synchronous_sgd_is_known() -> None:
 
 
 BAD: list[tuple[str, dict[str, Any], type[Exception], str]] = [
-    ("ssd_sgd", {"every": 0}, ValueError, "PushPull(every=0): a whole number, 1 or more, is needed."),
-    ("ssd_sgd", {"every": 2.0}, ValueError, "PushPull(every=2.0): a whole number, 1 or more, is needed."),
-    ("od_sgd", {"warmup": -1}, ValueError, "PushPull(warmup=-1): a whole number, 0 or more, is needed."),
-    ("od_sgd", {"in_flight": 0}, ValueError, "PushPull(in_flight=0): a whole number, 1 or more, is needed."),
+    ("ssd_sgd", {"every": 0}, ValueError, "PushPull(every=0): every must be a whole number, at least 1."),
+    ("ssd_sgd", {"every": 2.0}, ValueError, "PushPull(every=2.0): every must be a whole number, at least 1."),
+    ("od_sgd", {"warmup": -1}, ValueError, "PushPull(warmup=-1): warmup must be a whole number, at least 0."),
+    (
+        "od_sgd",
+        {"in_flight": 0},
+        ValueError,
+        "PushPull(in_flight=0): in_flight must be a whole number, at least 1.",
+    ),
     (
         "ssd_sgd",
         {"alpha": -1.0},
         ValueError,
-        "GLU(alpha=-1.0, beta=0.5, lr=None): alpha must be a number, 0 or more.",
+        "GLU(alpha=-1.0, beta=0.5, lr=None): alpha must be a finite number, at least 0.",
     ),
     (
         "ssd_sgd",
         {"local_lr": float("nan")},
         ValueError,
-        "GLU(alpha=2.0, beta=0.5, lr=nan): lr must be a number, 0 or more, or None for the optimizer's.",
+        "GLU(alpha=2.0, beta=0.5, lr=nan): lr must be a finite number, at least 0, or None.",
     ),
-    ("od_sgd", {"lam": -0.5}, ValueError, "Compensated(lam=-0.5): lam must be a number, 0 or more."),
+    ("od_sgd", {"lam": -0.5}, ValueError, "Compensated(lam=-0.5): lam must be a finite number, at least 0."),
     (
         "od_sgd",
         {"server": 3},
         TypeError,
-        "server=3: what makes an optimizer is needed, such as torch.optim.Adam.",
+        "server=3: pass a function that makes an optimizer, such as torch.optim.Adam.",
     ),
     (
         "od_sgd",
         {"server": torch.optim.SGD([torch.zeros(1)])},
         TypeError,
-        "server=SGD(...): this optimizer is already bound to parameters: "
-        "pass what makes one, such as torch.optim.Adam.",
+        "server=SGD(...): this optimizer already has parameters: pass a function that makes one, such as "
+        "torch.optim.Adam.",
     ),
 ]
 
@@ -814,21 +826,21 @@ def test_a_server_that_cannot_be_cut_is_refused(server: Any) -> None:
     [
         (
             functools.partial(torch.optim.AdamW, lr=0.1),
-            "The optimizer is AdamW: by itself the server steps as torch.optim.SGD without dampening does; "
+            "The optimizer is AdamW, but by default the server steps like torch.optim.SGD without dampening: "
             "for another rule, such as this one, pass server=torch.optim.AdamW.",
         ),
         (
             functools.partial(torch.optim.SGD, lr=0.1, momentum=0.5, dampening=0.5),
-            "The optimizer is SGD(dampening=0.5): by itself the server steps as torch.optim.SGD without "
-            "dampening does; for another rule, such as this one, pass server=torch.optim.SGD.",
+            "The optimizer is SGD(dampening=0.5), but by default the server steps like torch.optim.SGD "
+            "without dampening: for another rule, such as this one, pass server=torch.optim.SGD.",
         ),
         (
             functools.partial(torch.optim.SGD, lr=0.1, maximize=True),
-            "SGD(maximize=True): a server descends: negate the loss instead.",
+            "SGD(maximize=True): a server only minimizes: negate the loss instead.",
         ),
         (
             functools.partial(torch.optim.SGD, lr=0.1, fused=True),
-            "SGD(fused=True): its gradients stay scaled by AMP: build it without fused.",
+            "SGD(fused=True): AMP would leave its gradients scaled: build it unfused.",
         ),
     ],
 )
@@ -839,7 +851,7 @@ def test_optimizers_that_do_not_fit(optimizer: Any, sentence: str) -> None:
 
 
 def test_a_rule_that_is_none() -> None:
-    sentence = "PushPull(local=2): a rule is needed, such as GLU(alpha=2.0, beta=0.5)."
+    sentence = "PushPull(local=2): local must be a rule, such as GLU(alpha=2.0, beta=0.5)."
     with says(TypeError, sentence):
         PushPull(offbeat.params(Vector(2)), every=2, local=2)
 
@@ -874,12 +886,12 @@ def test_a_server_keeps_its_own_kind_of_weight_decay() -> None:
     assert same(*ends)
 
 
-def test_after_an_error_the_courier_is_gone_and_steps_are_refused() -> None:
+def test_after_an_error_the_task_queue_is_gone_and_steps_are_refused() -> None:
     model = Vector(4)
     sync = offbeat.ssd_sgd(model, torch.optim.SGD(model.parameters(), lr=0.1), group=Solo())
     with pytest.raises(ZeroDivisionError), sync:
         raise ZeroDivisionError
-    with says(RuntimeError, "step(): this run was ended by an error; make a new synchronizer to go on."):
+    with says(RuntimeError, "step(): an error has ended this run; make a new synchronizer to continue."):
         sync.step()
 
 

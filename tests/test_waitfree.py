@@ -43,7 +43,7 @@ from offbeat.waitfree.rounds import Rounds
 Compute = Callable[[int, int], float]
 
 
-class Transport(nn.Module):
+class Line(nn.Module):
     """One number; a step of rank k adds 2k + 1."""
 
     def __init__(self) -> None:
@@ -62,7 +62,7 @@ def walk(
     """x on each rank after every step, and each rank's reports of group rounds."""
 
     def worker(comm: offbeat.Communicator) -> Any:
-        model = Transport()
+        model = Line()
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
         sync = offbeat.method(expression)(model, optimizer, group=comm)
         trace = []
@@ -252,7 +252,7 @@ def test_by_default_a_worker_that_is_always_slower_is_awaited_which_costs_no_tim
 
 
 def last_moment(comm: offbeat.Communicator, expression: str) -> float:
-    model = Transport()
+    model = Line()
     sync = offbeat.method(expression)(model, torch.optim.SGD(model.parameters(), lr=1.0), group=comm)
     for _ in range(8):
         sync.step()
@@ -265,7 +265,7 @@ def test_a_straggler_costs_the_others_nothing_between_global_rounds() -> None:
 
     def seconds(expression: str) -> float:
         def worker(comm: offbeat.Communicator) -> float:
-            model = Transport()
+            model = Line()
             optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
             sync = offbeat.method(expression)(model, optimizer, group=comm)
             for _ in range(16):
@@ -311,7 +311,7 @@ def test_groups_mix() -> None:
     for workers, size, rounds in ((4, 2, 2), (8, 2, 3), (16, 4, 2), (8, 8, 1), (64, 8, 2)):
 
         def worker(comm: offbeat.Communicator, size: int = size, rounds: int = rounds) -> float:
-            model = Transport()
+            model = Line()
             sync = offbeat.wagma(
                 model, torch.optim.SGD(model.parameters(), lr=0.0), group_size=size, every=99, group=comm
             )
@@ -410,7 +410,7 @@ def conserved(
 ) -> tuple[list[tuple[float, float]], list[str]]:
     """All that was produced and all that was applied here, after every step; whole numbers, so exact. And
     how this worker came to its rounds."""
-    model = Transport()
+    model = Line()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     draw = random.Random(comm.rank)
     produced = applied = 0.0
@@ -449,7 +449,7 @@ def test_stragglers_are_visible_to_everybody() -> None:
     """Rank 2 needs twice as long as the others."""
 
     def worker(comm: offbeat.Communicator) -> Any:
-        model = Transport()
+        model = Line()
         sync = offbeat.wagma(model, torch.optim.SGD(model.parameters(), lr=1.0), every=8, grace=0, group=comm)
         assert sync.parts[1].attendance == []
         for _ in range(10):
@@ -490,7 +490,7 @@ def test_the_totals_have_what_is_said_beside_the_rounds(expression: str) -> None
     """Eight numbers for each of the others: the roll, twice, and one word before the threads end."""
 
     def worker(comm: offbeat.Communicator) -> None:
-        model = Transport()
+        model = Line()
         sync = offbeat.method(expression)(model, torch.optim.SGD(model.parameters(), lr=1.0), group=comm)
         with sync.averaged():
             started = sync.totals.bytes_sent
@@ -511,7 +511,7 @@ def test_the_totals_have_what_is_said_beside_the_rounds(expression: str) -> None
 
 def test_averaged_is_the_mean_of_all_in_the_middle_of_a_period() -> None:
     def worker(comm: offbeat.Communicator) -> tuple[float, float, float]:
-        model = Transport()
+        model = Line()
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
         sync = offbeat.wagma(model, optimizer, group_size=2, every=8, group=comm)
         for _ in range(3):
@@ -585,7 +585,7 @@ def test_resuming_after_a_global_round_is_exact_also_among_the_late(expression: 
 
 def test_elsewhere_a_checkpoint_is_refused_and_the_run_goes_on() -> None:
     def worker(comm: offbeat.Communicator) -> None:
-        model = Transport()
+        model = Line()
         with offbeat.wagma(model, torch.optim.SGD(model.parameters(), lr=1.0), every=4, group=comm) as sync:
             sync.state_dict()
             for step in range(1, 10):
@@ -606,7 +606,7 @@ def test_elsewhere_a_checkpoint_is_refused_and_the_run_goes_on() -> None:
 )
 def test_where_nothing_runs_beside_the_workers_any_step_can_be_saved(expression: str, workers: int) -> None:
     def worker(comm: offbeat.Communicator, cut: int | None) -> list[float]:
-        model = Transport()
+        model = Line()
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
         sync = offbeat.method(expression)(model, optimizer, group=comm)
         trace = []
@@ -630,7 +630,7 @@ def test_loading_into_a_running_synchronizer() -> None:
     """The old threads end, new ones begin at the step that was loaded."""
 
     def worker(comm: offbeat.Communicator) -> list[float]:
-        model = Transport()
+        model = Line()
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
         sync = offbeat.wagma(model, optimizer, every=2, group=comm)
         trace = []
@@ -668,7 +668,7 @@ def test_an_error_in_the_companion_surfaces_in_the_next_step(monkeypatch: pytest
     reached = []
 
     def worker(comm: offbeat.Communicator) -> None:
-        model = Transport()
+        model = Line()
         sync = offbeat.wagma(model, torch.optim.SGD(model.parameters(), lr=1.0), every=8, group=comm)
         for step in range(5):
             sync.step()
@@ -683,7 +683,7 @@ def test_a_worker_that_fails_ends_the_run_of_all() -> None:
     errors = {}
 
     def worker(comm: offbeat.Communicator) -> None:
-        model = Transport()
+        model = Line()
         try:
             with offbeat.wagma(
                 model, torch.optim.SGD(model.parameters(), lr=1.0), every=4, group=comm
@@ -708,11 +708,11 @@ def test_after_an_error_there_is_no_next_step(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(Rounds, "_run", lambda self, round: 1 / 0)
 
     def worker(comm: offbeat.Communicator) -> None:
-        model = Transport()
+        model = Line()
         sync = offbeat.wagma(model, torch.optim.SGD(model.parameters(), lr=1.0), every=4, group=comm)
         with pytest.raises(ZeroDivisionError):
             sync.step()
-        with pytest.raises(RuntimeError, match="ended by an error"):
+        with pytest.raises(RuntimeError, match="an error has ended this run"):
             sync.step()
 
     offbeat.simulate(worker, 2)
@@ -720,7 +720,7 @@ def test_after_an_error_there_is_no_next_step(monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_worker_that_has_no_more_data_is_named() -> None:
     def worker(comm: offbeat.Communicator) -> None:
-        model = Transport()
+        model = Line()
         with offbeat.wagma(model, torch.optim.SGD(model.parameters(), lr=1.0), every=4, group=comm) as sync:
             for _ in range(6 if comm.rank else 5):
                 sync.step()
@@ -732,7 +732,7 @@ def test_a_worker_that_has_no_more_data_is_named() -> None:
 
 def test_forgotten_finish_is_no_deadlock() -> None:
     def worker(comm: offbeat.Communicator) -> float:
-        model = Transport()
+        model = Line()
         sync = offbeat.wagma(model, torch.optim.SGD(model.parameters(), lr=1.0), every=4, group=comm)
         for _ in range(6):
             sync.step()
@@ -747,13 +747,13 @@ def test_forgotten_finish_is_no_deadlock() -> None:
         ("wagma(group_size=0)", "group_size=0: a number of workers, 1 or more, is needed."),
         ("wagma(group_size=2.0)", "group_size=2.0: a number of workers, 1 or more, is needed."),
         ("wagma(every=0)", "steps must be at least 1"),
-        ("wagma(grace=-1)", "grace=-1: seconds, 0 or more, or None are needed."),
-        ("wagma(late='drop')", 'late=\'drop\': choose one of "join", "add".'),
-        ("eager_sgd(every=4, activation='all')", 'activation=\'all\': choose one of "solo", "majority".'),
+        ("wagma(grace=-1)", "grace=-1: grace must be a number of seconds, at least 0, or None."),
+        ("wagma(late='drop')", 'late=\'drop\': choose "join" or "add".'),
+        ("eager_sgd(every=4, activation='all')", 'activation=\'all\': choose "solo" or "majority".'),
     ],
 )
 def test_bad_arguments(expression: str, sentence: str) -> None:
-    model = Transport()
+    model = Line()
     with pytest.raises(ValueError, match=sentence.replace("(", r"\(")):
         offbeat.method(expression)(model, torch.optim.SGD(model.parameters(), lr=1.0), group=offbeat.Solo())
 
@@ -768,20 +768,20 @@ def test_schedules_that_cannot_be_known_and_lossy_codes_are_refused() -> None:
         def __repr__(self) -> str:
             return "Lossy()"
 
-    model = Transport()
+    model = Line()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     exchange = Exchange(params(model), when=Every(4))
-    with pytest.raises(ValueError, match=r"reduce=Lossy\(\): groups sum the weights themselves"):
+    with pytest.raises(ValueError, match=r"reduce=Lossy\(\): groups average the weights themselves"):
         GroupAverage(exchange, reduce=Lossy())
-    with pytest.raises(ValueError, match=r"every=Every\(steps=4\): a whole number of steps"):
+    with pytest.raises(ValueError, match=r"every=Every\(steps=4\): every must be a whole number of steps"):
         EagerGradients(grads(model), every=Every(4))
     assert "reduce=Mean()" in repr(
         offbeat.wagma(model, optimizer, reduce=offbeat.Mean(), group=offbeat.Solo()).parts[1]
     )
 
 
-def line() -> tuple[Transport, torch.optim.Optimizer]:
-    model = Transport()
+def line() -> tuple[Line, torch.optim.Optimizer]:
+    model = Line()
     return model, torch.optim.SGD(model.parameters(), lr=1.0)
 
 
@@ -811,8 +811,8 @@ def test_only_what_makes_everybody_equal_holds_global_rounds(kind: str) -> None:
         if not good:
             with says(
                 ValueError,
-                f"GroupAverage({exchange!r}): after every so many steps this exchange must leave the same "
-                "weights on all workers, as Exchange(params(model), when=Every(10)) does.",
+                f"GroupAverage({exchange!r}): this exchange must leave equal weights on all workers at a fixed "
+                "period, as Exchange(params(model), when=Every(10)) does.",
             ):
                 GroupAverage(exchange)
             return set()
@@ -831,20 +831,20 @@ def test_only_what_makes_everybody_equal_holds_global_rounds(kind: str) -> None:
 
 def test_group_averages_need_an_exchange_among_the_same_workers() -> None:
     def worker(comm: offbeat.Communicator) -> None:
-        exchange = Exchange(params(Transport()), when=Every(4), among=comm)
+        exchange = Exchange(params(Line()), when=Every(4), among=comm)
         others = Butterfly(2, comm.split([[0, 1], [2, 3]]))
         with says(
             ValueError,
-            "GroupAverage(exchange, among=Butterfly(2, seed=0)): its workers are not those of the exchange; "
-            "give both the same group.",
+            "GroupAverage(exchange, among=Butterfly(2, seed=0)): the exchange has other workers; give "
+            "both the same group.",
         ):
             GroupAverage(exchange, among=others)
 
     offbeat.simulate(worker, 4)
-    live = params(Transport())
+    live = params(Line())
     with says(
         TypeError,
-        f"GroupAverage({live!r}): the Exchange that holds the global rounds is needed, such as "
+        f"GroupAverage({live!r}): pass the Exchange that runs the global rounds, such as "
         "Exchange(params(model), when=Every(10)).",
     ):
         GroupAverage(live)
