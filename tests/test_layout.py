@@ -88,6 +88,7 @@ def test_what_cannot_be_moved_is_named() -> None:
     net = nn.Linear(3, 2)
     net.weight = nn.Parameter(torch.zeros(3, 2).t())
     with says(
-        ValueError, "flatten(model): 'weight' is not contiguous; only whole contiguous parameters can move."
+        ValueError,
+        "flatten(model): 'weight' is not contiguous; only whole, contiguous parameters can be moved.",
     ):
         offbeat.flatten(net)

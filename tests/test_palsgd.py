@@ -397,7 +397,7 @@ def test_pulled_workers_stay_closer() -> None:
         ("palsgd(every=0, shared=False)", "Every(steps=0): steps must be at least 1."),
         (
             "palsgd(warmup=-1)",
-            "-1 synchronous steps: a whole number, 0 or more, is needed.",
+            "-1 synchronous steps: this must be a whole number, at least 0.",
         ),
     ],
 )

@@ -30,9 +30,8 @@ def test_a_communicator_is_taken_as_it_is() -> None:
 
 @pytest.mark.parametrize("group", ["gloo", 4, [0, 1]])
 def test_anything_else_is_refused(group: Any) -> None:
-    with says(
-        TypeError, f"group={group!r}: a ProcessGroup, a one-axis DeviceMesh or a Communicator is needed."
-    ):
+    sentence = f"group={group!r}: group must be a ProcessGroup, a one-axis DeviceMesh or a Communicator."
+    with says(TypeError, sentence):
         communicator(group)
 
 
@@ -61,13 +60,13 @@ def test_subgroups(ranks: Any, expected: list[list[int]]) -> None:
     [
         (
             3,
-            "Subgroups(3): 4 workers cannot be cut into groups of 3; "
-            "list the ranks of each group for uneven ones.",
+            "Subgroups(3): 4 workers do not divide into groups of 3; "
+            "for uneven groups, list the ranks of each.",
         ),
         (
             0,
-            "Subgroups(0): 4 workers cannot be cut into groups of 0; "
-            "list the ranks of each group for uneven ones.",
+            "Subgroups(0): 4 workers do not divide into groups of 0; "
+            "for uneven groups, list the ranks of each.",
         ),
         (((0, 1), (2,)), "Subgroups(((0, 1), (2,))): each of the ranks 0 to 3 must be in exactly one group."),
         (
@@ -98,12 +97,12 @@ def meshes(comm: Communicator) -> list[Any]:
         sentence = "accepted"
     except ValueError as error:
         sentence = str(error)
-    return [axis.size, mean, again, world.size, same, sentence.partition(": a mesh")[2]]
+    return [axis.size, mean, again, world.size, same, sentence.partition(": the mesh")[2]]
 
 
 @pytest.mark.slow
 def test_process_groups_and_meshes(pool: Pool) -> None:
-    expected = " of one axis is needed, not of 2: pass mesh['replica']."
+    expected = " must have one axis, not 2: pass mesh['replica']."
     # Ranks 0 and 2 hold the first shard, 1 and 3 the second.
     assert pool.run(meshes) == [[2, mean, True, 4, True, expected] for mean in (1.0, 2.0, 1.0, 2.0)]
 

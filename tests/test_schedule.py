@@ -281,9 +281,9 @@ def test_sentences(make: Any, sentence: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "fault"),
     [
-        ({"alpha": -0.1}, "alpha must be a finite number, 0 or more."),
-        ({"alpha": math.inf}, "alpha must be a finite number, 0 or more."),
-        ({"alpha": math.nan}, "alpha must be a finite number, 0 or more."),
+        ({"alpha": -0.1}, "alpha must be a finite number, at least 0."),
+        ({"alpha": math.inf}, "alpha must be a finite number, at least 0."),
+        ({"alpha": math.nan}, "alpha must be a finite number, at least 0."),
         ({"base": 0}, "base must be at least 1."),
         ({"warmup": -1}, "warmup must not be negative."),
         ({"peak": 0.0}, "peak must be positive."),
@@ -327,7 +327,7 @@ def test_steps_are_whole(make: Any, sentence: str) -> None:
 
 @pytest.mark.parametrize("every", [2.0, "8", True, None])
 def test_every_is_a_number_or_a_schedule(every: Any) -> None:
-    sentence = f"every={every!r}: a whole number of steps or a schedule such as Every(8) is needed."
+    sentence = f"every={every!r}: every must be a whole number of steps, or a schedule such as Every(8)."
     with says(TypeError, sentence):
         schedule(every)
 

@@ -744,8 +744,8 @@ def test_forgotten_finish_is_no_deadlock() -> None:
 @pytest.mark.parametrize(
     ("expression", "sentence"),
     [
-        ("wagma(group_size=0)", "group_size=0: a number of workers, 1 or more, is needed."),
-        ("wagma(group_size=2.0)", "group_size=2.0: a number of workers, 1 or more, is needed."),
+        ("wagma(group_size=0)", "group_size=0: group_size must be a whole number, at least 1."),
+        ("wagma(group_size=2.0)", "group_size=2.0: group_size must be a whole number, at least 1."),
         ("wagma(every=0)", "steps must be at least 1"),
         ("wagma(grace=-1)", "grace=-1: grace must be a number of seconds, at least 0, or None."),
         ("wagma(late='drop')", 'late=\'drop\': choose "join" or "add".'),
@@ -811,8 +811,8 @@ def test_only_what_makes_everybody_equal_holds_global_rounds(kind: str) -> None:
         if not good:
             with says(
                 ValueError,
-                f"GroupAverage({exchange!r}): this exchange must leave equal weights on all workers at a fixed "
-                "period, as Exchange(params(model), when=Every(10)) does.",
+                f"GroupAverage({exchange!r}): this exchange must leave equal weights on all workers at a "
+                "fixed period, as Exchange(params(model), when=Every(10)) does.",
             ):
                 GroupAverage(exchange)
             return set()

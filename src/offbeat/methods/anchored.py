@@ -14,7 +14,7 @@ from offbeat.engine.synchronizer import Synchronizer
 from offbeat.methods.call import Extras, Optimizers, Options, recorded
 from offbeat.methods.fragments import fragments as cut
 from offbeat.methods.fragments import turn
-from offbeat.methods.warmup import after, synchronous
+from offbeat.methods.parts import after, synchronous
 from offbeat.reduce import Quantized, Reducer
 from offbeat.update.outer import SGD, Gossip, Outer, SlowMo
 from offbeat.update.overlap import Eager, Overlap
@@ -94,8 +94,8 @@ def diloco(
 
     Larger `lr` takes longer outer steps: try 0.4 to 0.6 with two workers, closer to 1 with eight. Larger
     `momentum` remembers more rounds. The default momentum suits runs of hundreds of rounds that do not start
-    from scratch; for shorter runs use 0.3 and a synchronous `warmup` of a quarter of the steps. For another
-    outer optimizer use `Exchange(..., update=Outer(...))`.
+    from scratch; for shorter runs use 0.3 and a synchronous `warmup` of a quarter of the steps.
+    For another outer optimizer use `Exchange(..., update=Outer(...))`.
 
         sync = offbeat.diloco(model, optimizer, every=64)
 

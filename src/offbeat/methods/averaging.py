@@ -11,9 +11,8 @@ from offbeat.among import Group, Subgroups, World
 from offbeat.base.tensors import grads, params
 from offbeat.engine.exchange import Delay, Exchange
 from offbeat.engine.synchronizer import Synchronizer
-from offbeat.methods.averages import average, correct, exact
 from offbeat.methods.call import Optimizers, Options, recorded
-from offbeat.methods.warmup import after, synchronous
+from offbeat.methods.parts import after, average, correct, exact, synchronous
 from offbeat.reduce import Reducer
 from offbeat.update.update import Update
 from offbeat.when import QSR, AdaComm, Adaptive, Every, Schedule, schedule
@@ -24,8 +23,6 @@ if TYPE_CHECKING:
 __all__ = [
     "adacomm",
     "adaptive",
-    "cocod",
-    "dasgd",
     "ddp",
     "hierarchical",
     "local_sgd",
@@ -275,79 +272,6 @@ def adacomm(
                 when=AdaComm(start=start, interval=interval, warmup=warmup),
                 among=World(group),
                 update=average(options),
-                **options,
-            )
-        ],
-    )
-
-
-@recorded
-def dasgd(
-    model: nn.Module,
-    optimizer: Optimizers,
-    *,
-    every: int | Schedule = 8,
-    delay: Delay = 2,
-    keep: float = 0.5,
-    group: Group = None,
-    **options: Unpack[Options],
-) -> Synchronizer:
-    """Local SGD whose average lands `delay` steps late and is blended with the worker's progress since.
-
-        x ← keep·x + (1 − keep)·mean(sent)
-
-    Larger `keep` keeps more of the worker's own progress; 0 drops the steps made during the delay.
-
-        sync = offbeat.dasgd(model, optimizer, every=8, delay=2)
-
-    Zhou et al., "DaSGD", 2020, arXiv 2006.00441.
-    """
-    return Synchronizer(
-        optimizer,
-        [
-            Exchange(
-                params(model),
-                when=schedule(every),
-                among=World(group),
-                update=average(options, keep),
-                delay=delay,
-                **options,
-            )
-        ],
-    )
-
-
-@recorded
-def cocod(
-    model: nn.Module,
-    optimizer: Optimizers,
-    *,
-    every: int | Schedule = 8,
-    delay: Delay = 2,
-    group: Group = None,
-    **options: Unpack[Options],
-) -> Synchronizer:
-    """Local SGD whose average lands `delay` steps late and keeps all of the worker's progress since.
-
-        x ← x + mean(sent) − sent
-
-    Larger `delay` hides a longer message and applies older results.
-
-        sync = offbeat.cocod(model, optimizer, every=8, delay=4)
-
-    Shen et al., "Faster Distributed Deep Net Training: Computation and Communication Decoupled SGD", IJCAI
-    2019, arXiv 1906.12043.
-    Differs from the paper, where a message has the whole period: that is delay="round".
-    """
-    return Synchronizer(
-        optimizer,
-        [
-            Exchange(
-                params(model),
-                when=schedule(every),
-                among=World(group),
-                update=correct(options),
-                delay=delay,
                 **options,
             )
         ],

@@ -10,8 +10,8 @@ from offbeat.among import Group, World
 from offbeat.base.tensors import grads, params
 from offbeat.engine.exchange import Exchange
 from offbeat.engine.synchronizer import Synchronizer
-from offbeat.methods.averages import average
 from offbeat.methods.call import Extras, Optimizers, Options, recorded
+from offbeat.methods.parts import average
 from offbeat.reduce import Code, ErrorFeedback, RandomBlock, TopK, TwoLevel
 from offbeat.update.detached import Detached
 from offbeat.update.outer import SGD, Outer

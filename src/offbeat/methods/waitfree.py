@@ -10,8 +10,8 @@ from offbeat.among import Butterfly, Group, World
 from offbeat.base.tensors import grads, params
 from offbeat.engine.exchange import Exchange
 from offbeat.engine.synchronizer import Synchronizer
-from offbeat.methods.averages import average
 from offbeat.methods.call import Optimizers, Options, recorded
+from offbeat.methods.parts import average
 from offbeat.waitfree import EagerGradients, GroupAverage
 from offbeat.waitfree.eager import Activation
 from offbeat.waitfree.group_average import Late
