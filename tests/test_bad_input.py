@@ -190,8 +190,8 @@ BAD: list[tuple[str, Callable[..., Any], dict[str, Any], type[Exception], str]] 
         build,
         {"method": "streaming_diloco", "every": offbeat.QSR(0.5), "fragments": 1},
         TypeError,
-        "every=QSR(alpha=0.5, base=4, warmup=0, peak=None, total=None, power=2.0): fragments take turns "
-        "within a fixed period, so every must be a number.",
+        "streaming_diloco(every=QSR(alpha=0.5, base=4, warmup=0, peak=None, total=None, power=2.0)): every "
+        "must be a whole number.",
     ),
     (
         "no optimizer",

@@ -277,7 +277,7 @@ def with_a_closure(sync: offbeat.Synchronizer, optimizer: Any, model: Vector, st
 
 
 @pytest.mark.parametrize("local", [by_a_framework, zeroing_inside, with_a_closure])
-def test_whoever_steps_it_is_the_same(local: Callable[..., Any]) -> None:
+def test_it_does_not_matter_who_steps_the_optimizer(local: Callable[..., Any]) -> None:
     expression = "ssd_sgd(every=2, warmup=2)"
     ours, plain = (simulate(lambda comm, f=f: after_steps(comm, f, expression), 2) for f in (local, plainly))
     np.testing.assert_array_equal(ours, plain)
@@ -627,7 +627,7 @@ class Order:
 
 
 @pytest.mark.parametrize("kind", ["thread", "world of one", "simulation"])
-def test_a_courier_keeps_the_order_and_stops_at_trouble(kind: str) -> None:
+def test_a_task_queue_keeps_the_order_and_stops_at_an_error(kind: str) -> None:
     def worker(comm: Communicator) -> None:
         task_queue = offbeat.comm.task_queue.ThreadQueue() if kind == "thread" else comm.task_queue()
         order = Order(task_queue)
@@ -749,12 +749,12 @@ def test_it_warns_once_outside_of_the_stable_region_and_never_inside(
 ) -> None:
     limit = stable_product(every, momentum, alpha, beta)
     assert descend(0.9 * limit, every, momentum, alpha, beta) == []
-    told = descend(1.5 * limit, every, momentum, alpha, beta)
-    assert len(told) == 1
-    assert told[0].startswith(f"PushPull(every={every}) at step ")
+    warned = descend(1.5 * limit, every, momentum, alpha, beta)
+    assert len(warned) == 1
+    assert warned[0].startswith(f"PushPull(every={every}) at step ")
     measured = f"times the curvature of the loss, about 2, is {1.5 * limit:.2g}, but every={every} "
-    assert f"lr={0.75 * limit:g} {measured}" in told[0]
-    assert told[0].endswith(f"is stable only below {limit:.2g}: lower the learning rate or every.")
+    assert f"lr={0.75 * limit:g} {measured}" in warned[0]
+    assert warned[0].endswith(f"is stable only below {limit:.2g}: lower the learning rate or every.")
 
 
 def test_the_stable_region_of_synchronous_sgd_is_known() -> None:

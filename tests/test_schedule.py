@@ -397,7 +397,7 @@ def test_a_schedule_without_a_plan_is_asked_before_every_step() -> None:
 
 
 def test_a_plan_survives_a_falling_rate() -> None:
-    """Asked anew at each step, the rule's horizon would recede: 4, 5, 7, 11 … steps away."""
+    """If asked again at each step, the rule's horizon would recede: 4, 5, 7, 11 … steps away."""
     lrs = [0.25 / 1.2**n for n in range(12)]
     assert period(QSR(alpha=0.5, base=2), lr=lrs[3]) > 4
     # (0.5 / 0.25)² = 4; at step 4 the rate is 0.1206: 17.

@@ -1,4 +1,4 @@
-"""Rounds that wait for nobody, in virtual time: who is late, what becomes of it, and what always holds."""
+"""Wait-free rounds in virtual time: who is late, what happens to late steps, and what always holds."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def walk(
 
 
 def slow(rank: int, step: int, seconds: float) -> Compute:
-    """Everybody needs a second for a gradient, one of them once so many."""
+    """Each worker needs a second per gradient; one of them needs more once."""
     return lambda r, s: seconds if (r, s) == (rank, step) else 1.0
 
 
@@ -124,7 +124,7 @@ def test_a_late_worker_whose_steps_are_added_by_hand() -> None:
 
 @pytest.mark.parametrize("seed", range(8))
 def test_with_add_no_step_is_lost(seed: int) -> None:
-    """After a global round everybody is where all steps of all workers lead."""
+    """After a global round each worker holds the sum of all steps of all workers."""
     draw = random.Random(seed)
     workers, every = draw.randint(2, 7), draw.randint(2, 6)
     size, grace = draw.choice([None, 2, 3, workers]), draw.choice([None, 0.0, 0.5])
@@ -218,7 +218,7 @@ def test_what_is_usual_varies_as_steps_do_and_does_not_know_delays() -> None:
 
 
 def test_by_default_steps_that_vary_are_not_late() -> None:
-    """Steps deviate by a tenth; once that is known, nearly nobody is late, whom grace 0 would call so."""
+    """Steps vary by a tenth. Once that is known, almost no worker is late, unlike with grace 0."""
     compute = lambda rank, step: random.Random(f"{rank} {step}").gauss(1, 0.1)  # noqa: E731
 
     def late(expression: str) -> float:
@@ -230,7 +230,7 @@ def test_by_default_steps_that_vary_are_not_late() -> None:
     assert late("wagma(every=10, grace=0)") > 0.4
 
 
-def test_by_default_nobody_waits_for_a_worker_that_is_rounds_behind() -> None:
+def test_by_default_no_worker_waits_for_one_that_is_rounds_behind() -> None:
     _, reports = walk("wagma(group_size=2, every=10)", slow(1, 3, 5.0), steps=9)
     # Rank 0 waits a tenth in round 3, where rank 1 stays away, and not at all in those after it.
     assert [report.seconds_waited for report in reports[0]] == pytest.approx([0.0] * 3 + [0.1] + [0.0] * 5)
@@ -294,7 +294,7 @@ def test_eager_sgd_by_hand() -> None:
 
 
 def test_majority_waits_for_a_worker_that_is_drawn() -> None:
-    """Alone or not, the first may have to wait for the one that was drawn; the one drawn waits for nobody."""
+    """The first worker may have to wait for the one that was drawn, which itself never waits."""
     compute = lambda rank, step: 1.0 + rank  # noqa: E731
     for seed in range(8):
         _, reports = walk(
@@ -307,7 +307,7 @@ def test_majority_waits_for_a_worker_that_is_drawn() -> None:
 
 
 def test_groups_mix() -> None:
-    """At rate 0, log K / log S rounds of a butterfly bring everybody the mean of all."""
+    """At rate 0, log K / log S rounds of a butterfly give each worker the mean of all."""
     for workers, size, rounds in ((4, 2, 2), (8, 2, 3), (16, 4, 2), (8, 8, 1), (64, 8, 2)):
 
         def worker(comm: offbeat.Communicator, size: int = size, rounds: int = rounds) -> float:
@@ -337,7 +337,7 @@ def butterfly_by_hand(
     return x
 
 
-def test_nobody_late_is_the_butterfly_average_after_every_step() -> None:
+def test_without_late_workers_it_is_the_butterfly_average_after_every_step() -> None:
     target = torch.randn(4, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
     def worker(comm: offbeat.Communicator) -> Tensor:
@@ -432,7 +432,7 @@ def conserved(
     return trace, [report.kind for report in sync.reports if isinstance(report, GroupReport)]
 
 
-def test_gradients_nobody_ever_had_stay_none() -> None:
+def test_gradients_that_no_worker_ever_had_stay_none() -> None:
     def worker(comm: offbeat.Communicator) -> list[bool]:
         model = nn.ParameterDict({name: nn.Parameter(torch.ones(2)) for name in "abc"})
         sync = offbeat.eager_sgd(model, torch.optim.SGD(model.parameters(), lr=0.1), every=2, group=comm)
@@ -445,7 +445,7 @@ def test_gradients_nobody_ever_had_stay_none() -> None:
     assert offbeat.simulate(worker, 2) == [[False, False, True]] * 2
 
 
-def test_stragglers_are_visible_to_everybody() -> None:
+def test_stragglers_are_visible_to_all_workers() -> None:
     """Rank 2 needs twice as long as the others."""
 
     def worker(comm: offbeat.Communicator) -> Any:
@@ -487,7 +487,7 @@ def test_bytes_are_those_of_the_groups() -> None:
 
 @pytest.mark.parametrize("expression", ["wagma(group_size=2, every=2)", "eager_sgd(every=2)"])
 def test_the_totals_have_what_is_said_beside_the_rounds(expression: str) -> None:
-    """Eight numbers for each of the others: the roll, twice, and one word before the threads end."""
+    """Eight numbers for each other worker: the attendance, twice, and one message before the threads end."""
 
     def worker(comm: offbeat.Communicator) -> None:
         model = Line()
@@ -656,7 +656,7 @@ def test_loading_into_a_running_synchronizer() -> None:
 # Errors
 
 
-def test_an_error_in_the_companion_surfaces_in_the_next_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_in_the_sidecar_surfaces_in_the_next_step(monkeypatch: pytest.MonkeyPatch) -> None:
     original = Rounds._run
 
     def fail(self: Rounds, round: int) -> None:
@@ -802,7 +802,7 @@ GLOBAL: dict[str, tuple[bool, Callable[[nn.Module, offbeat.Communicator], Exchan
 
 
 @pytest.mark.parametrize("kind", GLOBAL)
-def test_only_what_makes_everybody_equal_holds_global_rounds(kind: str) -> None:
+def test_only_an_exchange_that_makes_all_workers_equal_runs_global_rounds(kind: str) -> None:
     good, make = GLOBAL[kind]
 
     def worker(comm: offbeat.Communicator) -> set[float]:
@@ -822,7 +822,7 @@ def test_only_what_makes_everybody_equal_holds_global_rounds(kind: str) -> None:
                 sync.step()
                 optimizer.zero_grad()
                 if sync.steps % 4 == 0:
-                    seen = {word[0] for word in comm.tell([int(model.x.item() * 2**20)]).wait()}
+                    seen = {row[0] for row in comm.tell([int(model.x.item() * 2**20)]).wait()}
                     assert len(seen) == 1
         return seen
 

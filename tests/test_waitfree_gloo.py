@@ -1,4 +1,4 @@
-"""Rounds that wait for nobody, among real processes: random delays, kills, and threads that always end."""
+"""Wait-free rounds among real processes: random delays, kills, and threads that always end."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def kept(comm: offbeat.Communicator, expression: str, steps: int) -> tuple[list[
             time.sleep(pauses(11, comm.rank, step))
             sync.step()
             low, high = x.aminmax()
-            assert low == high  # nobody reads what is being written
+            assert low == high  # no thread reads a buffer that is being written
             trace.append(low.item())
     return trace, [report.kind for report in sync.reports if isinstance(report, GroupReport)]
 
@@ -173,7 +173,7 @@ def test_a_worker_killed_at_any_moment_is_missed_by_all(expression: str, workers
 
 
 def forgetting(comm: offbeat.Communicator) -> tuple[list[str], list[str]]:
-    """A synchronizer that nobody finishes and nobody knows any more."""
+    """A synchronizer that is never finished and no longer referenced."""
     net = nn.Linear(5, 5)
     sync = offbeat.wagma(net, torch.optim.SGD(net.parameters(), lr=0.1), every=4, group=comm)
     for _ in range(6):
@@ -186,7 +186,7 @@ def forgetting(comm: offbeat.Communicator) -> tuple[list[str], list[str]]:
 
 
 def failing(comm: offbeat.Communicator, interrupt: bool) -> tuple[str, list[str]]:
-    """Rank 1's loop fails; nobody's threads outlive it."""
+    """Rank 1's loop fails; no thread of any rank outlives it."""
     net = nn.Linear(5, 5)
     try:
         with offbeat.wagma(net, torch.optim.SGD(net.parameters(), lr=0.1), every=4, group=comm) as sync:

@@ -26,7 +26,7 @@ class Watched:
 
     @staticmethod
     def check(runs: Sequence[Watched], every: int, steps: int) -> None:
-        """Everybody ran every round once, in order, with the same sums in a group and nothing too old; all
+        """Each worker ran every round once, in order, with the same sums in a group and nothing too old; all
         are equal after a global round, and every result was merged by the rule."""
         expected = [t for t in range(steps) if (t + 1) % every]
         sums: dict[tuple[int, tuple[int, ...]], set[str]] = {}

@@ -62,42 +62,36 @@ class Peers(Protocol):
         """This worker's group in a round; a pure function of the round's number."""
 
 
-@dataclass(frozen=True)
-class World:
-    """All workers, in every round."""
-
-    group: Group = None
+class _Grouped:
+    group: Group
 
     @property
     def everyone(self) -> Communicator:
         return communicator(self.group)
 
-    @property
-    def fixed(self) -> bool:
-        return True
+
+@dataclass(frozen=True)
+class World(_Grouped):
+    """All workers, in every round."""
+
+    group: Group = None
+
+    fixed = True
+    cycle = 1  # the number of rounds after which the groups repeat
 
     def at(self, round: int) -> Communicator:
         return self.everyone
-
-    @property
-    def cycle(self) -> int:
-        """The number of rounds after which the groups repeat."""
-        return 1
 
     def __repr__(self) -> str:
         return "World()"
 
 
 @dataclass(frozen=True)
-class Pairs:
+class Pairs(_Grouped):
     """Random pairs, drawn from `seed` and the round. If the number of workers is odd, one stays alone."""
 
     group: Group = None
     seed: int = 0
-
-    @property
-    def everyone(self) -> Communicator:
-        return communicator(self.group)
 
     @property
     def fixed(self) -> bool:
@@ -112,22 +106,16 @@ class Pairs:
 
 
 @dataclass(frozen=True)
-class Subgroups:
+class Subgroups(_Grouped):
     """Fixed groups of `ranks` consecutive ranks each, or a list of the ranks of each group."""
 
     ranks: int | Sequence[Sequence[int]]
     group: Group = None
 
+    fixed = True
+
     def __post_init__(self) -> None:
         self._groups()
-
-    @property
-    def everyone(self) -> Communicator:
-        return communicator(self.group)
-
-    @property
-    def fixed(self) -> bool:
-        return True
 
     def at(self, round: int) -> Communicator:
         return self.everyone.split(self._groups())
@@ -158,7 +146,7 @@ _PARTITIONS = 16  # random ones, if a size is not a power of two; each keeps its
 
 
 @dataclass(frozen=True)
-class Butterfly:
+class Butterfly(_Grouped):
     """Groups of `group_size` that change every round, so that a few rounds mix all workers.
 
     If K and S are powers of two, workers p and q are together in round t if p XOR q has ones only among the
@@ -176,10 +164,6 @@ class Butterfly:
         size = self.group_size
         if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
             raise ValueError(f"group_size={size!r}: group_size must be a whole number, at least 1.")
-
-    @property
-    def everyone(self) -> Communicator:
-        return communicator(self.group)
 
     @property
     def size(self) -> int:

@@ -10,7 +10,7 @@ from offbeat.base.errors import show
 
 
 class Schedule:
-    """When the next round begins. A frozen value that answers alike on all ranks for equal clocks."""
+    """When the next round begins. A frozen value; equal clocks give equal answers on all ranks."""
 
     @property
     def shortest(self) -> int | None:
@@ -195,6 +195,8 @@ class Adaptive(Schedule):
     sample: int
     warmup: int = 0
 
+    needs = frozenset({"drift"})
+
     def __post_init__(self) -> None:
         _check_whole(self, start=1, sample=1, warmup=0)
         if self.warmup >= self.sample:
@@ -203,10 +205,6 @@ class Adaptive(Schedule):
     @property
     def shortest(self) -> int:
         return self.start
-
-    @property
-    def needs(self) -> frozenset[str]:
-        return frozenset({"drift"})
 
     def init(self) -> State:
         return {"period": self.start, "seen": 0, "total": 0.0, "count": 0}
@@ -248,16 +246,14 @@ class AdaComm(Schedule):
     interval: int
     warmup: int = 0
 
+    needs = frozenset({"loss"})
+
     def __post_init__(self) -> None:
         _check_whole(self, start=1, interval=1, warmup=0)
 
     @property
     def shortest(self) -> int:
         return self.start
-
-    @property
-    def needs(self) -> frozenset[str]:
-        return frozenset({"loss"})
 
     def init(self) -> State:
         return {"period": self.start, "seen": 0, "at": 0, "total": 0.0, "steps": 0, "ended": 0, "first": None}

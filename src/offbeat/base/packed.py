@@ -38,7 +38,7 @@ class Packed:
         flats = [
             torch.zeros(n + -n % multiple, dtype=dtype, device=device) for (dtype, device), n in sizes.items()
         ]
-        return cls._view(tensors, flats, spans)
+        return cls(tuple(tensors), _cut(flats, spans, tensors.values()), flats, spans)
 
     @classmethod
     def around(cls, tensors: Mapping[str, Tensor]) -> Packed | None:
@@ -51,15 +51,7 @@ class Packed:
                 return None
             first = next(t for t in members if t.numel())
             flats.append(first.as_strided((size,), (1,)))
-        return cls._view(tensors, flats, spans)
-
-    @classmethod
-    def _view(cls, tensors: Mapping[str, Tensor], flats: Sequence[Tensor], spans: Sequence[_Span]) -> Packed:
-        views = [
-            flats[i][start : start + n].view(tensor.shape)
-            for (i, start, n), tensor in zip(spans, tensors.values(), strict=True)
-        ]
-        return cls(tuple(tensors), views, flats, spans)
+        return cls(tuple(tensors), _cut(flats, spans, tensors.values()), flats, spans)
 
     def beside(self, other: Packed) -> Packed:
         """The entries of both, each in its own vectors."""
@@ -110,11 +102,7 @@ class Packed:
 
     def over(self, flats: Sequence[Tensor]) -> Packed:
         """The same entries in other vectors of the same lengths."""
-        views = [
-            flats[i][start : start + n].view(view.shape)
-            for (i, start, n), view in zip(self._spans, self._views, strict=True)
-        ]
-        return Packed(self.names, views, flats, self._spans)
+        return Packed(self.names, _cut(flats, self._spans, self._views), flats, self._spans)
 
     def read(self, tensors: Sequence[Tensor]) -> None:
         """Copy tensors in."""
@@ -190,6 +178,11 @@ def _place(tensors: Iterable[Tensor]) -> tuple[dict[tuple[torch.dtype, torch.dev
         sizes[kind] += tensor.numel()
         spans.append((list(sizes).index(kind), start, tensor.numel()))
     return sizes, spans
+
+
+def _cut(flats: Sequence[Tensor], spans: Sequence[_Span], like: Iterable[Tensor]) -> list[Tensor]:
+    """Views of the spans, shaped like the given tensors."""
+    return [flats[i][start : start + n].view(t.shape) for (i, start, n), t in zip(spans, like, strict=True)]
 
 
 def _are_contiguous(tensors: Sequence[Tensor]) -> bool:

@@ -48,7 +48,9 @@ def recorded(function: Callable[P, Synchronizer]) -> Callable[P, Synchronizer]:
         try:
             call = _write_call(function.__name__, known, kwargs)
             check_numbers(function.__name__, kinds, kwargs)
-            _check_model(function.__name__, kwargs.get("model", args[0] if args else None))
+            model = kwargs.get("model", args[0] if args else None)
+            if not isinstance(model, nn.Module):
+                raise TypeError(f"{function.__name__}(model={model!r}): model must be a torch module.")
             sync = function(*args, **kwargs)
         except (TypeError, ValueError) as error:
             _share_error(error, kwargs.get("group"))
@@ -73,7 +75,7 @@ def _write_call(name: str, known: dict[str, Any], given: dict[str, Any]) -> str:
 
 
 def _normalize(value: Any, default: Any) -> Any:
-    """Equal values are written alike: 8 for Every(8), 1.0 for 1, a tuple for a list."""
+    """One spelling for equal values: 8 for Every(8), 1.0 for 1, a tuple for a list."""
     if isinstance(value, Every) and value == Every(value.steps):
         return value.steps
     if isinstance(default, float) and isinstance(value, int) and not isinstance(value, bool):
@@ -94,11 +96,6 @@ def check_numbers(name: str, kinds: Mapping[str, str], given: Mapping[str, Any])
             raise TypeError(f"{name}({key}={show(value)}): {key} must be {kind}.")
         if isinstance(value, int) and value.bit_length() > 63:
             raise ValueError(f"{name}({key}={show(value)}): {key} must be a number of at most 63 bits.")
-
-
-def _check_model(name: str, model: Any) -> None:
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"{name}(model={model!r}): model must be a torch module.")
 
 
 def _share_error(error: Exception, group: Any) -> None:

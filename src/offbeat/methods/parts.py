@@ -1,4 +1,4 @@
-"""What several methods are built from: synchronous first steps, and averages that suit what is sent."""
+"""What several methods share: synchronous first steps, and averages for exact and lossy codes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from offbeat.when import Every, Never, Schedule, Then
 
 
 def synchronous(model: nn.Module, steps: int, group: Group) -> list[Part]:
-    """A part that averages gradients in the first `steps` steps; none if there are no such steps."""
+    """A part that averages gradients in the first `steps` steps; an empty list if `steps` is 0."""
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 0:
         raise ValueError(f"{steps!r} synchronous steps: this must be a whole number, at least 0.")
     when = Then(steps, Every(1), Never())
@@ -50,7 +50,7 @@ def average(options: Options, keep: float = 0.0) -> Update:
 
 
 def correct(options: Options) -> Update:
-    """An update that adds to the parameters the difference between the mean and what was sent."""
+    """An update that shifts the parameters by (mean − sent)."""
     return Rebase() if _lossy(options) else Correct()
 
 

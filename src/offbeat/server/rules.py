@@ -32,9 +32,7 @@ class LocalStep(LocalRule):
     b ← b − γ (g + wd·b)
     """
 
-    @property
-    def gains(self) -> tuple[float, float]:
-        return 1.0, 0.0
+    gains = (1.0, 0.0)
 
     def move(self, params: ParamSlice) -> None:
         params.descend(params.lr)
@@ -87,14 +85,11 @@ class Compensated(LocalRule):
     lam: float = 0.04
 
     compares = True
+    gains = (1.0, 0.0)
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.lam) and self.lam >= 0):
             raise ValueError(f"{self!r}: lam must be a finite number, at least 0.")
-
-    @property
-    def gains(self) -> tuple[float, float]:
-        return 1.0, 0.0
 
     def move(self, params: ParamSlice) -> None:
         correction = None

@@ -157,8 +157,8 @@ class Waitfree(Part):
         if outcome.round == self._used:
             kind = "nothing new"
         self._used = outcome.round
-        cost, ages = self._rounds.collect()
-        self._tally.add(kind, waited, ages)
+        cost = self._rounds.collect()
+        self._tally.add(kind, waited, cost.ages)
         self._report(
             GroupReport(
                 step=round + 1,

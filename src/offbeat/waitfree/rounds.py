@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch.profiler import record_function
@@ -53,6 +53,7 @@ class Cost:
     sent: int = 0
     received: int = 0
     in_air: float = 0.0
+    ages: list[int] = field(default_factory=list)  # of this worker's contributions
 
 
 class Rounds:
@@ -81,7 +82,6 @@ class Rounds:
         self.submitted = self.done = first - 1
         self.outcome: Outcome | None = None
         self.cost = Cost()
-        self.ages: list[int] = []  # of the contributions since the last report
         self._first, self._reduce, self._timetable = first, reduce, timetable
 
     def submit(self, round: int, publish: Callable[[], None], *, call: bool) -> None:
@@ -100,12 +100,11 @@ class Rounds:
             self.handover.fetch()
             return self.outcome
 
-    def collect(self) -> tuple[Cost, list[int]]:
-        """The cost of the rounds since the last call, and the ages of this worker's contributions."""
+    def collect(self) -> Cost:
+        """What the rounds since the last call cost."""
         with self.sidecar.locked():
-            cost, ages = self.cost, self.ages
-            self.cost, self.ages = Cost(), []
-        return cost, ages
+            cost, self.cost = self.cost, Cost()
+        return cost
 
     @torch.no_grad()
     def run(self) -> None:
@@ -160,4 +159,4 @@ class Rounds:
             self.cost.sent += metered.sent
             self.cost.received += metered.received
             self.cost.in_air += comm.now() - began
-            self.ages.append(round - version)
+            self.cost.ages.append(round - version)
