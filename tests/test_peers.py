@@ -1,4 +1,4 @@
-"""With whom: which groups are accepted, and who is in them."""
+"""Which groups are accepted, and which ranks are in them."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def lost(comm: Communicator) -> str:
 
 
 @pytest.mark.parametrize("kind", ["Virtual", "Torch"])
-def test_who_is_lost_in_a_group_is_named_as_among_all(pool: Pool, kind: str) -> None:
+def test_a_worker_lost_in_a_group_has_its_global_rank_in_the_error(pool: Pool, kind: str) -> None:
     said = offbeat.simulate(lost, 4) if kind == "Virtual" else pool.run(lost, fresh=True)
     assert said[3] == "ZeroDivisionError: no data"
     sentence = "Round 2 (step 3): Waiting for word from all: rank 3 failed (ZeroDivisionError: no data)."
@@ -135,7 +135,7 @@ def test_who_is_lost_in_a_group_is_named_as_among_all(pool: Pool, kind: str) -> 
 
 
 def butterfly(workers: int, size: int | None, rounds: int, seed: int = 0) -> list[list[list[int]]]:
-    """The groups of each round, as rank 0 has them; all have the same."""
+    """The groups of each round on rank 0, equal on all ranks."""
 
     def worker(comm: offbeat.Communicator) -> list[list[list[int]]]:
         peers = offbeat.Butterfly(size, comm, seed)
@@ -171,7 +171,7 @@ def test_a_butterfly_of_any_number(workers: int, size: int | None) -> None:
         assert max(map(len, groups)) - min(map(len, groups)) <= 1
 
 
-def test_a_butterfly_that_is_drawn_mixes_everyone_and_depends_on_the_seed() -> None:
+def test_a_random_butterfly_mixes_all_workers_and_depends_on_the_seed() -> None:
     rounds = butterfly(5, 2, 16)
     met = {(p, q) for groups in rounds for group in groups for p in group for q in group}
     assert len(met) == 25

@@ -26,7 +26,7 @@ from offbeat.server.stability import stable_product
 
 
 class Vector(nn.Module):
-    """So many weights, each pulled to where a worker wants it at a step, with curvature h."""
+    """Parameters of the given sizes. Each worker pulls them to its own target, with curvature h."""
 
     def __init__(self, *sizes: int, h: float = 1.0) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ def part_of(sync: offbeat.Synchronizer) -> PushPull:
 
 
 # By hand: 2 workers with slopes 1 and 3, lr 1/2, momentum 1/2, k = 2, two steps of warm-up, alpha 2, beta
-# 1/2. v ← v/2 + 2, W ← W − v/2; the pull asked for after a step is used by the next.
+# 1/2. v ← v/2 + 2, W ← W − v/2; a pull requested after a step lands in the next.
 # After each step: base of rank 0 and 1, pulled weights, Λ, server's weights and momentum.
 TRACE = [
     (-1.0, -1.0, -1.0, 0.5, -1.0, 2.0),
@@ -95,7 +95,7 @@ def test_a_trace_worked_by_hand() -> None:
 
 
 class Reference:
-    """The whole method in NumPy: one server that is not cut into slices, and all workers."""
+    """The whole method in NumPy: one unsharded server and all workers."""
 
     def __init__(
         self, workers: int, sizes: Sequence[int], k: int, warmup: int, rule: str, momentum: float
@@ -160,7 +160,7 @@ RULES = {"glu": GLU(), "plain": LocalStep(), "compensated": Compensated(0.25)}
 def test_slices_equal_an_unsharded_server(
     workers: int, k: int, warmup: int, rule: str, momentum: float, nesterov: bool
 ) -> None:
-    """Seven weights in two groups, a rate that falls, vanishes and comes back, and weight decay."""
+    """Seven weights in two groups, a learning rate that falls to 0 and rises again, and weight decay."""
     sizes, decays, steps = (4, 3), (0.1, 0.0), 14
     rates = [(0.0 if t in (5, 6, 7, 8, 9) else 0.1 * 0.9**t) for t in range(steps)]
 
@@ -212,7 +212,7 @@ def live(model: Vector) -> np.ndarray:
 
 @pytest.mark.parametrize("server", [torch.optim.AdamW, functools.partial(torch.optim.Adam, amsgrad=True)])
 def test_another_servers_optimizer_follows_the_users(server: Callable[..., Any]) -> None:
-    """In the warm-up it is the user's own optimizer on mean gradients: betas, rate and decay are theirs."""
+    """In the warm-up it steps like the user's own optimizer on mean gradients, with its options."""
     kind = server if isinstance(server, type) else server.func
 
     def worker(comm: Communicator, method: str, **options: Any) -> np.ndarray:
@@ -305,7 +305,7 @@ def test_clipping_happens_before_the_push() -> None:
 
 
 def test_a_step_that_amp_skipped_pushes_zeros() -> None:
-    """An overflow on rank 1 at steps 1 and 4: its gradient counts as zero there, and scalers are its own."""
+    """Rank 1 overflows at steps 1 and 4, where its gradient counts as zero. Each rank has its own scaler."""
 
     def worker(comm: Communicator, amp: bool) -> list[np.ndarray]:
         scaler = torch.amp.GradScaler("cpu", init_scale=16.0)
@@ -351,7 +351,7 @@ def test_a_missing_gradient_counts_as_zero_and_a_sparse_one_is_refused() -> None
         sync.step()
 
 
-def test_only_what_the_optimizer_holds_moves() -> None:
+def test_only_parameters_of_the_optimizer_move() -> None:
     def worker(comm: Communicator) -> list[float]:
         model = Vector(2, 3)
         sync = offbeat.ssd_sgd(
@@ -367,7 +367,7 @@ def test_only_what_the_optimizer_holds_moves() -> None:
 
 
 def test_two_optimizers() -> None:
-    """The rates of each are those of its own weights."""
+    """Each one's learning rate applies to its own weights."""
 
     def worker(comm: Communicator) -> list[float]:
         model = Vector(1, 2)
@@ -388,7 +388,7 @@ def test_two_optimizers() -> None:
     ("workers", "n", "every"), [(2, 10, 1), (4, 40, 5), (4, 37, 2), (3, 7, 4), (1, 5, 2)]
 )
 def test_bytes(workers: int, n: int, every: int) -> None:
-    """(1 + 1/k)·n·(K−1)/K values per step and worker, n padded, and 64 bytes of header to each other one."""
+    """(1 + 1/k)·n·(K−1)/K values per step and worker, n padded, and a 64-byte header to each other worker."""
     warmup, steps = 2, 2 + 3 * every
     padded = -(-n // workers) * workers
 
@@ -447,7 +447,7 @@ def test_a_fast_network_costs_no_time_at_all() -> None:
 
 
 def test_a_step_takes_the_longer_of_computing_and_pushing() -> None:
-    """Pushes of 1.5 behind computations of 1: the next push leaves when the one before has arrived."""
+    """Pushes of 1.5 behind computations of 1: the next push leaves when the previous one has arrived."""
     for in_flight in (1, 2, 3):
         ends = seconds_of_steps(compute=1.0, push=1.5, every=100, steps=8, in_flight=in_flight)
         assert ends[7] - ends[6] == pytest.approx(1.5, rel=1e-2)  # the first ones are not held back
@@ -456,8 +456,8 @@ def test_a_step_takes_the_longer_of_computing_and_pushing() -> None:
     )
 
 
-def test_a_pull_is_asked_for_when_the_push_before_it_arrives() -> None:
-    """Not when the worker comes by: after 0.75 + 0.75 the weights are there, half a step late."""
+def test_a_pull_starts_when_the_push_before_it_arrives() -> None:
+    """It does not wait for the worker: after 0.75 + 0.75 the weights are there, half a step late."""
     ends = seconds_of_steps(compute=1.0, push=0.75, every=4, steps=8)
     assert ends == pytest.approx([1.0, 2.0, 3.0, 4.0, 5.5, 6.5, 7.5, 8.5], rel=1e-3)
 
@@ -471,7 +471,7 @@ def test_a_slow_network_holds_the_worker_back(in_flight: int) -> None:
     assert ends == pytest.approx(expected, rel=1e-2)  # and the header, 0.4 % of a message
 
 
-def test_averaged_needs_no_message_while_a_pull_is_in_the_air() -> None:
+def test_averaged_needs_no_message_while_a_pull_is_in_flight() -> None:
     def worker(comm: Communicator) -> None:
         meter = offbeat.Metered(comm)
         model = Vector(4)
@@ -527,7 +527,7 @@ def saved_in_flight(comm: Communicator, cut: int) -> list[dict[str, Tensor]]:
     return [*trace, snapshot(model)]
 
 
-def test_resumed_processes_go_on_to_the_bit(pool: Pool) -> None:
+def test_resumed_processes_continue_bit_identically(pool: Pool) -> None:
     expected = pool.run(train_whole)
     for cut in (2, 4, 5):  # with pushes in the air, with a pull too, and one step later
         for a, b in zip(pool.run(saved_in_flight, cut), expected, strict=True):
@@ -539,7 +539,7 @@ def train_whole(comm: Communicator) -> list[dict[str, Tensor]]:
 
 
 def two_models(comm: Communicator) -> list[list[np.ndarray]]:
-    """Two servers among the same workers, each with its own task_queue."""
+    """Two servers among the same workers, each with its own task queues."""
     models = [Vector(5), Vector(5)]
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.25, momentum=0.5) for m in models]
     syncs = [
@@ -575,7 +575,7 @@ def one_fails(comm: Communicator) -> None:
             sync.step()
 
 
-def test_who_waits_for_a_lost_worker_learns_of_it(pool: Pool) -> None:
+def test_workers_that_wait_for_a_lost_one_are_told(pool: Pool) -> None:
     answers = pool.attempt(one_fails)
     assert isinstance(answers[2], KeyError)
     for rank in (0, 1, 3):
@@ -584,7 +584,7 @@ def test_who_waits_for_a_lost_worker_learns_of_it(pool: Pool) -> None:
 
 
 class Ending:
-    """A message that ends, well or not, at the very moment at which a slice of waiting is over."""
+    """A message that succeeds or fails exactly when one slice of waiting ends."""
 
     def __init__(self, fails: bool) -> None:
         self.waits, self.fails = 0, fails
@@ -611,7 +611,7 @@ def test_a_message_that_ends_with_a_slice_of_waiting_has_arrived() -> None:
 
 
 class Order:
-    """Jobs that note when they are done."""
+    """Jobs that record when they are done."""
 
     def __init__(self, task_queue: offbeat.comm.task_queue.TaskQueue) -> None:
         self.task_queue, self.done = task_queue, []
@@ -699,7 +699,7 @@ def test_another_learning_rate() -> None:
         simulate(worker, 2)
 
 
-def test_one_worker_looks_while_another_steps() -> None:
+def test_one_worker_evaluates_while_another_steps() -> None:
     def worker(comm: Communicator) -> None:
         model = Vector(5)
         sync = offbeat.ssd_sgd(model, torch.optim.SGD(model.parameters(), lr=0.25), warmup=1, group=comm)
@@ -744,7 +744,7 @@ REGION = [
 
 
 @pytest.mark.parametrize(("every", "momentum", "alpha", "beta"), REGION)
-def test_it_warns_once_outside_of_the_stable_region_and_never_inside(
+def test_it_warns_once_outside_the_stable_region_and_never_inside(
     every: int, momentum: float, alpha: float, beta: float
 ) -> None:
     limit = stable_product(every, momentum, alpha, beta)
@@ -815,7 +815,7 @@ def test_bad_arguments(method: str, options: dict[str, Any], kind: type[Exceptio
 
 
 @pytest.mark.parametrize("server", [torch.optim.Adafactor, torch.optim.LBFGS, torch.optim.SparseAdam])
-def test_a_server_that_cannot_be_cut_is_refused(server: Any) -> None:
+def test_a_server_that_cannot_be_sharded_is_refused(server: Any) -> None:
     model = Vector(2)
     with pytest.raises(ValueError, match="it does not step the pieces of a tensor as it steps the whole"):
         offbeat.od_sgd(model, torch.optim.SGD(model.parameters(), lr=0.1), server=server)
@@ -850,7 +850,7 @@ def test_optimizers_that_do_not_fit(optimizer: Any, sentence: str) -> None:
         offbeat.ssd_sgd(model, optimizer(model.parameters()))
 
 
-def test_a_rule_that_is_none() -> None:
+def test_local_must_be_a_rule() -> None:
     sentence = "PushPull(local=2): local must be a rule, such as GLU(alpha=2.0, beta=0.5)."
     with says(TypeError, sentence):
         PushPull(offbeat.params(Vector(2)), every=2, local=2)
@@ -895,7 +895,7 @@ def test_after_an_error_the_task_queue_is_gone_and_steps_are_refused() -> None:
         sync.step()
 
 
-def test_a_push_is_under_way_before_a_pull_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_push_is_sent_before_a_pull_is_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
     order = []
     for name in ("_push", "_land"):
         act = getattr(offbeat.PushPull, name)

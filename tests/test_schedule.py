@@ -1,4 +1,4 @@
-"""When rounds come, to the letter."""
+"""The exact steps at which rounds begin."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def test_the_last_round_ends_the_run(expression: str) -> None:
 
 
 def asked(when: Schedule, steps: int) -> list[tuple[int, dict[str, Any]]]:
-    """What the second of two schedules knows each time it has planned; all rounds tell drift 1 and loss 1."""
+    """The state of the second of two schedules after each plan; all rounds report drift 1 and loss 1."""
     state, step, known = when.init(), 0, []
     while step < steps:
         heard = {"drift": 1.0, "loss": 1.0, "round_lr": 0.1} if known and known[0][0] != step else {}
@@ -161,7 +161,7 @@ def test_after_a_switch_drift_is_sampled_until_a_step_of_the_run(warmup: int, sa
 
 @pytest.mark.parametrize(("warmup", "ended"), [(0, 18), (10, 18), (12, 22), (20, 30)])
 def test_after_a_switch_intervals_of_losses_begin_there(warmup: int, ended: int) -> None:
-    """The first interval, of eight steps, is over when it is known what losses are compared with."""
+    """The first interval of eight steps ends when its reference loss is known."""
     known = asked(Then(10, Never(), AdaComm(start=4, interval=8, warmup=warmup)), 40)
     assert next(step for step, state in known if state["first"] is not None) == ended
 
@@ -357,7 +357,7 @@ def test_a_schedule_of_ones_own_must_answer() -> None:
 
 
 class Counting(Schedule):
-    """Notes every question; answers as `Every(period)` does, or None in between."""
+    """Records every call; answers like `Every(period)`, or None in between."""
 
     def __init__(self, period: int, silent: int = 0) -> None:
         self.period, self.silent, self.asked = period, silent, []

@@ -148,7 +148,7 @@ def test_after_a_global_round_a_late_worker_contributes_the_mean() -> None:
     assert kinds(reports[1]) == [("fresh", 0), ("late", 1)]
 
 
-def test_a_call_reaches_those_who_first_have_another_round_to_run() -> None:
+def test_a_call_reaches_workers_that_must_run_another_round_first() -> None:
     # Four workers in pairs: rounds 0, 1, 2 with partners rank ^ 1, rank ^ 2, rank ^ 1. Rank 3 needs 3.5 s.
     # 1.0  W' = 1, 3, 5; rank 3 contributes 0: ranks 0 and 1 have 2, rank 2 has 5/2.
     # 2.0  W' = 3, 5, 15/2: ranks 0 and 2 have 21/4; rank 1 with rank 3's 0 has 5/2.
@@ -202,7 +202,7 @@ def test_a_near_tie(grace: str, latency: float, kind: str, waited: float) -> Non
 
 
 def test_by_default_a_round_waits_until_a_worker_is_overdue() -> None:
-    """A tenth over the usual is awaited. Who came later than that is awaited again in the next round."""
+    """A tenth over the usual time is awaited. A later worker is awaited again in the next round."""
     for seconds, late in ((1.08, []), (1.2, [5])):
         _, reports = walk("wagma(group_size=2, every=10)", slow(1, 5, seconds), steps=9)
         assert [report.round for report in reports[1] if report.kind == "late"] == late
@@ -211,7 +211,7 @@ def test_by_default_a_round_waits_until_a_worker_is_overdue() -> None:
         assert waited == pytest.approx(expected)
 
 
-def test_what_is_usual_varies_as_steps_do_and_does_not_know_delays() -> None:
+def test_the_usual_time_follows_the_spread_of_steps_and_ignores_delays() -> None:
     assert allowance([2.0] * 5) == pytest.approx(2.2)
     assert allowance([1.0, 1.1, 1.2, 1.3, 1.4]) == pytest.approx(1.2 + 5 * 0.1)
     assert allowance([1.0, 1.0, 9.0, 1.0, 9.0, 1.0, 1.0]) == pytest.approx(1.1)
@@ -243,7 +243,7 @@ def test_by_default_a_worker_that_is_always_slower_is_awaited_which_costs_no_tim
     def seconds(expression: str) -> float:
         _, reports = walk(expression, compute, steps=8)
         if "grace" not in expression:
-            # In the first period it is rounds behind before anybody knows how long it takes.
+            # In the first period it is rounds behind before its usual time is known.
             assert [report.kind for report in reports[1]][3:] == ["fresh"] * 3
             assert [report.seconds_waited for report in reports[0]][3:] == [1.0] * 3
         return max(offbeat.simulate(lambda comm: last_moment(comm, expression), 2, compute=compute))
@@ -260,7 +260,7 @@ def last_moment(comm: offbeat.Communicator, expression: str) -> float:
 
 
 def test_a_straggler_costs_the_others_nothing_between_global_rounds() -> None:
-    """Each step another worker needs nine seconds: averaging waits for it every time, groups for the sum."""
+    """At each step another worker needs nine seconds. Averaging waits every time, groups once per period."""
     compute = lambda rank, step: 9.0 if step % 4 == rank else 1.0  # noqa: E731
 
     def seconds(expression: str) -> float:
@@ -359,7 +359,7 @@ def test_without_late_workers_it_is_the_butterfly_average_after_every_step() -> 
 
 
 def random_compute(seed: int, share: float = 0.3) -> Compute:
-    """Jitter, and now and then a long pause."""
+    """Jitter, and sometimes a long pause."""
 
     def compute(rank: int, step: int) -> float:
         draw = random.Random(f"{seed} {rank} {step}")
@@ -486,7 +486,7 @@ def test_bytes_are_those_of_the_groups() -> None:
 
 
 @pytest.mark.parametrize("expression", ["wagma(group_size=2, every=2)", "eager_sgd(every=2)"])
-def test_the_totals_have_what_is_said_beside_the_rounds(expression: str) -> None:
+def test_the_totals_include_messages_outside_the_rounds(expression: str) -> None:
     """Eight numbers for each other worker: the attendance, twice, and one message before the threads end."""
 
     def worker(comm: offbeat.Communicator) -> None:
@@ -554,7 +554,7 @@ def test_finish_in_the_middle_of_a_period_leaves_all_equal() -> None:
     "expression",
     ["wagma(every=4, grace=0)", "wagma(every=4)", "wagma(every=4, late='add')", "eager_sgd(every=4)"],
 )
-def test_resuming_after_a_global_round_is_exact_also_among_the_late(expression: str) -> None:
+def test_resuming_after_a_global_round_is_exact_even_with_late_workers(expression: str) -> None:
     compute = random_compute(5)
 
     def whole(comm: offbeat.Communicator, cut: bool) -> list[dict[str, Tensor]]:
@@ -583,7 +583,7 @@ def test_resuming_after_a_global_round_is_exact_also_among_the_late(expression: 
         assert all(same(x, y) for x, y in zip(a, b, strict=True))
 
 
-def test_elsewhere_a_checkpoint_is_refused_and_the_run_goes_on() -> None:
+def test_elsewhere_a_checkpoint_is_refused_and_the_run_continues() -> None:
     def worker(comm: offbeat.Communicator) -> None:
         model = Line()
         with offbeat.wagma(model, torch.optim.SGD(model.parameters(), lr=1.0), every=4, group=comm) as sync:
@@ -730,7 +730,7 @@ def test_a_worker_that_has_no_more_data_is_named() -> None:
         offbeat.simulate(worker, 3)
 
 
-def test_forgotten_finish_is_no_deadlock() -> None:
+def test_a_forgotten_finish_does_not_deadlock() -> None:
     def worker(comm: offbeat.Communicator) -> float:
         model = Line()
         sync = offbeat.wagma(model, torch.optim.SGD(model.parameters(), lr=1.0), every=4, group=comm)
@@ -785,7 +785,7 @@ def line() -> tuple[Line, torch.optim.Optimizer]:
     return model, torch.optim.SGD(model.parameters(), lr=1.0)
 
 
-# What the global rounds are, or could be taken for.
+# Exchanges that can run the global rounds, and others that look similar.
 GLOBAL: dict[str, tuple[bool, Callable[[nn.Module, offbeat.Communicator], Exchange]]] = {
     "mean": (True, lambda m, c: Exchange(params(m), when=Every(4), among=c)),
     "world": (True, lambda m, c: Exchange(params(m), when=Every(4), among=World(c))),
@@ -899,7 +899,7 @@ def test_parts_by_hand_are_the_named_method(late: str, buffers: str) -> None:
 @pytest.mark.parametrize("exchange_first", [True, False])
 @pytest.mark.parametrize("every", [None, 1, 2, 3, 4, 5, 6, 8])
 def test_eager_gradients_rely_on_no_exchange(every: int | None, exchange_first: bool) -> None:
-    """Whatever averages the weights, and when: once all have met, each gradient has reached each worker once.
+    """However the weights are averaged: after a blocking round, each gradient has reached each worker once.
 
     Rank 2 is late for two rounds of each four.
     """
