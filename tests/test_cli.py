@@ -93,7 +93,7 @@ def test_only_the_methods_own_tensors_are_counted(
 
 def test_parts_tell_what_they_are(entries: dict[str, methods_table.Entry]) -> None:
     (line,) = entries["cocod"].lines
-    assert line == methods_table.Transport("Every(steps=8)", "World()", "parameters", "Correct()", "4")
+    assert line == methods_table.Line("Every(steps=8)", "World()", "parameters", "Correct()", "4")
     assert entries["ddp"].lines[0].sent == "gradients"
     assert entries["noloco"].lines[0].among == "Pairs()"
     assert entries["overlap_local_sgd"].lines[0].delay == "round"

@@ -56,7 +56,7 @@ def test_what_is_built() -> None:
 
 def test_values_may_be_written_by_position_and_methods_may_not() -> None:
     assert method("local_sgd(every=QSR(0.5, 2))").arguments == {"every": QSR(alpha=0.5, base=2)}
-    with says(ValueError, "method('local_sgd(8)'): arguments are named, as in local_sgd(every=8)."):
+    with says(ValueError, "method('local_sgd(8)'): name the arguments, as in local_sgd(every=8)."):
         method("local_sgd(8)")
 
 
@@ -71,9 +71,9 @@ REFUSED = {
     "ddp() or ddp()": f"name one of {METHODS}.",
     "(lambda: ddp)()": f"name one of {METHODS}.",
     "[ddp][0]()": f"name one of {METHODS}.",
-    "local_sgd(*[8])": "arguments are named, as in local_sgd(every=8).",
-    "local_sgd(**{'every': 8})": "** is not understood here.",
-    "local_sgd(every=Every(**{'steps': 8}))": "** is not understood here.",
+    "local_sgd(*[8])": "name the arguments, as in local_sgd(every=8).",
+    "local_sgd(**{'every': 8})": "** is not supported.",
+    "local_sgd(every=Every(**{'steps': 8}))": "** is not supported.",
     "local_sgd(every=8, every=4)": "every= is given twice.",
     "local_sgd(every=Every(8, offset=1, offset=2))": "offset= is given twice.",
     "local_sgd(steps=8)": (
@@ -128,9 +128,9 @@ NOT_UNDERSTOOD = {
 
 @pytest.mark.parametrize(("expression", "culprit"), NOT_UNDERSTOOD.items(), ids=list(NOT_UNDERSTOOD))
 def test_what_is_not_understood(expression: str, culprit: str) -> None:
-    with pytest.raises(ValueError, match="is not understood") as caught:
+    with pytest.raises(ValueError, match="is not supported") as caught:
         method(expression)
-    begin = f"method({expression!r}): {culprit!r} is not understood; use numbers, strings and "
+    begin = f"method({expression!r}): {culprit!r} is not supported; use numbers, strings and "
     assert str(caught.value).startswith(begin)
     values = str(caught.value).removeprefix(begin).removesuffix(".").split(", ")
     assert values == sorted(values)
@@ -145,9 +145,9 @@ def test_what_is_not_understood(expression: str, culprit: str) -> None:
     ["local_sgd(every=8", "", "import os", "local_sgd(every=)", "ddp(); ddp()", "x = ddp()"],
 )
 def test_what_is_no_expression(expression: str) -> None:
-    with pytest.raises(ValueError, match="this is not an expression: ") as caught:
+    with pytest.raises(ValueError, match="this is not a valid expression: ") as caught:
         method(expression)
-    assert str(caught.value).startswith(f"method({expression!r}): this is not an expression: ")
+    assert str(caught.value).startswith(f"method({expression!r}): this is not a valid expression: ")
     assert type(caught.value) is ValueError
     assert caught.value.__suppress_context__
 

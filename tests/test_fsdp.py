@@ -131,7 +131,7 @@ def test_each_rank_sends_its_own_shard(pool: Pool) -> None:
 def two_axes(comm: offbeat.Communicator) -> str:
     mesh = mesh_of_four()
     model = nn.Linear(2, 1)
-    with pytest.raises(ValueError, match="a mesh of one axis is needed, not of 2: pass mesh\\['replica'\\]"):
+    with pytest.raises(ValueError, match="the mesh must have one axis, not 2: pass mesh\\['replica'\\]"):
         offbeat.local_sgd(model, torch.optim.SGD(model.parameters(), lr=0.1), group=mesh)
     return str(dist.get_backend(mesh.get_group("replica")))
 

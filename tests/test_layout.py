@@ -26,13 +26,13 @@ class Mixed(Realistic):
 
     def __init__(self, seed: int = 0) -> None:
         super().__init__(seed)
-        self.double = nn.Parameter(torch.full((3, 2), 1.0 + seed, dtype=torch.float64))
+        self.double_precision = nn.Parameter(torch.full((3, 2), 1.0 + seed, dtype=torch.float64))
         self.empty = nn.Parameter(torch.zeros(0, 3))
         self.tied = self.body[4].weight
         self.frozen = nn.Parameter(torch.ones(2), requires_grad=False)
 
     def forward(self, data: Tensor) -> Tensor:
-        return super().forward(data) + (self.double.square().sum() + self.tied.sum()).float()
+        return super().forward(data) + (self.double_precision.square().sum() + self.tied.sum()).float()
 
 
 def trained(comm: offbeat.Communicator, expression: str, flat: bool) -> tuple[dict[str, Tensor], bool]:
@@ -45,7 +45,7 @@ def trained(comm: offbeat.Communicator, expression: str, flat: bool) -> tuple[di
     sync = offbeat.method(expression)(net, optimizer, group=comm)
     for step in range(7):
         if step == 4 and flat:
-            net.double.data = net.double.data.clone()  # moved away: copied from now on
+            net.double_precision.data = net.double_precision.data.clone()  # moved away: copied from now on
         net(data(comm.rank, step)).backward()
         sync.step()
         optimizer.zero_grad()
@@ -88,6 +88,7 @@ def test_what_cannot_be_moved_is_named() -> None:
     net = nn.Linear(3, 2)
     net.weight = nn.Parameter(torch.zeros(3, 2).t())
     with says(
-        ValueError, "flatten(model): 'weight' is not contiguous; only whole contiguous parameters can move."
+        ValueError,
+        "flatten(model): 'weight' is not contiguous; only whole, contiguous parameters can be moved.",
     ):
         offbeat.flatten(net)

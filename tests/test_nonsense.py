@@ -200,26 +200,29 @@ def test_arguments_of_values(name: str) -> None:
     [
         (
             "local_sgd(every=" + "-" * 5000 + "1)",
-            f"at most {DEEPEST} levels are possible, and these are more.",
+            f"an expression has at most {DEEPEST} levels, but this has more.",
         ),
-        ("local_sgd(every=" + "-" * 50 + "1)", f"at most {DEEPEST} levels are possible, and these are more."),
-        ("(" * 5000 + ")" * 5000, f"at most {DEEPEST} levels are possible, and these are more."),
-        ("local_sgd(every=" + "[" * 90 + "]" * 90 + ")", f"at most {DEEPEST} levels are possible, and "),
-        ("ddp" + "()" * 3000, f"at most {DEEPEST} levels are possible, and these are more."),
-        ("ddp" + ".x" * 3000, f"at most {DEEPEST} levels are possible, and these are more."),
+        (
+            "local_sgd(every=" + "-" * 50 + "1)",
+            f"an expression has at most {DEEPEST} levels, but this has more.",
+        ),
+        ("(" * 5000 + ")" * 5000, f"an expression has at most {DEEPEST} levels, but this has more."),
+        ("local_sgd(every=" + "[" * 90 + "]" * 90 + ")", f"an expression has at most {DEEPEST} levels, but "),
+        ("ddp" + "()" * 3000, f"an expression has at most {DEEPEST} levels, but this has more."),
+        ("ddp" + ".x" * 3000, f"an expression has at most {DEEPEST} levels, but this has more."),
         (
             "local_sgd(every=1" + "+1" * 3000 + ")",
-            f"at most {DEEPEST} levels are possible, and these are more.",
+            f"an expression has at most {DEEPEST} levels, but this has more.",
         ),
-        ("x" * 100_000, f"at most {LONGEST} characters are possible, and these are 100000."),
-        ("local_sgd(every=" + "9" * 400 + ")", "a number of 1329 bits is too large a number."),
-        ("local_sgd(every=9223372036854775808)", "9223372036854775808 is too large a number."),
-        ("local_sgd(every=" + "9" * 5000 + ")", "this is not an expression: "),
-        ("qsr(alpha=1e999)", "inf is too large a number."),
-        ("qsr(alpha=-1e999)", "inf is too large a number."),
-        ("local_sgd(every=1j)", "'1j' is not understood; "),
-        ("local_sgd(every=8\0)", "this is not an expression: "),
-        ("local_sgd(every='\ud800')", "this is not an expression: "),
+        ("x" * 100_000, f"an expression has at most {LONGEST} characters, but this has 100000."),
+        ("local_sgd(every=" + "9" * 400 + ")", "a number of 1329 bits is too large."),
+        ("local_sgd(every=9223372036854775808)", "9223372036854775808 is too large."),
+        ("local_sgd(every=" + "9" * 5000 + ")", "this is not a valid expression: "),
+        ("qsr(alpha=1e999)", "inf is too large."),
+        ("qsr(alpha=-1e999)", "inf is too large."),
+        ("local_sgd(every=1j)", "'1j' is not supported; "),
+        ("local_sgd(every=8\0)", "this is not a valid expression: "),
+        ("local_sgd(every='\ud800')", "this is not a valid expression: "),
     ],
     ids=range(16),
 )
@@ -231,7 +234,7 @@ def test_expressions_beyond_all_bounds(expression: str, reason: str) -> None:
 
 
 def test_an_expression_is_text() -> None:
-    with pytest.raises(TypeError, match=r"^method\(8\): an expression is text, such as 'local_sgd"):
+    with pytest.raises(TypeError, match=r"^method\(8\): an expression must be a string, such as 'local_sgd"):
         method(8)  # type: ignore[arg-type]
 
 

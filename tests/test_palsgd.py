@@ -1,4 +1,4 @@
-"""PALSGD: pulls towards the anchor between gradient steps."""
+"""PALSGD: pulls toward the anchor between gradient steps."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def test_a_frameworks_own_step_is_scaled_too() -> None:
 
 
 def test_nothing_stays_with_the_optimizer() -> None:
-    """Neither after a step nor after an error in it: stepped alone, it has the user's rate again."""
+    """After a step, and after an error in one, the optimizer has the user's rate again."""
     net = Slopes()
     opt = torch.optim.SGD(net.parameters(), lr=0.5)
     sync = offbeat.palsgd(net, opt, p=0.5)
@@ -139,7 +139,7 @@ def test_nothing_stays_with_the_optimizer() -> None:
 
 
 class Fragile(torch.optim.SGD):
-    """Fails in the middle of its first step, its rates scaled."""
+    """Fails in the middle of its first step, while its rates are scaled."""
 
     failed = False
 
@@ -170,7 +170,7 @@ def test_rates_come_back_after_an_error(again: bool) -> None:
 
 
 def test_rates_come_back_when_another_part_fails() -> None:
-    """Also from before the local step, whatever the order of the parts."""
+    """Even if it fails before the local step, in any order of the parts."""
 
     class Failing(offbeat.Part):
         def __init__(self, exchange: offbeat.Exchange) -> None:
@@ -269,7 +269,7 @@ def test_draws_have_their_probability() -> None:
 
 
 def alone(comm: offbeat.Communicator, steps: int) -> tuple[int, int, list[int]]:
-    """How often this rank was pulled, its iterations, and when its rounds came."""
+    """How often this rank was pulled, its iterations, and the steps of its rounds."""
     walk = Walk(comm, "palsgd(every=10, p=0.3, shared=False, warmup=2, seed=3)", lr=0.01)
     pseudo = walk.sync.parts[2]
     pulls = []
@@ -285,7 +285,7 @@ def alone(comm: offbeat.Communicator, steps: int) -> tuple[int, int, list[int]]:
 ALONE = (30, [1, 2, 9, 16, 23, 30])
 
 
-def test_own_draws_differ_and_rounds_do_not() -> None:
+def test_own_draws_differ_but_rounds_do_not() -> None:
     results = offbeat.simulate(lambda comm: alone(comm, 30), 4)
     assert [result[1:] for result in results] == [ALONE] * 4
     pulls = [result[0] for result in results]
@@ -397,7 +397,7 @@ def test_pulled_workers_stay_closer() -> None:
         ("palsgd(every=0, shared=False)", "Every(steps=0): steps must be at least 1."),
         (
             "palsgd(warmup=-1)",
-            "-1 synchronous steps: a whole number, 0 or more, is needed.",
+            "-1 synchronous steps: this must be a whole number, at least 0.",
         ),
     ],
 )

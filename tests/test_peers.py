@@ -1,4 +1,4 @@
-"""With whom: which groups are accepted, and who is in them."""
+"""Which groups are accepted, and which ranks are in them."""
 
 from __future__ import annotations
 
@@ -30,9 +30,8 @@ def test_a_communicator_is_taken_as_it_is() -> None:
 
 @pytest.mark.parametrize("group", ["gloo", 4, [0, 1]])
 def test_anything_else_is_refused(group: Any) -> None:
-    with says(
-        TypeError, f"group={group!r}: a ProcessGroup, a one-axis DeviceMesh or a Communicator is needed."
-    ):
+    sentence = f"group={group!r}: group must be a ProcessGroup, a one-axis DeviceMesh or a Communicator."
+    with says(TypeError, sentence):
         communicator(group)
 
 
@@ -61,13 +60,13 @@ def test_subgroups(ranks: Any, expected: list[list[int]]) -> None:
     [
         (
             3,
-            "Subgroups(3): 4 workers cannot be cut into groups of 3; "
-            "list the ranks of each group for uneven ones.",
+            "Subgroups(3): 4 workers do not divide into groups of 3; "
+            "for uneven groups, list the ranks of each.",
         ),
         (
             0,
-            "Subgroups(0): 4 workers cannot be cut into groups of 0; "
-            "list the ranks of each group for uneven ones.",
+            "Subgroups(0): 4 workers do not divide into groups of 0; "
+            "for uneven groups, list the ranks of each.",
         ),
         (((0, 1), (2,)), "Subgroups(((0, 1), (2,))): each of the ranks 0 to 3 must be in exactly one group."),
         (
@@ -98,12 +97,12 @@ def meshes(comm: Communicator) -> list[Any]:
         sentence = "accepted"
     except ValueError as error:
         sentence = str(error)
-    return [axis.size, mean, again, world.size, same, sentence.partition(": a mesh")[2]]
+    return [axis.size, mean, again, world.size, same, sentence.partition(": the mesh")[2]]
 
 
 @pytest.mark.slow
 def test_process_groups_and_meshes(pool: Pool) -> None:
-    expected = " of one axis is needed, not of 2: pass mesh['replica']."
+    expected = " must have one axis, not 2: pass mesh['replica']."
     # Ranks 0 and 2 hold the first shard, 1 and 3 the second.
     assert pool.run(meshes) == [[2, mean, True, 4, True, expected] for mean in (1.0, 2.0, 1.0, 2.0)]
 
@@ -127,7 +126,7 @@ def lost(comm: Communicator) -> str:
 
 
 @pytest.mark.parametrize("kind", ["Virtual", "Torch"])
-def test_who_is_lost_in_a_group_is_named_as_among_all(pool: Pool, kind: str) -> None:
+def test_a_worker_lost_in_a_group_has_its_global_rank_in_the_error(pool: Pool, kind: str) -> None:
     said = offbeat.simulate(lost, 4) if kind == "Virtual" else pool.run(lost, fresh=True)
     assert said[3] == "ZeroDivisionError: no data"
     sentence = "Round 2 (step 3): Waiting for word from all: rank 3 failed (ZeroDivisionError: no data)."
@@ -136,7 +135,7 @@ def test_who_is_lost_in_a_group_is_named_as_among_all(pool: Pool, kind: str) -> 
 
 
 def butterfly(workers: int, size: int | None, rounds: int, seed: int = 0) -> list[list[list[int]]]:
-    """The groups of each round, as rank 0 has them; all have the same."""
+    """The groups of each round on rank 0, equal on all ranks."""
 
     def worker(comm: offbeat.Communicator) -> list[list[list[int]]]:
         peers = offbeat.Butterfly(size, comm, seed)
@@ -172,7 +171,7 @@ def test_a_butterfly_of_any_number(workers: int, size: int | None) -> None:
         assert max(map(len, groups)) - min(map(len, groups)) <= 1
 
 
-def test_a_butterfly_that_is_drawn_mixes_everyone_and_depends_on_the_seed() -> None:
+def test_a_random_butterfly_mixes_all_workers_and_depends_on_the_seed() -> None:
     rounds = butterfly(5, 2, 16)
     met = {(p, q) for groups in rounds for group in groups for p in group for q in group}
     assert len(met) == 25

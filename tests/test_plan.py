@@ -378,8 +378,7 @@ WRONG = [
     ),
     (
         lambda: predict("hierarchical(nodes=3)", HAND, Cluster(4, Constant(1.0))),
-        "Subgroups(3): 4 workers cannot be cut into groups of 3; list the ranks of each group for "
-        "uneven ones.",
+        "Subgroups(3): 4 workers do not divide into groups of 3; for uneven groups, list the ranks of each.",
     ),
 ]
 

@@ -347,7 +347,7 @@ def test_periods_are_put_into_methods() -> None:
         ({"lr": -1.0}, "lr=-1.0: a positive number is needed."),
         ({"optimizer": "lion"}, "optimizer='lion': name one of adamw, sgd."),
         ({"method": "local_sgd(every=0)"}, "Every(steps=0): steps must be at least 1."),
-        ({"method": "hierarchical(nodes=3)"}, "Subgroups(3): 4 workers cannot be cut into groups of 3; list"),
+        ({"method": "hierarchical(nodes=3)"}, "Subgroups(3): 4 workers do not divide into groups of 3; for"),
         ({"method": "torch_ddp()", "where": "simulation"}, "torch_ddp needs processes of its own:"),
         (
             {"link": "1gbit,5ms", "where": "netns"},

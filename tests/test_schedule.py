@@ -1,4 +1,4 @@
-"""When rounds come, to the letter."""
+"""The exact steps at which rounds begin."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def test_the_last_round_ends_the_run(expression: str) -> None:
 
 
 def asked(when: Schedule, steps: int) -> list[tuple[int, dict[str, Any]]]:
-    """What the second of two schedules knows each time it has planned; all rounds tell drift 1 and loss 1."""
+    """The state of the second of two schedules after each plan; all rounds report drift 1 and loss 1."""
     state, step, known = when.init(), 0, []
     while step < steps:
         heard = {"drift": 1.0, "loss": 1.0, "round_lr": 0.1} if known and known[0][0] != step else {}
@@ -161,7 +161,7 @@ def test_after_a_switch_drift_is_sampled_until_a_step_of_the_run(warmup: int, sa
 
 @pytest.mark.parametrize(("warmup", "ended"), [(0, 18), (10, 18), (12, 22), (20, 30)])
 def test_after_a_switch_intervals_of_losses_begin_there(warmup: int, ended: int) -> None:
-    """The first interval, of eight steps, is over when it is known what losses are compared with."""
+    """The first interval of eight steps ends when its reference loss is known."""
     known = asked(Then(10, Never(), AdaComm(start=4, interval=8, warmup=warmup)), 40)
     assert next(step for step, state in known if state["first"] is not None) == ended
 
@@ -281,9 +281,9 @@ def test_sentences(make: Any, sentence: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "fault"),
     [
-        ({"alpha": -0.1}, "alpha must be a finite number, 0 or more."),
-        ({"alpha": math.inf}, "alpha must be a finite number, 0 or more."),
-        ({"alpha": math.nan}, "alpha must be a finite number, 0 or more."),
+        ({"alpha": -0.1}, "alpha must be a finite number, at least 0."),
+        ({"alpha": math.inf}, "alpha must be a finite number, at least 0."),
+        ({"alpha": math.nan}, "alpha must be a finite number, at least 0."),
         ({"base": 0}, "base must be at least 1."),
         ({"warmup": -1}, "warmup must not be negative."),
         ({"peak": 0.0}, "peak must be positive."),
@@ -327,7 +327,7 @@ def test_steps_are_whole(make: Any, sentence: str) -> None:
 
 @pytest.mark.parametrize("every", [2.0, "8", True, None])
 def test_every_is_a_number_or_a_schedule(every: Any) -> None:
-    sentence = f"every={every!r}: a whole number of steps or a schedule such as Every(8) is needed."
+    sentence = f"every={every!r}: every must be a whole number of steps, or a schedule such as Every(8)."
     with says(TypeError, sentence):
         schedule(every)
 
@@ -357,7 +357,7 @@ def test_a_schedule_of_ones_own_must_answer() -> None:
 
 
 class Counting(Schedule):
-    """Notes every question; answers as `Every(period)` does, or None in between."""
+    """Records every call; answers like `Every(period)`, or None in between."""
 
     def __init__(self, period: int, silent: int = 0) -> None:
         self.period, self.silent, self.asked = period, silent, []
@@ -397,7 +397,7 @@ def test_a_schedule_without_a_plan_is_asked_before_every_step() -> None:
 
 
 def test_a_plan_survives_a_falling_rate() -> None:
-    """Asked anew at each step, the rule's horizon would recede: 4, 5, 7, 11 … steps away."""
+    """If asked again at each step, the rule's horizon would recede: 4, 5, 7, 11 … steps away."""
     lrs = [0.25 / 1.2**n for n in range(12)]
     assert period(QSR(alpha=0.5, base=2), lr=lrs[3]) > 4
     # (0.5 / 0.25)² = 4; at step 4 the rate is 0.1206: 17.

@@ -19,7 +19,7 @@ import offbeat.app.cli.train
 import offbeat.base.units
 from offbeat.app.runs.folder import setting_of
 from offbeat.app.runs.setting import Setting
-from offbeat.base.errors import BadArgument, shown
+from offbeat.base.errors import BadArgument, show
 from offbeat.base.units import (
     Link,
     Straggler,
@@ -74,7 +74,7 @@ BAD_TIMES = {
 BAD_LINKS = {
     **dict.fromkeys(["", ",", "100bananas", "100m", "-5mbit", "1e3bit", "nan", "inf", "٣mbit"], _LINK),
     **dict.fromkeys(["0mbit", "1001tbit", "9" * 300], "a rate must be from 1bit to 1000tbit."),
-    **{f"1gbit,{time}": f"{shown(time)}: {sentence}" for time, sentence in BAD_TIMES.items()},
+    **{f"1gbit,{time}": f"{show(time)}: {sentence}" for time, sentence in BAD_TIMES.items()},
 }  # fmt: skip
 BAD_STRAGGLERS = {
     **dict.fromkeys(
@@ -96,7 +96,7 @@ BAD_STRAGGLERS = {
         "every must be at least 1, and share between 0 and 1.",
     ),
     "rank=4,delay=1": "the ranks are 0 to 3.",
-    **{f"rank=1,delay={t}": f"{shown(t)}: {s}" for t, s in BAD_TIMES.items() if not {",", " "} & set(t)},
+    **{f"rank=1,delay={t}": f"{show(t)}: {s}" for t, s in BAD_TIMES.items() if not {",", " "} & set(t)},
 }  # fmt: skip
 BAD_RATES = {
     text: "a rate is a number and a unit of tc, such as '100mbit', or '12.5mbps' in bytes."
@@ -111,7 +111,7 @@ BAD_RATES = {
 
 
 def test_examples() -> None:
-    assert doctest.testmod(offbeat.units) == (0, 6)
+    assert doctest.testmod(offbeat.base.units) == (0, 6)
 
 
 @pytest.mark.parametrize(
@@ -133,7 +133,7 @@ def test_what_is_understood(parse: Callable[[str], Any], table: dict[str, Any]) 
 )
 def test_what_is_not(parse: Callable[[str], Any], name: str, table: dict[str, str]) -> None:
     for text, reason in table.items():
-        with says(BadArgument, f"{name}={shown(text)}: {reason}"):
+        with says(BadArgument, f"{name}={show(text)}: {reason}"):
             parse(text)
 
 
@@ -274,7 +274,7 @@ def test_bad_text_gets_the_same_sentence_everywhere(
     read: Callable[..., Any], command: str, option: str
 ) -> None:
     for text, reason in OPTIONS[option].items():
-        sentence = f"{option} {shown(text)}: {reason}"
+        sentence = f"{option} {show(text)}: {reason}"
         assert read(command, option, text) == " ".join(sentence.split())
 
 

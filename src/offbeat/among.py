@@ -1,4 +1,4 @@
-"""With whom: everyone, a partner drawn anew each round, one's own group, or groups that mix."""
+"""Who takes part in a round: all workers, random pairs, fixed groups, or groups that mix."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ _communicators: WeakKeyDictionary[dist.ProcessGroup, Torch] = WeakKeyDictionary(
 
 
 def communicator(group: Group = None) -> Communicator:
-    """The communicator of a group: of the default process group, or a world of one, when nothing is given.
+    """The communicator of a group. None means the default process group, or a world of one without it.
 
-    One process group always gets the same communicator, so several synchronizers share its connections.
+    Each process group has one communicator, so several synchronizers share its connections.
     """
     if isinstance(group, Communicator):
         return group
     if isinstance(group, DeviceMesh):
         if group.ndim != 1:
             raise ValueError(
-                f"group={group}: a mesh of one axis is needed, not of {group.ndim}: pass mesh['replica']."
+                f"group={group}: the mesh must have one axis, not {group.ndim}: pass mesh['replica']."
             )
         group = group.get_group()
     if group is None:
@@ -41,7 +41,7 @@ def communicator(group: Group = None) -> Communicator:
         group = dist.group.WORLD
     if not isinstance(group, dist.ProcessGroup):
         raise TypeError(
-            f"group={group!r}: a ProcessGroup, a one-axis DeviceMesh or a Communicator is needed."
+            f"group={group!r}: group must be a ProcessGroup, a one-axis DeviceMesh or a Communicator."
         )
     if group not in _communicators:
         _communicators[group] = Torch(group)
@@ -49,7 +49,7 @@ def communicator(group: Group = None) -> Communicator:
 
 
 class Peers(Protocol):
-    """With whom a round is held."""
+    """Who takes part in a round."""
 
     @property
     def everyone(self) -> Communicator:
@@ -60,45 +60,39 @@ class Peers(Protocol):
         """Whether the groups are the same in every round."""
 
     def at(self, round: int) -> Communicator:
-        """Those of the given round; a pure function of its number."""
+        """This worker's group in a round; a pure function of the round's number."""
 
 
-@dataclass(frozen=True)
-class World:
-    """Every round among everyone."""
-
-    group: Group = None
+class _Grouped:
+    group: Group
 
     @property
     def everyone(self) -> Communicator:
         return communicator(self.group)
 
-    @property
-    def fixed(self) -> bool:
-        return True
+
+@dataclass(frozen=True)
+class World(_Grouped):
+    """All workers, in every round."""
+
+    group: Group = None
+
+    fixed = True
+    cycle = 1  # the number of rounds after which the groups repeat
 
     def at(self, round: int) -> Communicator:
         return self.everyone
-
-    @property
-    def cycle(self) -> int:
-        """After so many rounds the groups repeat."""
-        return 1
 
     def __repr__(self) -> str:
         return "World()"
 
 
 @dataclass(frozen=True)
-class Pairs:
-    """Every round in pairs, drawn anew from `seed` and the round; of an odd number one stays alone."""
+class Pairs(_Grouped):
+    """Random pairs, drawn from `seed` and the round. If the number of workers is odd, one stays alone."""
 
     group: Group = None
     seed: int = 0
-
-    @property
-    def everyone(self) -> Communicator:
-        return communicator(self.group)
 
     @property
     def fixed(self) -> bool:
@@ -113,22 +107,16 @@ class Pairs:
 
 
 @dataclass(frozen=True)
-class Subgroups:
-    """Every round inside one's own group: so many consecutive ranks each, or the ranks as listed."""
+class Subgroups(_Grouped):
+    """Fixed groups of `ranks` consecutive ranks each, or a list of the ranks of each group."""
 
     ranks: int | Sequence[Sequence[int]]
     group: Group = None
 
+    fixed = True
+
     def __post_init__(self) -> None:
         self._groups()
-
-    @property
-    def everyone(self) -> Communicator:
-        return communicator(self.group)
-
-    @property
-    def fixed(self) -> bool:
-        return True
 
     def at(self, round: int) -> Communicator:
         return self.everyone.split(self._groups())
@@ -141,31 +129,32 @@ class Subgroups:
         if isinstance(self.ranks, int):
             if self.ranks < 1 or size % self.ranks:
                 raise ValueError(
-                    f"{self!r}: {size} workers cannot be cut into groups of {self.ranks}; list the ranks "
-                    "of each group for uneven ones."
+                    f"{self!r}: {size} workers do not divide into groups of {self.ranks}; for uneven "
+                    "groups, list the ranks of each."
                 )
             return [list(range(start, start + self.ranks)) for start in range(0, size, self.ranks)]
         lists = isinstance(self.ranks, Sequence) and all(
             isinstance(group, list | tuple) for group in self.ranks
         )
         if not lists or not all(isinstance(rank, int) for group in self.ranks for rank in group):
-            raise TypeError(f"{self!r}: how many ranks a group has, or a list of ranks for each, is needed.")
+            raise TypeError(f"{self!r}: pass the number of ranks per group, or the ranks of each group.")
         if sorted(rank for group in self.ranks for rank in group) != list(range(size)):
             raise ValueError(f"{self!r}: each of the ranks 0 to {size - 1} must be in exactly one group.")
         return [list(group) for group in self.ranks]
 
 
-_DRAWN = 16  # partitions of a number of workers that is no power of two; each keeps its connections
+_PARTITIONS = 16  # random ones, if a size is not a power of two; each keeps its connections
 
 
 @dataclass(frozen=True)
-class Butterfly:
-    """Every round in groups of `group_size`, other ones each time, so that few rounds mix everyone.
+class Butterfly(_Grouped):
+    """Groups of `group_size` that change every round, so that a few rounds mix all workers.
 
-    With powers of two, p and q are together in round t iff p XOR q has ones only among the log₂ S bits that
-    begin at (t·log₂ S) mod log₂ K, around the corner: log₂ K / log₂ S rounds at rate 0 are the mean of all.
-    Otherwise an order of the workers drawn from `seed` and the round is cut into nearly equal groups. Nothing
-    said, S is 2^⌈log₂ K / 2⌉; larger mixes faster, and each round takes longer.
+    If K and S are powers of two, workers p and q are together in round t if p XOR q has ones only among the
+    log₂ S bits that begin at (t·log₂ S) mod log₂ K, wrapping around. At learning rate 0, log₂ K / log₂ S
+    rounds then give the mean of all. Otherwise a random order of the workers, drawn from `seed` and the
+    round, is cut into nearly equal groups. S defaults to 2^⌈log₂ K / 2⌉. Larger groups mix faster, and each
+    round takes longer.
     """
 
     group_size: int | None = None
@@ -175,28 +164,24 @@ class Butterfly:
     def __post_init__(self) -> None:
         size = self.group_size
         if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
-            raise ValueError(f"group_size={size!r}: a number of workers, 1 or more, is needed.")
-
-    @property
-    def everyone(self) -> Communicator:
-        return communicator(self.group)
+            raise ValueError(f"group_size={size!r}: group_size must be a whole number, at least 1.")
 
     @property
     def size(self) -> int:
-        """Workers in a group, at most."""
+        """The largest number of workers in a group."""
         workers = self.everyone.size
         wanted = 2 ** math.ceil(math.log2(workers) / 2) if self.group_size is None else self.group_size
         return min(wanted, workers)
 
     @property
     def cycle(self) -> int:
-        """After so many rounds the groups repeat."""
+        """The number of rounds after which the groups repeat."""
         if self.size in (1, self.everyone.size):
             return 1
         if self._regular:
             bits, width = _log2(self.everyone.size), _log2(self.size)
             return bits // math.gcd(bits, width)
-        return _DRAWN
+        return _PARTITIONS
 
     @property
     def fixed(self) -> bool:
@@ -206,7 +191,7 @@ class Butterfly:
         return self.everyone.split(self.groups(round))
 
     def groups(self, round: int) -> list[list[int]]:
-        """Who is with whom, a function of the round."""
+        """The ranks of each group in a round."""
         workers, size = self.everyone.size, self.size
         if size == workers:
             return [list(range(workers))]
@@ -217,7 +202,7 @@ class Butterfly:
             for rank in range(workers):
                 together.setdefault(rank & ~self._mask(round), []).append(rank)
             return list(together.values())
-        order = shuffled(workers, self.seed, round % _DRAWN, "butterfly")
+        order = shuffled(workers, self.seed, round % _PARTITIONS, "butterfly")
         count = -(-workers // size)
         edges = [workers * i // count for i in range(count + 1)]
         return [sorted(order[low:high]) for low, high in itertools.pairwise(edges)]

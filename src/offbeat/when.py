@@ -1,4 +1,4 @@
-"""When the next round comes."""
+"""When the next round begins."""
 
 from __future__ import annotations
 
@@ -6,39 +6,40 @@ import math
 from dataclasses import dataclass, replace
 
 from offbeat.base.clock import Clock, State
-from offbeat.base.errors import shown
+from offbeat.base.errors import show
 
 
 class Schedule:
-    """When the next round comes. A frozen value; equal on all ranks for equal clocks."""
+    """When the next round begins. A frozen value; equal clocks give equal answers on all ranks."""
 
     @property
     def shortest(self) -> int | None:
-        """The shortest regular period, or None if it is not known beforehand. A longer delay is refused.
+        """The shortest regular period, or None if it is not known in advance. A longer delay is refused.
 
-        A single period may be shorter: a message in the air then lands early, just before the next round.
+        A single period may be shorter. A message in flight then lands early, just before the next round.
         """
         return None
 
     @property
     def needs(self) -> frozenset[str]:
-        """Which of "drift" and "loss" it decides by."""
+        """Which of "drift" and "loss" the schedule depends on."""
         return frozenset()
 
     def init(self) -> State:
-        """What it remembers, at first."""
+        """Its initial state."""
         return {}
 
     def next(self, clock: Clock, state: State) -> int | None:
-        """The number of completed iterations, above `clock.step`, after which the next round begins.
+        """The number of completed iterations after which the next round begins; more than `clock.step`.
 
-        Asked once per period, before its first step. None: nothing is planned, ask again before the next.
+        Called once per period, before its first step. None plans nothing: `next` is called again before the
+        next step.
         """
         raise NotImplementedError
 
 
-def _whole(value: Schedule, **least: int) -> None:
-    """Refuse a value whose fields of these names are not whole numbers of at least so much."""
+def _check_whole(value: Schedule, **least: int) -> None:
+    """Refuse a value unless the named fields are whole numbers, each at least the given number."""
     for name, low in least.items():
         given = getattr(value, name)
         if isinstance(given, bool) or not isinstance(given, int):
@@ -47,7 +48,7 @@ def _whole(value: Schedule, **least: int) -> None:
             must = f"be at least {low}" if low else "not be negative"
             raise ValueError(f"{value!r}: {name} must {must}.")
         if given.bit_length() > 63:
-            raise ValueError(f"{type(value).__name__}({name}={shown(given)}): {name} must be below 2**63.")
+            raise ValueError(f"{type(value).__name__}({name}={show(given)}): {name} must be below 2**63.")
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ class Every(Schedule):
     skip: int | None = None
 
     def __post_init__(self) -> None:
-        _whole(self, steps=1)
+        _check_whole(self, steps=1)
         if not 0 <= self.offset < self.steps:
             raise ValueError(f"{self!r}: offset must be between 0 and steps - 1.")
         if self.skip is not None and (self.skip < 1 or self.skip % self.steps):
@@ -91,10 +92,10 @@ class Never(Schedule):
 
 @dataclass(frozen=True)
 class Then(Schedule):
-    """`first` rules the steps 1 … switch, `second` those after, counting from the switch.
+    """`first` plans the steps 1 … switch, `second` the steps after it, which it counts from the switch.
 
-    A period belongs wholly to the schedule in force at its first step. Fields that name a step of the run,
-    `warmup`, `sample` and `total`, still count from the beginning of the run.
+    A period belongs wholly to the schedule that plans its first step. Fields that name a step of the run,
+    `warmup`, `sample` and `total`, still count from the start of the run.
     """
 
     switch: int
@@ -102,7 +103,7 @@ class Then(Schedule):
     second: Schedule
 
     def __post_init__(self) -> None:
-        _whole(self, switch=0)
+        _check_whole(self, switch=0)
         for name in ("first", "second"):
             if not isinstance(getattr(self, name), Schedule):
                 raise TypeError(f"{self!r}: {name} must be a schedule, such as Every(8).")
@@ -133,10 +134,10 @@ class QSR(Schedule):
 
         H = max(base, ⌊(alpha / lr)^power⌋)
 
-    with the lr of the period's first step. Larger `alpha` communicates less. During the first `warmup` steps
-    the rule is applied to `peak`, the rate the warm-up leads to, or H = base if it is not given: on the tiny
-    rates of a warm-up it would be astronomic. With `total`, the last round ends the run. First alpha to try:
-    peak·√base with AdamW, about 0.17 of that with SGD.
+    The lr is that of the period's first step. Larger `alpha` communicates less; larger `base` makes the
+    shortest period longer. During the first `warmup` steps the rule uses `peak`, the rate at the end of the
+    warm-up, because tiny rates would make the period enormous; without `peak`, H = base there. With `total`,
+    the last round ends the run. First alpha to try: peak·√base with AdamW, about 0.17 of that with SGD.
 
     Gu et al., "A Quadratic Synchronization Rule for Distributed Deep Learning", ICLR 2024, arXiv 2310.14423.
     """
@@ -150,12 +151,12 @@ class QSR(Schedule):
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.alpha) and self.alpha >= 0):
-            raise ValueError(f"{self!r}: alpha must be a finite number, 0 or more.")
-        _whole(self, base=1, warmup=0)
+            raise ValueError(f"{self!r}: alpha must be a finite number, at least 0.")
+        _check_whole(self, base=1, warmup=0)
         if self.peak is not None and not self.peak > 0:
             raise ValueError(f"{self!r}: peak must be positive.")
         if self.total is not None:
-            _whole(self, total=1)
+            _check_whole(self, total=1)
         if not self.power > 0:
             raise ValueError(f"{self!r}: power must be positive.")
 
@@ -172,19 +173,20 @@ class QSR(Schedule):
     def _period(self, lr: float | None) -> int:
         if lr is None or lr <= 0:
             return self.base
-        # A longer period than 2³¹ steps means no more rounds; the cap keeps the power finite.
+        # A period beyond 2³¹ steps means no more rounds; the cap keeps the power finite.
         ratio = min(self.alpha / lr, 2.0 ** min(31 / self.power, 1023))
         return max(self.base, int(ratio**self.power))
 
 
 @dataclass(frozen=True)
 class Adaptive(Schedule):
-    """The period follows the drift: it grows while the workers stay closer together than the rate explains.
+    """The period grows while the workers stay closer together than the learning rate explains.
 
-        C = mean of S/γ over the rounds in warmup … sample,   S = mean |x − x̄|²,   γ the lr at the round
+        C = mean of S/γ over the rounds from warmup to sample,   S = mean |x − x̄|²,   γ the lr at the round
         S < 0.7 γ C: period + 1        S > 1.3 γ C: period − 1, at least 1
 
-    The period is `start` until `sample`, a quarter of the run in the paper. Larger `start` communicates less.
+    Until step `sample`, a quarter of the run in the paper, the period is `start`. Larger `start` communicates
+    less.
 
     Jiang & Agrawal, "Adaptive Periodic Averaging", 2020, arXiv 2007.06134.
     """
@@ -193,18 +195,16 @@ class Adaptive(Schedule):
     sample: int
     warmup: int = 0
 
+    needs = frozenset({"drift"})
+
     def __post_init__(self) -> None:
-        _whole(self, start=1, sample=1, warmup=0)
+        _check_whole(self, start=1, sample=1, warmup=0)
         if self.warmup >= self.sample:
             raise ValueError(f"{self!r}: warmup must be below sample.")
 
     @property
     def shortest(self) -> int:
         return self.start
-
-    @property
-    def needs(self) -> frozenset[str]:
-        return frozenset({"drift"})
 
     def init(self) -> State:
         return {"period": self.start, "seen": 0, "total": 0.0, "count": 0}
@@ -231,12 +231,13 @@ class Adaptive(Schedule):
 
 @dataclass(frozen=True)
 class AdaComm(Schedule):
-    """The period shrinks as the loss falls; the loop hands the loss over with `sync.observe(loss)`.
+    """The period shrinks as the loss falls. The loop passes in the loss with `sync.observe(loss)`.
 
         τ' = max(1, ⌈√(γ₀/γ · F/F₀) · start⌉)        τ ← τ' if it is smaller, else ⌈τ/2⌉
 
-    at the end of each `interval` of steps, F being its mean loss over all workers, F₀ and γ₀ the loss and the
-    last lr of the first one after `warmup`. Larger `start` communicates less, larger `interval` for longer.
+    The rule applies at the end of each `interval` of steps. F is the mean loss of the interval over all
+    workers; F₀ and γ₀ are the loss and the last lr of the first interval after `warmup`. Larger `start`
+    communicates less; larger `interval` keeps long periods for longer.
 
     Wang & Joshi, "Adaptive Communication Strategies", SysML 2019, arXiv 1810.08313.
     """
@@ -245,16 +246,14 @@ class AdaComm(Schedule):
     interval: int
     warmup: int = 0
 
+    needs = frozenset({"loss"})
+
     def __post_init__(self) -> None:
-        _whole(self, start=1, interval=1, warmup=0)
+        _check_whole(self, start=1, interval=1, warmup=0)
 
     @property
     def shortest(self) -> int:
         return self.start
-
-    @property
-    def needs(self) -> frozenset[str]:
-        return frozenset({"loss"})
 
     def init(self) -> State:
         return {"period": self.start, "seen": 0, "at": 0, "total": 0.0, "steps": 0, "ended": 0, "first": None}
@@ -265,7 +264,7 @@ class AdaComm(Schedule):
             state["total"] += clock.loss * steps
             state["steps"] += steps
         state["seen"], state["at"] = clock.round, clock.step
-        # Intervals count from the end of the warm-up, or from the first step this schedule rules.
+        # Intervals count from the end of the warm-up, or from the first step this schedule plans.
         ended = max(0, clock.absolute - max(self.warmup, clock.origin)) // self.interval
         if ended > state["ended"] and state["steps"]:
             self._learn(state["total"] / state["steps"], clock.round_lr or 0.0, state)
@@ -280,7 +279,7 @@ class AdaComm(Schedule):
         wanted = math.inf
         if lr > 0 and first_lr > 0 and 0 < first_loss < math.inf:
             wanted = math.sqrt(first_lr / lr * max(loss, 0.0) / first_loss) * self.start
-        # Compared before it is rounded, since a loss can be infinite or not a number.
+        # Compare before rounding, because a loss can be infinite or NaN.
         smaller = wanted <= state["period"] - 1
         state["period"] = max(1, math.ceil(wanted)) if smaller else math.ceil(state["period"] / 2)
 
@@ -290,5 +289,7 @@ def schedule(every: int | Schedule) -> Schedule:
     if isinstance(every, Schedule):
         return every
     if isinstance(every, bool) or not isinstance(every, int):
-        raise TypeError(f"every={every!r}: a whole number of steps or a schedule such as Every(8) is needed.")
+        raise TypeError(
+            f"every={every!r}: every must be a whole number of steps, or a schedule such as Every(8)."
+        )
     return Every(every)

@@ -1,1 +1,1 @@
-"""What everything stands on: clocks, packed vectors, live tensors, draws, errors."""
+"""The foundation: clocks, packed vectors, live tensors, random draws, errors."""

@@ -1,4 +1,4 @@
-"""Where a worker is, and what a value remembers."""
+"""The position of a worker in its run, and the state of a value."""
 
 from __future__ import annotations
 
@@ -8,17 +8,18 @@ from typing import Any
 from torch import Tensor
 
 State = dict[str, Any]
-"""What a value remembers between rounds: tensors, numbers and strings, owned and saved by its exchange."""
+"""What a value remembers between rounds: tensors, numbers and strings. Its exchange owns and saves it."""
 
 
 @dataclass(frozen=True)
 class Clock:
-    """Where a worker is: iterations completed, rounds begun, and the learning rate.
+    """The position of a worker: iterations completed, rounds begun, and the learning rate.
 
-    Asked for a plan, `lr` is the rate of the coming step; at a round, that of the step just done, and `rates`
-    are those of the live tensors, each of its own parameter group. `drift`, `loss` and `round_lr` are of the
-    last round known: the spread of the workers' weights, the mean loss since the round before, the rate.
-    Inside `Then`, `step` counts from the switch and `origin` is the switch: the run is at origin + step.
+    When a schedule plans, `lr` is the learning rate of the coming step. At a round it is that of the last
+    step, and `rates` holds the learning rate of each live tensor's parameter group. `drift`, `loss` and
+    `round_lr` describe the last round whose report has arrived: the spread of the workers' weights, the mean
+    loss since the previous round, and the learning rate. Inside `Then`, `step` counts from the switch, and
+    `origin` is the switch.
     """
 
     step: int
@@ -34,5 +35,5 @@ class Clock:
 
     @property
     def absolute(self) -> int:
-        """Iterations completed since the run began."""
+        """Iterations completed since the start of the run."""
         return self.origin + self.step

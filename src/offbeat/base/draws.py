@@ -1,4 +1,4 @@
-"""Random numbers that are functions of what they are for, so that there is no random state to lose."""
+"""Random numbers as functions of their purpose, so that there is no generator state to save."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def whole(*key: object) -> int:
-    """A number below 2⁶⁴ from a seed, a step or round, and a name; the same everywhere."""
+    """A whole number below 2⁶⁴, drawn from a seed, a step or round, and a name. Equal on all workers."""
     return int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=8).digest(), "little")
 
 
@@ -26,31 +26,31 @@ def shuffled(length: int, *key: object) -> list[int]:
 
 @lru_cache(maxsize=8)
 def _shuffled(length: int, key: str) -> tuple[int, ...]:
-    """In the order of whole(*key, i); what all have in common is hashed once."""
+    """Sorted by whole(*key, i). The common prefix is hashed once."""
     start = hashlib.blake2b(key.removesuffix(")").removesuffix(",").encode() + b", ", digest_size=8)
 
-    def drawn(i: int) -> int:
+    def draw(i: int) -> int:
         own = start.copy()
         own.update(b"%d)" % i)
         return int.from_bytes(own.digest(), "little")
 
-    return tuple(sorted(range(length), key=drawn))
+    return tuple(sorted(range(length), key=draw))
 
 
 def uniforms(these: Tensor, those: Tensor, *key: object) -> Tensor:
-    """Numbers in (0, 1), one per pair of whole numbers, which broadcast together; the same everywhere."""
-    mixed = _mixed(_mixed(these * _ODD + _signed(whole(*key))) + those)
-    return mixed.bitwise_right_shift_(11).bitwise_and_(2**53 - 1).double().add_(0.5).mul_(2.0**-53)
+    """Numbers in (0, 1), one for each pair of whole numbers after broadcasting. Equal on all workers."""
+    bits = _mix(_mix(these * _ODD + _signed(whole(*key))) + those)
+    return bits.bitwise_right_shift_(11).bitwise_and_(2**53 - 1).double().add_(0.5).mul_(2.0**-53)
 
 
-def _mixed(x: Tensor) -> Tensor:
-    """The bits of 64-bit numbers, stirred in place by SplitMix64's finalizer; its products wrap around."""
+def _mix(x: Tensor) -> Tensor:
+    """Mix the bits of 64-bit numbers in place with SplitMix64's finalizer. Products wrap around."""
     x.add_(_signed(0x9E3779B97F4A7C15))
-    room = torch.empty_like(x)
-    for shift, factor in _STIRRED:
-        # The sign bit would be drawn in from the left: what came from there is cut off.
-        torch.bitwise_right_shift(x, shift, out=room)
-        x.bitwise_xor_(room.bitwise_and_(2 ** (64 - shift) - 1))
+    shifted = torch.empty_like(x)
+    for shift, factor in _ROUNDS:
+        # The shift copies the sign bit in from the left; the mask removes those copies.
+        torch.bitwise_right_shift(x, shift, out=shifted)
+        x.bitwise_xor_(shifted.bitwise_and_(2 ** (64 - shift) - 1))
         if factor:
             x.mul_(factor)
     return x
@@ -61,4 +61,4 @@ def _signed(number: int) -> int:
 
 
 _ODD = _signed(0xD1342543DE82EF95)  # spreads neighbouring ranks over all bits
-_STIRRED = ((30, _signed(0xBF58476D1CE4E5B9)), (27, _signed(0x94D049BB133111EB)), (31, 0))
+_ROUNDS = ((30, _signed(0xBF58476D1CE4E5B9)), (27, _signed(0x94D049BB133111EB)), (31, 0))

@@ -1,62 +1,62 @@
-"""What can go wrong while workers work together.
+"""Errors of workers that train together.
 
 OffbeatError (a RuntimeError)
-├── Disagreement        workers are not doing the same thing: another model, method, step or learning rate
-├── NotFinite           a worker was about to send NaN or infinity through a code that cannot
-├── PeerLost            a worker left, failed or fell silent while others waited for it
-├── Deadlock            in a simulation, nobody can move
-└── CheckpointMismatch  a checkpoint that is damaged, or of another run, method, rank or number of workers
+├── Disagreement        workers differ in model, method, step or learning rate
+├── NotFinite           a worker would send NaN or infinity through a code that cannot represent them
+├── PeerLost            a worker left, failed or stopped responding while others waited for it
+├── Deadlock            in a simulation, no worker can continue
+└── CheckpointMismatch  a checkpoint is damaged, or belongs to another run, method, rank or world size
 
-Bad arguments are ValueError or TypeError, raised where they are given. BadArgument is a ValueError that keeps
-the argument's name, its value and the reason apart, so that a command can tell it in its own words.
+Bad arguments raise ValueError or TypeError where they are passed. BadArgument is a ValueError that keeps the
+argument's name, value and reason separate, so that the command line can word it as an option.
 """
 
 from __future__ import annotations
 
 
 class OffbeatError(RuntimeError):
-    """Everything Offbeat raises about workers and checkpoints."""
+    """The base of all errors about workers and checkpoints."""
 
 
 class Disagreement(OffbeatError):
-    """The workers are not doing the same thing."""
+    """The workers differ in model, method, step or learning rate."""
 
 
 class NotFinite(OffbeatError):
-    """A worker was about to send NaN or infinity, or a value too large for what was to be sent."""
+    """A worker would send NaN, infinity, or a value too large for the code."""
 
 
 class PeerLost(OffbeatError):
-    """A worker left, failed or fell silent while others waited for it."""
+    """A worker left, failed or stopped responding while others waited for it."""
 
     def during(self, round: int, step: int) -> PeerLost:
-        """The same, with the round it happened in, unless that is known."""
+        """The same error with the round in front, unless it names one already."""
         text = str(self)
         return self if text.startswith("Round ") else PeerLost(f"Round {round} (step {step}): {text}")
 
 
 class Deadlock(OffbeatError):
-    """In a simulation, nobody can move."""
+    """In a simulation, no worker can continue."""
 
 
 class CheckpointMismatch(OffbeatError):
-    """The checkpoint is damaged, or belongs to another run, method, rank or number of workers."""
+    """The checkpoint is damaged, or belongs to another run, method, rank or world size."""
 
 
 class BadArgument(ValueError):
-    """An argument that cannot be used: its name, its value, and why."""
+    """A bad argument: its name, its value, and the reason."""
 
     def __init__(self, name: str, value: object, reason: str) -> None:
         super().__init__(name, value, reason)
         self.name, self.value, self.reason = name, value, reason
 
     def __str__(self) -> str:
-        return f"{self.name}={shown(self.value)}: {self.reason}"
+        return f"{self.name}={show(self.value)}: {self.reason}"
 
 
-def shown(value: object, most: int = 200) -> str:
-    """The value as one would type it; of a very long one, its two ends."""
+def show(value: object, most: int = 200) -> str:
+    """The value as one would type it. A long one is cut in the middle."""
     if isinstance(value, int) and value.bit_length() > 8 * most:
-        return f"a number of {value.bit_length()} bits"  # too long to be printed at all
+        return f"a number of {value.bit_length()} bits"  # Python refuses to print it
     text = repr(value)
     return text if len(text) <= most else f"{text[: most // 2]}…{text[-most // 4 :]}"

@@ -1,4 +1,4 @@
-"""Where parameters lie: one after the other in a few long vectors, a round needs no copies."""
+"""Parameters laid out in a few contiguous vectors, so that rounds need no copies."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from offbeat.base.tensors import trainable
 
 @torch.no_grad()
 def flatten(model: nn.Module) -> nn.Module:
-    """Lay the trainable parameters one after the other in memory, one vector per dtype and device.
+    """Move the trainable parameters into contiguous memory, one vector per dtype and device.
 
-    Plain blocking averages (`local_sgd`, `qsr`, `post_local_sgd`, … with `drift=False`) are then taken where
-    the weights lie, without copying them out and back. The parameters stay the same objects: call it once the
-    model is on its device, before or after building the optimizer. One caution: a worker lost in the middle
-    of such a round leaves half-made sums in the weights of the others, so go on from a checkpoint.
+    Blocking averages (`local_sgd`, `qsr`, `post_local_sgd`, … with `drift=False`) then work on the weights in
+    place, without copies. The parameters stay the same objects. Call it when the model is on its device,
+    before or after building the optimizer. If a worker is lost during such a round, the weights of the others
+    hold partial sums: continue from a checkpoint.
 
         model = offbeat.flatten(build().to(device))
     """
-    found = trainable(model)
-    for name, p in found.items():
+    parameters = trainable(model)
+    for name, p in parameters.items():
         if isinstance(p, DTensor) or not p.is_contiguous():
             fault = "sharded" if isinstance(p, DTensor) else "not contiguous"
             raise ValueError(
-                f"flatten(model): {name!r} is {fault}; only whole contiguous parameters can move."
+                f"flatten(model): {name!r} is {fault}; only whole, contiguous parameters can be moved."
             )
-    kinds = dict.fromkeys((p.dtype, p.device) for p in found.values())
+    kinds = dict.fromkeys((p.dtype, p.device) for p in parameters.values())
     for kind in kinds:
-        group = [p for p in found.values() if (p.dtype, p.device) == kind]
+        group = [p for p in parameters.values() if (p.dtype, p.device) == kind]
         flat = torch.cat([p.detach().flatten() for p in group])
         for p, part in zip(group, torch.split(flat, [p.numel() for p in group]), strict=True):
             p.data = part.view(p.shape)

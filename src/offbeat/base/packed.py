@@ -1,4 +1,4 @@
-"""Named tensors packed into a few long vectors."""
+"""Named tensors packed into a few flat vectors."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from torch import Tensor
 
 
 class Packed:
-    """Named tensors laid out one after the other in a few long vectors, one per dtype and device.
+    """Named tensors packed into flat vectors, one per dtype and device.
 
-    Halves are widened to float32, so that sums lose nothing; `views` are the tensors as they lie there.
+    Half-precision tensors are widened to float32, so that sums are exact. `views` are the packed tensors.
     """
 
     def __init__(
@@ -28,38 +28,30 @@ class Packed:
         self._views = list(views)
         self._flats = list(flats)
         self._spans = tuple(spans)
-        self._factor = factor  # by which all values are yet to be multiplied
-        self._staged = {} if staged is None else staged  # sources yet to be copied, by view
+        self._factor = factor  # a multiplication that is still to be done
+        self._staged = {} if staged is None else staged  # tensors still to be copied, by view
 
     @classmethod
     def like(cls, tensors: Mapping[str, Tensor], *, multiple: int = 1) -> Packed:
-        """Room for tensors of these shapes, in vectors whose lengths are multiples of a number."""
-        sizes, spans = _placed(tensors.values())
+        """Zeros for tensors of these shapes. The length of each vector is a multiple of `multiple`."""
+        sizes, spans = _place(tensors.values())
         flats = [
             torch.zeros(n + -n % multiple, dtype=dtype, device=device) for (dtype, device), n in sizes.items()
         ]
-        return cls._laid(tensors, flats, spans)
+        return cls(tuple(tensors), _cut(flats, spans, tensors.values()), flats, spans)
 
     @classmethod
     def around(cls, tensors: Mapping[str, Tensor]) -> Packed | None:
-        """The tensors' own memory, if they lie in it one after the other; see `offbeat.flatten`."""
-        sizes, spans = _placed(tensors.values())
+        """The tensors' own memory if it is contiguous, else None; see `offbeat.flatten`."""
+        sizes, spans = _place(tensors.values())
         flats = []
         for i, (kind, size) in enumerate(sizes.items()):
             members = [t for t, (which, _, _) in zip(tensors.values(), spans, strict=True) if which == i]
-            if not _adjoin(members) or members[0].dtype != kind[0]:
+            if not _are_contiguous(members) or members[0].dtype != kind[0]:
                 return None
             first = next(t for t in members if t.numel())
             flats.append(first.as_strided((size,), (1,)))
-        return cls._laid(tensors, flats, spans)
-
-    @classmethod
-    def _laid(cls, tensors: Mapping[str, Tensor], flats: Sequence[Tensor], spans: Sequence[_Span]) -> Packed:
-        views = [
-            flats[i][start : start + n].view(tensor.shape)
-            for (i, start, n), tensor in zip(spans, tensors.values(), strict=True)
-        ]
-        return cls(tuple(tensors), views, flats, spans)
+        return cls(tuple(tensors), _cut(flats, spans, tensors.values()), flats, spans)
 
     def beside(self, other: Packed) -> Packed:
         """The entries of both, each in its own vectors."""
@@ -83,11 +75,11 @@ class Packed:
 
     @property
     def spans(self) -> tuple[_Span, ...]:
-        """For every entry which vector it lies in, where, and how many values it has."""
+        """For every entry: its vector, its offset there, and its number of values."""
         return self._spans
 
     def cut(self, *lengths: int) -> list[Packed]:
-        """The first so many entries, the next so many, …, and the rest, sharing memory."""
+        """Split the entries into groups of these lengths, and the rest. Memory is shared."""
         edges = [0, *itertools.accumulate(lengths), len(self.names)]
         return [self._part(first, last) for first, last in itertools.pairwise(edges)]
 
@@ -104,17 +96,13 @@ class Packed:
         )
 
     def scaled(self, factor: float) -> Packed:
-        """The same memory, its values to be multiplied by `factor` when they are looked at or written."""
+        """The same memory, multiplied by `factor` when it is first read or written out."""
         self._materialize()
         return Packed(self.names, self._views, self._flats, self._spans, factor=factor)
 
     def over(self, flats: Sequence[Tensor]) -> Packed:
         """The same entries in other vectors of the same lengths."""
-        views = [
-            flats[i][start : start + n].view(view.shape)
-            for (i, start, n), view in zip(self._spans, self._views, strict=True)
-        ]
-        return Packed(self.names, views, flats, self._spans)
+        return Packed(self.names, _cut(flats, self._spans, self._views), flats, self._spans)
 
     def read(self, tensors: Sequence[Tensor]) -> None:
         """Copy tensors in."""
@@ -122,13 +110,13 @@ class Packed:
             torch._foreach_copy_(self._views, list(tensors))
 
     def stage(self, tensors: Sequence[Tensor]) -> None:
-        """Copy tensors in when the memory is looked at, so that `pieces` can send one and fill the next."""
-        if self._is(tensors):
+        """Copy tensors in when they are first read, so that `pieces` can fill one while another is sent."""
+        if self._owns(tensors):
             return
         self._staged.update((id(view), tensor) for view, tensor in zip(self._views, tensors, strict=True))
 
     def pieces(self, size: int) -> Iterator[Tensor]:
-        """The vectors, one after the other, in slices of whole tensors of at least `size` values."""
+        """The vectors in order, in slices of whole tensors with at least `size` values each."""
         for i, flat in enumerate(self._flats):
             sent = 0
             for view, (which, start, n) in zip(self._views, self._spans, strict=True):
@@ -155,7 +143,7 @@ class Packed:
 
     def write(self, tensors: Sequence[Tensor]) -> None:
         """Copy into tensors."""
-        if self._is(tensors):
+        if self._owns(tensors):
             self._materialize()
         elif self._factor != 1 and all(t.dtype == v.dtype for t, v in zip(tensors, self._views, strict=True)):
             for tensor, view in zip(tensors, self._views, strict=True):
@@ -163,8 +151,8 @@ class Packed:
         elif self._views:
             torch._foreach_copy_(list(tensors), self.views)
 
-    def _is(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether these tensors lie in this very memory."""
+    def _owns(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether these tensors are this memory."""
         pairs = zip(self._views, tensors, strict=True)
         return all(view.data_ptr() == t.data_ptr() and view.dtype == t.dtype for view, t in pairs)
 
@@ -173,30 +161,35 @@ class Packed:
         return {name: view.clone() for name, view in zip(self.names, self.views, strict=True)}
 
 
-_Span = tuple[int, int, int]  # which flat, where in it, how many values
+_Span = tuple[int, int, int]  # vector, offset, number of values
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
+def _widen(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
-def _placed(tensors: Iterable[Tensor]) -> tuple[dict[tuple[torch.dtype, torch.device], int], list[_Span]]:
-    """How long the vector of each kind gets, and where in it each tensor lies."""
+def _place(tensors: Iterable[Tensor]) -> tuple[dict[tuple[torch.dtype, torch.device], int], list[_Span]]:
+    """The length of each kind of vector, and the span of each tensor."""
     sizes: dict[tuple[torch.dtype, torch.device], int] = {}
     spans = []
     for tensor in tensors:
-        kind = (_wide(tensor.dtype), tensor.device)
+        kind = (_widen(tensor.dtype), tensor.device)
         start = sizes.setdefault(kind, 0)
         sizes[kind] += tensor.numel()
         spans.append((list(sizes).index(kind), start, tensor.numel()))
     return sizes, spans
 
 
-def _adjoin(tensors: Sequence[Tensor]) -> bool:
-    """Whether each begins where the one before it ends, in one piece of memory."""
-    filled = [tensor for tensor in tensors if tensor.numel()]
-    if not filled or not all(tensor.is_contiguous() for tensor in tensors):
+def _cut(flats: Sequence[Tensor], spans: Sequence[_Span], like: Iterable[Tensor]) -> list[Tensor]:
+    """Views of the spans, shaped like the given tensors."""
+    return [flats[i][start : start + n].view(t.shape) for (i, start, n), t in zip(spans, like, strict=True)]
+
+
+def _are_contiguous(tensors: Sequence[Tensor]) -> bool:
+    """Whether each tensor begins where the previous one ends, in the same storage."""
+    nonempty = [tensor for tensor in tensors if tensor.numel()]
+    if not nonempty or not all(tensor.is_contiguous() for tensor in tensors):
         return False
-    ends = [tensor.data_ptr() + tensor.numel() * tensor.element_size() for tensor in filled]
-    memory = {tensor.untyped_storage().data_ptr() for tensor in filled}
-    return len(memory) == 1 and [t.data_ptr() for t in filled[1:]] == ends[:-1]
+    ends = [tensor.data_ptr() + tensor.numel() * tensor.element_size() for tensor in nonempty]
+    memory = {tensor.untyped_storage().data_ptr() for tensor in nonempty}
+    return len(memory) == 1 and [t.data_ptr() for t in nonempty[1:]] == ends[:-1]

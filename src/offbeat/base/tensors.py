@@ -1,4 +1,4 @@
-"""The live tensors of a model: what exchanges read and write in place."""
+"""The live tensors of a model, which exchanges read and write in place."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 _WRAPPERS = ("_orig_mod", "module")
-PRESENT = "present"  # the note that tells which gradients exist
+PRESENT = "present"  # the note that says which gradients exist
 
 Share = tuple[dict[str, Tensor], list[Tensor]]
-"""What a worker contributes to a round: notes, and tensors."""
+"""A worker's contribution to a round: notes and tensors."""
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This worker's own part of a tensor, real-valued, without autograd, sharing memory with the original."""
+    """This worker's shard of a tensor, detached and real-valued. Shares memory with the original."""
     tensor = tensor.detach()
     if isinstance(tensor, DTensor):
         tensor = tensor.to_local()
@@ -25,35 +25,35 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def named(items: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
-    """Tensors by name, without the prefixes that `torch.compile` and wrappers put before it."""
+    """Tensors by name, without the prefixes that `torch.compile` and wrappers add."""
     items = list(items)
     clean = [".".join(part for part in name.split(".") if part not in _WRAPPERS) for name, _ in items]
-    if len(set(clean)) < len(items):  # a model with a submodule of its own called "module"
+    if len(set(clean)) < len(items):  # the model has its own submodule called "module"
         clean = [name for name, _ in items]
     return {name: tensor for name, (_, tensor) in zip(clean, items, strict=True)}
 
 
 def trainable(model: nn.Module) -> dict[str, Tensor]:
-    """Every trainable parameter by name; tied ones once, frozen ones not at all."""
+    """Every trainable parameter by name; tied ones appear once."""
     return {name: p for name, p in named(model.named_parameters()).items() if p.requires_grad}
 
 
 class Live:
-    """The tensors an exchange reads and writes in place: `params(model)` or `grads(model)`."""
+    """The tensors of an exchange: `params(model)` or `grads(model)`."""
 
     early = False  # whether the exchange acts before the local step
 
     def __init__(self, model: nn.Module, only: Sequence[str] | None = None) -> None:
-        found = trainable(model)
+        chosen = trainable(model)
         if only is not None:
-            unknown = [name for name in only if name not in found]
+            unknown = [name for name in only if name not in chosen]
             if unknown:
                 raise ValueError(f"{self._call}(model, only=...): the model has no trainable {unknown[0]!r}.")
-            found = {name: p for name, p in found.items() if name in set(only)}
+            chosen = {name: p for name, p in chosen.items() if name in set(only)}
         self.model = model
         self.only = None if only is None else tuple(only)
-        self.names = tuple(found)
-        self.parameters = list(found.values())
+        self.names = tuple(chosen)
+        self.parameters = list(chosen.values())
 
     _call = "params"
 
@@ -69,16 +69,18 @@ class Live:
         return {name: local(p) for name, p in zip(self.names, self.parameters, strict=True)}
 
     def notes(self) -> dict[str, Tensor]:
-        """What else every worker must know; small, and sent along. To be asked before `tensors`."""
+        """Small tensors sent along in the same round. Call this before `tensors`."""
         return {}
 
     def landed(self, notes: Sequence[Tensor], *, late: bool = False) -> None:
-        """The mean of everyone's notes is here, and the tensors have been written. `late`: they may hold
-        values of another round than the notes do."""
+        """The tensors have been written, and the mean of all notes is here.
+
+        `late`: the tensors may belong to another round than the notes.
+        """
 
 
 class Gradients(Live):
-    """Gradients, averaged before the local step. One that is None counts as zero."""
+    """Gradients, averaged before the local step. A gradient that is None counts as zero."""
 
     early = True
     _call = "grads"
@@ -92,12 +94,14 @@ class Gradients(Live):
         return [local(p.grad) for p in self.parameters if p.grad is not None]
 
     def notes(self) -> dict[str, Tensor]:
-        """1 for each gradient that exists here; the mean tells which exist anywhere."""
+        """1 for each gradient that exists here. The mean shows which exist on any worker."""
         return {PRESENT: torch.tensor([float(p.grad is not None) for p in self.parameters])}
 
     def taken(self, *, copy: bool) -> Share:
-        """What this step's own gradients contribute, missing ones as zeros. With `copy`, `.grad` may then be
-        overwritten. Unlike `tensors`, it leaves a missing gradient missing."""
+        """This step's gradients, missing ones as zeros. With `copy`, `.grad` may be overwritten afterwards.
+
+        Unlike `tensors`, it leaves a missing gradient None.
+        """
         notes, missing = self.notes(), [p for p in self.parameters if p.grad is None]
         own = [tensor.clone() if copy else tensor for tensor in self.tensors()]
         for p in missing:
@@ -106,7 +110,7 @@ class Gradients(Live):
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """Inside, there are no gradients; those from before come back on leaving."""
+        """A block in which no parameter has a gradient. The gradients return at its end."""
         before = [p.grad for p in self.parameters]
         for p in self.parameters:
             p.grad = None
@@ -117,7 +121,7 @@ class Gradients(Live):
                 p.grad = grad
 
     def landed(self, notes: Sequence[Tensor], *, late: bool = False) -> None:
-        """Forget the gradients no worker has, so that the optimizer skips them as it would alone."""
+        """Remove gradients that no worker has, so that the optimizer skips those parameters."""
         for p, anywhere in zip(self.parameters, notes[0].tolist(), strict=True):
             if not anywhere and p.grad is not None and not (late and local(p.grad).any()):
                 p.grad = None

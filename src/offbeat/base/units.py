@@ -1,7 +1,4 @@
-"""Numbers with units, as people type them: 124M, 100mbit, 20ms, share=0.1,delay=300ms.
-
-Every command and every Python call that takes such text reads it here.
-"""
+"""Numbers with units, as people type them: 124M, 100mbit, 20ms, share=0.1,delay=300ms."""
 
 from __future__ import annotations
 
@@ -10,7 +7,7 @@ from dataclasses import dataclass
 from decimal import Decimal
 
 from offbeat.base.draws import uniform
-from offbeat.base.errors import BadArgument, shown
+from offbeat.base.errors import BadArgument, show
 
 LONGEST = 365 * 24 * 3600.0  # seconds
 FASTEST = 10**15  # bits per second
@@ -40,7 +37,7 @@ class Link:
 
 @dataclass(frozen=True)
 class Straggler:
-    """`delay` seconds more for a step: `rank`'s every `every`-th, or anyone's with chance `share`."""
+    """`delay` extra seconds for every `every`-th step of `rank`, or for any step with probability `share`."""
 
     delay: float
     rank: int | None = None
@@ -49,22 +46,22 @@ class Straggler:
     seed: int = 0
 
     def seconds(self, rank: int, step: int) -> float:
-        """How late a rank is in the step after `step` others."""
+        """The delay of a rank in the step that follows `step` completed ones."""
         if self.share is not None:
             return self.delay if uniform(self.seed, step, f"straggler/{rank}") < self.share else 0.0
         return self.delay if rank == self.rank and (step + 1) % self.every == 0 else 0.0
 
 
 def parse_seconds(text: str, name: str = "time") -> float:
-    """Seconds.
+    """A time in seconds.
 
     >>> parse_seconds("20ms"), parse_seconds("2h"), parse_seconds("0.25")
     (0.02, 7200.0, 0.25)
     """
-    found = re.fullmatch(rf"\s*((?:{_NUMBER})(?:e[+-]?[0-9]{{1,4}})?)\s*([a-z]*)\s*", text)
-    if found is None or found[2] not in _SECONDS:
+    match = re.fullmatch(rf"\s*((?:{_NUMBER})(?:e[+-]?[0-9]{{1,4}})?)\s*([a-z]*)\s*", text)
+    if match is None or match[2] not in _SECONDS:
         raise BadArgument(name, text, f"{_TIME}.")
-    seconds = float(found[1]) * _SECONDS[found[2]]
+    seconds = float(match[1]) * _SECONDS[match[2]]
     if seconds > LONGEST:
         raise BadArgument(name, text, "a time must be at most a year, 8760h.")
     return seconds
@@ -76,20 +73,20 @@ def parse_count(text: str, name: str = "count") -> int:
     >>> parse_count("350_000"), parse_count("1.3B")
     (350000, 1300000000)
     """
-    found = re.fullmatch(rf"\s*({_NUMBER})\s*([a-zA-Z]?)\s*", text.replace("_", ""))
-    if found is None or found[2].lower() not in _COUNTS:
+    match = re.fullmatch(rf"\s*({_NUMBER})\s*([a-zA-Z]?)\s*", text.replace("_", ""))
+    if match is None or match[2].lower() not in _COUNTS:
         raise BadArgument(name, text, f"{_COUNT}.")
-    count = round(Decimal(found[1]) * _COUNTS[found[2].lower()])
+    count = round(Decimal(match[1]) * _COUNTS[match[2].lower()])
     if count > MOST:
         raise BadArgument(name, text, "a count must be at most 1000T.")
     return count
 
 
 def parse_rate(text: str, name: str = "rate") -> int:
-    """Bits per second of a rate in the units of `tc`.
+    """A rate in bits per second, from the units of `tc`.
 
-    `kbit mbit gbit tbit` count bits in thousands, `kbps mbps gbps tbps` bytes in thousands, and `kibit`,
-    `kibps` and so on count in 1024s. A bare number is bits. Upper and lower case are alike.
+    `kbit mbit gbit tbit` are multiples of 1000 bits, `kbps mbps gbps tbps` multiples of 1000 bytes; `kibit`,
+    `kibps` and so on are multiples of 1024. A bare number means bits. Case does not matter.
 
     >>> parse_rate("100mbit"), parse_rate("1.5kbps")
     (100000000, 12000)
@@ -104,7 +101,7 @@ def parse_rate(text: str, name: str = "rate") -> int:
 
 
 def parse_link(text: str, name: str = "link") -> Link:
-    """A rate, and perhaps the latency of a hop.
+    """A rate and an optional latency per hop.
 
     >>> parse_link("100mbit,20ms")
     Link(rate=12500000.0, latency=0.02)
@@ -118,22 +115,22 @@ def parse_link(text: str, name: str = "link") -> Link:
 
 
 def parse_level(text: str, name: str = "level") -> tuple[int, Link]:
-    """The size of groups that share an uplink, and the uplink.
+    """The number of workers that share an uplink, and the uplink.
 
     >>> parse_level("8:100gbit,5us")
     (8, Link(rate=12500000000.0, latency=4.9999999999999996e-06))
     """
-    found = re.fullmatch(r"\s*([0-9]{1,9})\s*:(.+)", text)
-    if found is None:
+    match = re.fullmatch(r"\s*([0-9]{1,9})\s*:(.+)", text)
+    if match is None:
         raise BadArgument(name, text, f"{_LEVEL}.")
     try:
-        return int(found[1]), parse_link(found[2])
+        return int(match[1]), parse_link(match[2])
     except BadArgument as error:
         raise BadArgument(name, text, error.reason) from None
 
 
 def parse_straggler(text: str, name: str = "straggler", *, workers: int | None = None) -> Straggler:
-    """A worker that is late now and then, or all of them at random.
+    """One worker that is late at regular steps, or all workers late at random ones.
 
     >>> parse_straggler("rank=1,delay=300ms,every=4")
     Straggler(delay=0.3, rank=1, every=4, share=None, seed=0)
@@ -148,8 +145,8 @@ def parse_straggler(text: str, name: str = "straggler", *, workers: int | None =
         raise BadArgument(name, text, f"{_STRAGGLER}; rank, every and seed are whole numbers.")
     if "share" in given and not re.fullmatch(_NUMBER, given["share"]):
         raise BadArgument(name, text, f"{_STRAGGLER}; share is a number from 0 to 1.")
-    rank, share = _whole(given, "rank"), float(given["share"]) if "share" in given else None
-    every, seed = _whole(given, "every"), _whole(given, "seed")
+    rank, share = _read_whole(given, "rank"), float(given["share"]) if "share" in given else None
+    every, seed = _read_whole(given, "every"), _read_whole(given, "seed")
     if rank is not None and workers is not None and rank >= workers:
         raise BadArgument(name, text, f"the ranks are 0 to {workers - 1}.")
     if every == 0 or (share is not None and share > 1):
@@ -159,7 +156,7 @@ def parse_straggler(text: str, name: str = "straggler", *, workers: int | None =
 
 
 def check_whole(name: str, value: int, least: int, most: int) -> None:
-    """Refuse a whole number outside of these bounds."""
+    """Refuse a whole number outside these bounds."""
     if value < least:
         raise BadArgument(name, value, f"at least {least} is needed.")
     if value > most:
@@ -167,7 +164,7 @@ def check_whole(name: str, value: int, least: int, most: int) -> None:
 
 
 def check_number(name: str, value: float, most: float, what: str = "a positive number") -> None:
-    """Refuse what is not a positive number up to a bound; NaN is none."""
+    """Refuse a number that is NaN, not positive, or above a bound."""
     if not value > 0:
         raise BadArgument(name, value, f"{what} is needed.")
     if value > most:
@@ -175,7 +172,7 @@ def check_number(name: str, value: float, most: float, what: str = "a positive n
 
 
 def as_rate(bandwidth: float) -> str:
-    """Bytes per second as a link is sold."""
+    """Bytes per second as bits per second, in a readable unit."""
     bits = bandwidth * 8
     for unit, size in (("Tbit/s", 1e12), ("Gbit/s", 1e9), ("Mbit/s", 1e6), ("kbit/s", 1e3)):
         if bits >= size:
@@ -184,7 +181,7 @@ def as_rate(bandwidth: float) -> str:
 
 
 def as_time(seconds: float) -> str:
-    """Seconds in the unit in which one would say them."""
+    """Seconds in a readable unit."""
     for unit, size in (("d", 86400.0), ("h", 3600.0), ("min", 60.0)):
         if seconds >= 2 * size:
             return f"{seconds / size:.3g} {unit}"
@@ -192,7 +189,7 @@ def as_time(seconds: float) -> str:
 
 
 def as_bytes(number: float) -> str:
-    """Bytes in thousands."""
+    """Bytes in a readable unit."""
     for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if number >= size:
             return f"{number / size:.3g} {unit}"
@@ -200,11 +197,11 @@ def as_bytes(number: float) -> str:
 
 
 def _bits(text: str) -> int | None:
-    """Bits per second; None if the text is no rate."""
-    found = re.fullmatch(rf"({_NUMBER})(?:(|[kmgt]i?)(bit|bps))?", text.lower(), re.ASCII)
-    if found is None:
+    """Bits per second, or None if the text is not a rate."""
+    match = re.fullmatch(rf"({_NUMBER})(?:(|[kmgt]i?)(bit|bps))?", text.lower(), re.ASCII)
+    if match is None:
         return None
-    return round(Decimal(found[1]) * _BITS[found[2] or ""] * (8 if found[3] == "bps" else 1))
+    return round(Decimal(match[1]) * _BITS[match[2] or ""] * (8 if match[3] == "bps" else 1))
 
 
 def _check_rate(name: str, text: str, bits: int) -> None:
@@ -213,12 +210,12 @@ def _check_rate(name: str, text: str, bits: int) -> None:
 
 
 def _inner_seconds(name: str, text: str, part: str) -> float:
-    """The time in a part of the text, which is told as a whole."""
+    """The time in a part of the text. An error quotes the whole text."""
     try:
         return parse_seconds(part)
     except BadArgument as error:
-        raise BadArgument(name, text, f"{shown(part)}: {error.reason}") from None
+        raise BadArgument(name, text, f"{show(part)}: {error.reason}") from None
 
 
-def _whole(given: dict[str, str], key: str) -> int | None:
+def _read_whole(given: dict[str, str], key: str) -> int | None:
     return int(given[key]) if key in given else None

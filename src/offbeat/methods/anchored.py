@@ -1,4 +1,4 @@
-"""Methods with an anchor, the weights that workers set out from. Each is one expression over the parts."""
+"""Methods with an anchor, the weights from which the workers start a period: each is one expression."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from offbeat.engine.synchronizer import Synchronizer
 from offbeat.methods.call import Extras, Optimizers, Options, recorded
 from offbeat.methods.fragments import fragments as cut
 from offbeat.methods.fragments import turn
-from offbeat.methods.warmup import after, synchronous
+from offbeat.methods.parts import after, synchronous
 from offbeat.reduce import Quantized, Reducer
 from offbeat.update.outer import SGD, Gossip, Outer, SlowMo
 from offbeat.update.overlap import Eager, Overlap
@@ -51,15 +51,16 @@ def slowmo(
 ) -> Synchronizer:
     """Local SGD with momentum over rounds.
 
-        v ← momentum·v + (a − mean(x))        a ← a − lr·v        x ← a
+        v ← momentum·r·v + (a − mean(x))        a ← a − lr·v        x ← a
 
-    v is rescaled when the learning rate changes, as in the paper's form. With SGD, moments="reset" is the
-    paper's choice. Larger `momentum` (0.4 to 0.8) remembers more rounds. The first `warmup` steps average
-    gradients.
+    r is the ratio of the learning rates of this round and the previous one. Larger `momentum` (0.4 to 0.8)
+    remembers more rounds; larger `lr` moves further along v. The first `warmup` steps average gradients. With
+    SGD, the paper uses moments="reset".
 
         sync = offbeat.slowmo(model, optimizer, every=12, momentum=0.7)
 
     Wang et al., "SlowMo", ICLR 2020, arXiv 1910.00643.
+    Differs from the paper in form only: v is the paper's momentum times the learning rate.
     """
     return Synchronizer(
         optimizer,
@@ -88,14 +89,14 @@ def diloco(
     group: Group = None,
     **options: Unpack[Options],
 ) -> Synchronizer:
-    """Workers step alone for long; a Nesterov step of an outer SGD follows their mean displacement.
+    """Workers step alone for a long period; an outer Nesterov SGD then follows their mean displacement.
 
         Δ = mean(a − x)        a ← outer.step(a, grad=Δ)        x ← a
 
-    With few workers a lower outer `lr` is better: 0.4 to 0.6 with two, towards 1 with eight. The published
-    momentum suits runs of hundreds of rounds that do not start from scratch; for shorter ones take 0.3 and
-    let the first quarter of the steps be synchronous with `warmup`. For another outer optimizer use
-    `Exchange(..., update=Outer(...))`.
+    Larger `lr` takes longer outer steps: try 0.4 to 0.6 with two workers, closer to 1 with eight. Larger
+    `momentum` remembers more rounds. The default momentum suits runs of hundreds of rounds that do not start
+    from scratch; for shorter runs use 0.3 and a synchronous `warmup` of a quarter of the steps.
+    For another outer optimizer use `Exchange(..., update=Outer(...))`.
 
         sync = offbeat.diloco(model, optimizer, every=64)
 
@@ -188,13 +189,13 @@ def streaming_diloco(
     group: Group = None,
     **extras: Unpack[Extras],
 ) -> Synchronizer:
-    """DiLoCo by fragments of whole layers that take turns, each landing `delay` steps after it was sent.
+    """DiLoCo in fragments of whole layers that take turns; each lands `delay` steps after it was sent.
 
         a_p ← outer.step(a_p, grad=mean(a_p − x_p))        x_p ← keep·x_p + (1 − keep)·a_p
 
-    Traffic has `fragments` times smaller peaks, goes in 4 bits unless `reduce` says otherwise, and hides
-    behind compute. Larger `keep` holds on to more of
-    the steps made in the meantime; without a delay nothing is kept. Buffers ride with the first fragment.
+    More `fragments` make smaller messages. They travel in 4 bits unless `reduce` says otherwise. Larger
+    `delay` hides longer messages. Larger `keep` keeps more of the steps made during the delay; without a
+    delay nothing is kept. Buffers travel with the first fragment.
 
         sync = offbeat.streaming_diloco(model, optimizer, every=64, fragments=4)
 
@@ -228,21 +229,21 @@ def eager_diloco(
     group: Group = None,
     **options: Unpack[Options],
 ) -> Synchronizer:
-    """DiLoCo that seldom waits: the others' displacements are used a round late, the own ones at once.
+    """DiLoCo that rarely waits: a worker uses its own displacement at once and the others' one round later.
 
         Δ_k(r) = a_k − x_k        D_k = Δ̄(r−1) + (Δ_k(r) − Δ_k(r−1))/K
         a_k ← outer.step(a_k, grad=D_k)        x_k ← a_k
 
-    The message has a whole period to fly. Workers differ a little until `finish()`.
+    A message has a whole period to arrive. Workers differ slightly until `finish()`.
 
-    Feedback that is a round old bears less than `diloco`'s lr=0.7 and momentum=0.9. Where a period covers a
-    share c of the way to the minimum, those are stable only for c below 0.59 with four workers and 0.46 with
-    eight, while the defaults are stable for every c up to 1 with any number of workers.
+    Larger `lr` and `momentum` may be unstable, because most of what the outer step uses is one round old. If
+    a period covers a share c of the distance to the minimum, `diloco`'s lr=0.7 and momentum=0.9 are stable
+    only for c below 0.59 with four workers and 0.46 with eight. The defaults are stable for every c up to 1.
 
         sync = offbeat.eager_diloco(model, optimizer, every=64)
 
-    Kale et al., "Eager Updates for Overlapped Communication and Computation in DiLoCo", 2025,
-    arXiv 2502.12996.
+    Kale et al., "Eager Updates for Overlapped Communication and Computation in DiLoCo", 2025, arXiv
+    2502.12996.
     """
     return Synchronizer(
         optimizer,
@@ -275,15 +276,15 @@ def palsgd(
     group: Group = None,
     **options: Unpack[Options],
 ) -> Synchronizer:
-    """DiLoCo whose workers are now and then pulled towards the anchor, which costs no communication.
+    """DiLoCo whose workers are sometimes pulled toward the anchor. A pull needs no communication.
 
         x ← x − min(1, γ·eta/p)·(x − a)        with probability p after a gradient step
         gradient steps run with γ/(1 − p)
 
-    Pulls count as iterations: N passes of the loop are about N/(1 − p) of them, and `every` counts them too.
-    The first `warmup` steps average gradients and pull nothing. Larger `eta` pulls harder, larger `p` more
-    often and more softly. With shared=False each rank draws for itself, and a round comes after every·(1 − p)
-    gradient steps.
+    Pulls count as iterations: N passes of the loop are about N/(1 − p) iterations, and `every` counts
+    iterations. Larger `eta` pulls harder; larger `p` pulls more often and more gently. The first `warmup`
+    steps average gradients and pull nothing. With shared=False each rank draws for itself, and a round
+    follows every·(1 − p) gradient steps.
 
         sync = offbeat.palsgd(model, optimizer, every=64, p=0.1, eta=0.5)
 
@@ -307,7 +308,7 @@ def palsgd(
 
 
 def gradient_steps(every: int | Schedule, p: float) -> Schedule:
-    """How many gradient steps are among so many iterations, of which a share of p are pulls."""
+    """A round after as many gradient steps as `every` iterations contain if a share p are pulls."""
     if not isinstance(every, int):
         raise TypeError(f"every={every!r} with shared=False: a whole number of iterations is needed.")
     return Every(max(1, round(every * (1 - p))) if every > 0 else every)
@@ -324,11 +325,12 @@ def overlap_local_sgd(
     group: Group = None,
     **options: Unpack[Options],
 ) -> Synchronizer:
-    """Workers are pulled towards an anchor that is agreed on while they work.
+    """Workers are pulled toward an anchor z, which they agree on while they train.
 
         x ← (1 − pull)·x + pull·z        v ← momentum·v + (z − x)        send z − v: its mean is the next z
 
-    The message has a whole period to fly. Larger `pull` holds the workers closer together.
+    A message has a whole period to arrive. Larger `pull` keeps the workers closer together; larger `momentum`
+    remembers more rounds.
 
         sync = offbeat.overlap_local_sgd(model, optimizer, every=2)
 
@@ -361,16 +363,17 @@ def noloco(
     group: Group = None,
     **options: Unpack[Options],
 ) -> Synchronizer:
-    """DiLoCo among pairs that are drawn anew each round: in a round nobody waits for everybody.
+    """DiLoCo among random pairs that change every round: no worker ever waits for all others.
 
         m ← momentum·m + lr·(mean_pair(x) − φ)        φ ← φ + m        x ← φ
 
-    Each worker has its own anchor φ. Of an odd number of workers one stays alone in a round.
+    Each worker has its own anchor φ. With an odd number of workers, one stays alone in each round. Larger
+    `lr` moves further toward the pair's mean; larger `momentum` remembers more rounds.
 
         sync = offbeat.noloco(model, optimizer, every=50)
 
     Kolehmainen et al., "NoLoCo", 2025, arXiv 2506.10911.
-    Differs from the paper's text in form only: mean(Δ) + mean(φ) is mean(x), so half the bytes suffice.
+    Differs from the paper in form only: mean(Δ) + mean(φ) is mean(x), so half the bytes suffice.
     """
     return Synchronizer(
         optimizer,

@@ -1,4 +1,4 @@
-"""Methods that average, simplest first: each is one expression over the parts."""
+"""Averaging methods, simplest first: each is one expression over the parts."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ from offbeat.base.tensors import grads, params
 from offbeat.engine.exchange import Exchange
 from offbeat.engine.rhythm import Delay
 from offbeat.engine.synchronizer import Synchronizer
-from offbeat.methods.averages import average, correct, exact
 from offbeat.methods.call import Optimizers, Options, recorded
-from offbeat.methods.warmup import after, synchronous
+from offbeat.methods.parts import after, average, correct, exact, synchronous
 from offbeat.reduce import Reducer
 from offbeat.update.update import Update
 from offbeat.when import QSR, AdaComm, Adaptive, Every, Schedule, schedule
@@ -25,8 +24,6 @@ if TYPE_CHECKING:
 __all__ = [
     "adacomm",
     "adaptive",
-    "cocod",
-    "dasgd",
     "ddp",
     "hierarchical",
     "local_sgd",
@@ -39,11 +36,11 @@ __all__ = [
 def ddp(
     model: nn.Module, optimizer: Optimizers, *, reduce: Reducer | None = None, group: Group = None
 ) -> Synchronizer:
-    """Gradients are averaged before every step; buffers follow rank 0. The synchronous baseline.
+    """Averages gradients before every step; buffers follow rank 0. The synchronous baseline.
 
         g ← mean(g)
 
-    The average starts when the backward pass has ended: nothing is hidden behind it.
+    Averaging starts when the backward pass has ended, so the backward pass hides nothing.
 
         sync = offbeat.ddp(model, optimizer)
     """
@@ -63,13 +60,13 @@ def local_sgd(
     group: Group = None,
     **options: Unpack[Options],
 ) -> Synchronizer:
-    """Workers step alone; their parameters are averaged every so many steps.
+    """Workers step alone; their parameters are averaged every `every` steps.
 
         x ← mean(x)                        without delay
-        x ← x + mean(sent) − sent          with delay: the steps made while the message flew are kept
+        x ← x + mean(sent) − sent          with delay: keeps the steps made while the message was in flight
 
-    Larger `every` communicates less and lets the workers drift further apart. With a `reduce` that loses
-    something, ways from an anchor are sent, which takes one more copy of the model.
+    Larger `every` communicates less and lets the workers drift further apart. A lossy `reduce` sends
+    differences from an anchor, which takes one more copy of the model.
 
         sync = offbeat.local_sgd(model, optimizer, every=8)
 
@@ -100,10 +97,12 @@ def post_local_sgd(
     group: Group = None,
     **options: Unpack[Options],
 ) -> Synchronizer:
-    """Gradients are averaged in the first `switch` steps, parameters every so many steps after them.
+    """Averages gradients for the first `switch` steps, then parameters every `every` steps.
 
-    The early, fast-changing phase of training stays synchronous. The first average of parameters comes
-    `every` steps after the switch.
+        step ≤ switch:  g ← mean(g)
+        after:          x ← mean(x)        first after step switch + every
+
+    Larger `switch` keeps more of the run synchronous, which helps while the weights change fast.
 
         sync = offbeat.post_local_sgd(model, optimizer, switch=1000, every=8)
 
@@ -136,15 +135,18 @@ def hierarchical(
     group: Group = None,
     **options: Unpack[Options],
 ) -> Synchronizer:
-    """Parameters are averaged inside a node every `inner` steps, among all workers every `outer` steps.
+    """Averages parameters inside a node every `inner` steps, and among all workers every `outer` steps.
 
-    `nodes` is the number of ranks per node, or the ranks of each node. A step on both does only the global
-    average. `update` is what the global round does instead of averaging, such as an `Outer` step. A `reduce`
-    that loses something is for the global rounds; inside a node the mean stays exact.
+        x ← mean over the node(x)          after multiples of inner that are not multiples of outer
+        x ← mean(x)                        after multiples of outer
+
+    `nodes` is the number of ranks per node, or a list of the ranks of each node. `update` replaces the global
+    average, for example by an `Outer` step. A lossy `reduce` applies to the global rounds only.
 
         sync = offbeat.hierarchical(model, optimizer, nodes=8, inner=1, outer=16)
 
     Lin et al., "Don't Use Large Mini-batches, Use Local SGD", ICLR 2020, arXiv 1808.07217.
+    Differs from the paper, which counts the outer period in inner rounds: here both are steps.
     """
     return Synchronizer(
         optimizer,
@@ -181,9 +183,9 @@ def qsr(
 ) -> Synchronizer:
     """Local SGD whose period grows as the learning rate decays.
 
-        H = max(base, ⌊(alpha / lr)²⌋)
+        H = max(base, ⌊(alpha / lr)²⌋)     with the lr of the period's first step
 
-    Arguments are those of `QSR`.
+    `QSR` describes the arguments. Larger `alpha` communicates less.
 
         sync = offbeat.qsr(model, optimizer, alpha=0.0175, base=4, warmup=10_000, peak=0.008)
 
@@ -216,7 +218,10 @@ def adaptive(
 ) -> Synchronizer:
     """Local SGD whose period grows while the workers stay closer together than the learning rate explains.
 
-    Arguments are those of `Adaptive`: the drift is sampled until step `sample`, about a quarter of the run.
+        C = mean of S/γ over the rounds from warmup to sample      S = mean |x − x̄|², the drift; γ the lr
+        S < 0.7 γ C: period + 1        S > 1.3 γ C: period − 1, at least 1
+
+    Until step `sample`, about a quarter of the run, the period is `start`. Larger `start` communicates less.
 
         sync = offbeat.adaptive(model, optimizer, start=4, sample=1000)
 
@@ -247,14 +252,18 @@ def adacomm(
     group: Group = None,
     **options: Unpack[Options],
 ) -> Synchronizer:
-    """Local SGD whose period shrinks as the loss falls. Arguments are those of `AdaComm`.
+    """Local SGD whose period shrinks as the loss falls. The loop passes in the loss.
 
-    The loop hands the loss over:
+        τ' = max(1, ⌈√(γ₀/γ · F/F₀) · start⌉)        τ ← τ' if it is smaller, else ⌈τ/2⌉
+
+    F is the mean loss of an `interval` of steps, F₀ and γ₀ the loss and lr of the first one after `warmup`.
+    Larger `start` communicates less; larger `interval` keeps long periods for longer.
 
         sync = offbeat.adacomm(model, optimizer, start=16, interval=500)
         sync.observe(loss)
 
     Wang & Joshi, "Adaptive Communication Strategies", SysML 2019, arXiv 1810.08313.
+    Differs from the paper, whose intervals are seconds: here they are steps.
     """
     return Synchronizer(
         optimizer,
@@ -264,74 +273,6 @@ def adacomm(
                 when=AdaComm(start=start, interval=interval, warmup=warmup),
                 among=World(group),
                 update=average(options),
-                **options,
-            )
-        ],
-    )
-
-
-@recorded
-def dasgd(
-    model: nn.Module,
-    optimizer: Optimizers,
-    *,
-    every: int | Schedule = 8,
-    delay: Delay = 2,
-    keep: float = 0.5,
-    group: Group = None,
-    **options: Unpack[Options],
-) -> Synchronizer:
-    """Local SGD whose average lands `delay` steps late, blended with what the worker did since.
-
-        x ← keep·x + (1 − keep)·mean(sent)
-
-        sync = offbeat.dasgd(model, optimizer, every=8, delay=2)
-
-    Zhou et al., "DaSGD", 2020, arXiv 2006.00441.
-    """
-    return Synchronizer(
-        optimizer,
-        [
-            Exchange(
-                params(model),
-                when=schedule(every),
-                among=World(group),
-                update=average(options, keep),
-                delay=delay,
-                **options,
-            )
-        ],
-    )
-
-
-@recorded
-def cocod(
-    model: nn.Module,
-    optimizer: Optimizers,
-    *,
-    every: int | Schedule = 8,
-    delay: Delay = 2,
-    group: Group = None,
-    **options: Unpack[Options],
-) -> Synchronizer:
-    """Local SGD whose average lands `delay` steps late and keeps all that the worker did since.
-
-        x ← x + mean(sent) − sent
-
-        sync = offbeat.cocod(model, optimizer, every=8, delay=4)
-
-    Shen et al., "Faster Distributed Deep Net Training: Computation and Communication Decoupled SGD",
-    IJCAI 2019, arXiv 1906.12043.
-    """
-    return Synchronizer(
-        optimizer,
-        [
-            Exchange(
-                params(model),
-                when=schedule(every),
-                among=World(group),
-                update=correct(options),
-                delay=delay,
                 **options,
             )
         ],

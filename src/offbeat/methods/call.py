@@ -1,4 +1,4 @@
-"""What named methods have in common: the options they take, and a record of how they were called."""
+"""What the named methods have in common: their options, and a record of the call."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from offbeat.among import communicator
-from offbeat.base.errors import OffbeatError, shown
+from offbeat.base.errors import OffbeatError, show
 from offbeat.engine.exchange import Exchange
 from offbeat.engine.extras import BufferRule, MomentRule
 from offbeat.engine.handshake import compare_lines
@@ -25,7 +25,7 @@ Optimizers = Optimizer | Sequence[Optimizer]
 
 
 class Extras(TypedDict, total=False):
-    """What every method that exchanges parameters takes besides its own arguments; see `Exchange`."""
+    """Options of every method that exchanges parameters; see `Exchange`."""
 
     buffers: BufferRule
     moments: MomentRule
@@ -33,25 +33,27 @@ class Extras(TypedDict, total=False):
 
 
 class Options(Extras, total=False):
-    """The same where what is sent is free, and by default the exact mean."""
+    """Options of methods that also accept a code. By default they send the exact mean."""
 
     reduce: Reducer | None
 
 
 def recorded(function: Callable[P, Synchronizer]) -> Callable[P, Synchronizer]:
-    """Record the call, as one would type it, for repr, checkpoints and the comparison of all workers."""
+    """Record the call as one would type it, for repr, checkpoints and the comparison between workers."""
     known = arguments(function)
     kinds = {name: p.annotation for name, p in inspect.signature(function).parameters.items()}
 
     @functools.wraps(function)
     def method(*args: P.args, **kwargs: P.kwargs) -> Synchronizer:
         try:
-            call = _call(function.__name__, known, kwargs)
+            call = _write_call(function.__name__, known, kwargs)
             check_numbers(function.__name__, kinds, kwargs)
-            _check_model(function.__name__, kwargs.get("model", args[0] if args else None))
+            model = kwargs.get("model", args[0] if args else None)
+            if not isinstance(model, nn.Module):
+                raise TypeError(f"{function.__name__}(model={model!r}): model must be a torch module.")
             sync = function(*args, **kwargs)
         except (TypeError, ValueError) as error:
-            _refuse(error, kwargs.get("group"))
+            _share_error(error, kwargs.get("group"))
             raise
         sync.agree(call)
         return sync
@@ -59,21 +61,21 @@ def recorded(function: Callable[P, Synchronizer]) -> Callable[P, Synchronizer]:
     return method
 
 
-def _call(name: str, known: dict[str, Any], given: dict[str, Any]) -> str:
-    """The call as one would type it: what is not the default."""
+def _write_call(name: str, known: dict[str, Any], given: dict[str, Any]) -> str:
+    """The call as one would type it, without defaults."""
     for key in given:
         if key not in known and key not in ("model", "optimizer", "group"):
             raise TypeError(f"{name}({key}=...): no such argument; it takes {', '.join(known)}.")
     for key, default in known.items():
         if default is inspect.Parameter.empty and key not in given:
             raise TypeError(f"{name}() needs {key}=.")
-    values = {key: _canonical(given[key], known[key]) for key in known if key in given}
-    told = [f"{key}={value!r}" for key, value in values.items() if value != known[key]]
-    return f"{name}({', '.join(told)})"
+    values = {key: _normalize(given[key], known[key]) for key in known if key in given}
+    written = [f"{key}={value!r}" for key, value in values.items() if value != known[key]]
+    return f"{name}({', '.join(written)})"
 
 
-def _canonical(value: Any, default: Any) -> Any:
-    """One way to write what means the same: 8 for Every(8), 1.0 for 1, a tuple for a list."""
+def _normalize(value: Any, default: Any) -> Any:
+    """One spelling for equal values: 8 for Every(8), 1.0 for 1, a tuple for a list."""
     if isinstance(value, Every) and value == Every(value.steps):
         return value.steps
     if isinstance(default, float) and isinstance(value, int) and not isinstance(value, bool):
@@ -82,7 +84,7 @@ def _canonical(value: Any, default: Any) -> Any:
 
 
 def check_numbers(name: str, kinds: Mapping[str, str], given: Mapping[str, Any]) -> None:
-    """Refuse what is no number where the annotation wants one; whether it is a good one, the parts know."""
+    """Refuse other types where the annotation asks for a number. The parts check its range."""
     for key, value in given.items():
         wanted = set(kinds.get(key, "").split(" | "))
         if not wanted & {"int", "float"} or not wanted <= {"int", "float", "None"}:
@@ -91,24 +93,19 @@ def check_numbers(name: str, kinds: Mapping[str, str], given: Mapping[str, Any])
             continue  # a method that takes no schedule says why
         if not isinstance(value, int | float) or (key == "seed" and not isinstance(value, int)):
             kind = "a whole number" if "float" not in wanted else "a number"
-            raise TypeError(f"{name}({key}={shown(value)}): {key} must be {kind}.")
+            raise TypeError(f"{name}({key}={show(value)}): {key} must be {kind}.")
         if isinstance(value, int) and value.bit_length() > 63:
-            raise ValueError(f"{name}({key}={shown(value)}): {key} must be a number of at most 63 bits.")
+            raise ValueError(f"{name}({key}={show(value)}): {key} must be a number of at most 63 bits.")
 
 
-def _check_model(name: str, model: Any) -> None:
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"{name}(model={model!r}): a torch module is needed.")
-
-
-def _refuse(error: Exception, group: Any) -> None:
-    """Where the others have no such error, they learn of it, since they wait for this worker."""
+def _share_error(error: Exception, group: Any) -> None:
+    """Tell the other workers, which wait for this one unless they have the same error."""
     with suppress(OffbeatError, TypeError, ValueError):
         compare_lines([f"the error {str(error)!r}"], communicator(group))
 
 
 def arguments(function: Callable[..., Synchronizer]) -> dict[str, Any]:
-    """A method's own arguments and options with their defaults; `Parameter.empty` where one is required."""
+    """A method's own arguments and options with their defaults, `Parameter.empty` if required."""
     parameters = inspect.signature(function).parameters.values()
     own = {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY and p.name != "group"}
     taken = {"options": ("reduce", *Extras.__annotations__), "extras": tuple(Extras.__annotations__)}

@@ -1,4 +1,4 @@
-"""Methods made for what is sent: each is one expression over the parts."""
+"""Methods built around a code: each is one expression over the parts."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from offbeat.among import Group, World
 from offbeat.base.tensors import grads, params
 from offbeat.engine.exchange import Exchange
 from offbeat.engine.synchronizer import Synchronizer
-from offbeat.methods.averages import average
 from offbeat.methods.call import Extras, Optimizers, Options, recorded
+from offbeat.methods.parts import average
 from offbeat.reduce import Code, ErrorFeedback, RandomBlock, TopK, TwoLevel
 from offbeat.update.detached import Detached
 from offbeat.update.outer import SGD, Outer
@@ -32,18 +32,17 @@ def a2sgd(
     group: Group = None,
     **options: Unpack[Options],
 ) -> Synchronizer:
-    """Every step two numbers are averaged for the whole gradient; parameters every so many steps.
+    """Averages two numbers for the whole gradient at every step, and parameters every `every` steps.
 
         g ← g + (mean(μ₊) − μ₊) where g ≥ 0        g ← g − (mean(μ₋) − μ₋) elsewhere
 
-    μ₊ and μ₋ are the mean magnitudes of the two sides of the worker's own gradient. Two numbers hold the
-    workers together but loosely: it is the averages of parameters that make them one model. Larger `every`
-    communicates less.
+    μ₊ and μ₋ are the mean magnitudes of the worker's own gradient on the two sides. They keep the workers
+    together only loosely; the averages of parameters make them one model. Larger `every` communicates less.
 
         sync = offbeat.a2sgd(model, optimizer, every=32)
 
     Yoon et al., "A2SGD", 2020, arXiv 2006.07405.
-    Differs from the paper, which has no averages of parameters in between.
+    Differs from the paper, which does not average parameters in between.
     """
     return Synchronizer(
         optimizer,
@@ -73,17 +72,17 @@ def def_sgd(
     group: Group = None,
     **extras: Unpack[Extras],
 ) -> Synchronizer:
-    """A `ratio`-th of the way from the anchor is sent; workers stand beside it by a part of what was not.
+    """Sends 1/`ratio` of the displacement from the anchor; workers are offset by part of their unsent error.
 
         Δ = (a − x) + (1 − lam)·e        a ← a − mean(code(Δ))        e ← Δ − code(Δ)        x ← a − lam·e
 
-    The code is `RandomBlock(ratio, seed)`, or `reduce`. Larger `lam` takes gradients nearer to where the
-    worker would be had its error arrived; lam=0 is error feedback. Larger `ratio` sends less.
+    Larger `ratio` sends less. Larger `lam` takes gradients closer to where the worker would be if its error
+    had arrived; 0 is error feedback. The code is `RandomBlock(ratio, seed)` unless `reduce` gives another.
 
         sync = offbeat.def_sgd(model, optimizer, ratio=64)
 
-    Xu & Huang, "Detached Error Feedback for Distributed SGD with Random Sparsification", 2020,
-    arXiv 2004.05298.
+    Xu & Huang, "Detached Error Feedback for Distributed SGD with Random Sparsification", 2020, arXiv
+    2004.05298.
     """
     return Synchronizer(
         optimizer,
@@ -111,11 +110,12 @@ def sparse_loco(
     group: Group = None,
     **extras: Unpack[Extras],
 ) -> Synchronizer:
-    """DiLoCo that sends the largest 64 of each 4 096 values, in 2 bits; error feedback is its momentum.
+    """DiLoCo that sends the largest 64 of each 4 096 values, in 2 bits; error feedback acts as its momentum.
 
         e ← decay·e + (a − x)        q = code(e)        e ← e − q        a ← a − lr·mean(q)        x ← a
 
-    Larger `ratio` sends less; larger `decay` remembers longer what was not sent.
+    Larger `ratio` sends less; larger `decay` remembers unsent values for longer; larger `lr` takes longer
+    outer steps.
 
         sync = offbeat.sparse_loco(model, optimizer, every=30)
 

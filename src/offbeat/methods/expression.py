@@ -1,4 +1,4 @@
-"""A method's call as a value, and as text: parsed, never evaluated."""
+"""A method's call as a value and as text. The text is parsed, never evaluated."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import nn
 
 from offbeat import methods, reduce
 from offbeat import when as schedule
-from offbeat.base.errors import shown
+from offbeat.base.errors import show
 from offbeat.engine.synchronizer import Synchronizer
 from offbeat.methods.call import Optimizers, check_numbers
 from offbeat.server import rules
@@ -31,9 +31,9 @@ VALUES = {
 
 @dataclass(frozen=True)
 class Call:
-    """A named method and its arguments, to be called with model and optimizer.
+    """A named method and its arguments. Call it with a model and an optimizer.
 
-    Its text is the call as one would type it, without what is the default.
+    Its text is the call as one would type it, without defaults.
 
         >>> str(method("diloco(every=Every(50), lr=0.5)").but(every=64))
         'diloco(every=64, lr=0.5)'
@@ -43,15 +43,15 @@ class Call:
     arguments: dict[str, Any]
 
     def __str__(self) -> str:
-        told = [f"{name}={brief(value)}" for name, value in self.arguments.items()]
-        return f"{self.name}({', '.join(told)})"
+        written = [f"{name}={brief(value)}" for name, value in self.arguments.items()]
+        return f"{self.name}({', '.join(written)})"
 
     def __call__(self, model: nn.Module, optimizer: Optimizers, **group: Any) -> Synchronizer:
-        made: Synchronizer = getattr(methods, self.name)(model, optimizer, **self.arguments, **group)
-        return made
+        sync: Synchronizer = getattr(methods, self.name)(model, optimizer, **self.arguments, **group)
+        return sync
 
     def takes(self, argument: str) -> bool:
-        """Whether the method has such an argument."""
+        """Whether the method has this argument."""
         return argument in methods.arguments(getattr(methods, self.name))
 
     def but(self, **changed: Any) -> Call:
@@ -60,10 +60,10 @@ class Call:
 
 
 def method(expression: str) -> Call:
-    """The method that an expression such as "local_sgd(every=QSR(alpha=0.02))" names, to be called with
-    model and optimizer.
+    """The method named by an expression such as "local_sgd(every=QSR(alpha=0.02))".
 
-    Names of methods and values, numbers, strings, True, False, None, tuples and lists are understood.
+    An expression may contain methods, values such as `QSR`, numbers, strings, True, False, None, tuples and
+    lists. Call the result with a model and an optimizer.
 
         build = offbeat.method("local_sgd(every=8)")
         sync = build(model, optimizer)
@@ -75,21 +75,21 @@ def method(expression: str) -> Call:
         if keyword not in accepted:
             choice = ", ".join(accepted)
             raise ValueError(
-                f"method({shown(expression)}): {name} has no argument {keyword!r}; it takes {choice}."
+                f"method({show(expression)}): {name} has no argument {keyword!r}; it takes {choice}."
             )
     for key, default in accepted.items():
         if default is inspect.Parameter.empty and key not in keywords:
-            raise ValueError(f"method({shown(expression)}): {name} needs {key}=.")
+            raise ValueError(f"method({show(expression)}): {name} needs {key}=.")
     return Call(name, keywords)
 
 
 def brief(value: object) -> str:
-    """A value as one would type it, without its group and what is the default."""
+    """A value as one would type it, without its group and its defaults."""
     if not is_dataclass(value):
         return repr(value)
-    told = [(f.name, getattr(value, f.name)) for f in fields(value) if f.repr and f.name != "group"]
-    kept = [(name, given) for name, given in told if not _is_default(value, name, given)]
-    return f"{type(value).__name__}({', '.join(f'{name}={brief(given)}' for name, given in kept)})"
+    given = {f.name: getattr(value, f.name) for f in fields(value) if f.repr and f.name != "group"}
+    written = [f"{name}={brief(v)}" for name, v in given.items() if not _is_default(value, name, v)]
+    return f"{type(value).__name__}({', '.join(written)})"
 
 
 def _is_default(value: object, name: str, given: object) -> bool:
@@ -98,27 +98,29 @@ def _is_default(value: object, name: str, given: object) -> bool:
 
 
 def parse(expression: str) -> ast.expr:
-    """The tree of an expression; refused if it is longer or deeper than any method needs."""
+    """The syntax tree of an expression. Refuses text that is longer or deeper than any method needs."""
     if not isinstance(expression, str):
-        raise TypeError(f"method({shown(expression)}): an expression is text, such as 'local_sgd(every=8)'.")
-    text, call = expression.strip(), f"method({shown(expression)})"
+        raise TypeError(
+            f"method({show(expression)}): an expression must be a string, such as 'local_sgd(every=8)'."
+        )
+    text, call = expression.strip(), f"method({show(expression)})"
     if len(text) > LONGEST:
-        raise ValueError(f"{call}: at most {LONGEST} characters are possible, and these are {len(text)}.")
+        raise ValueError(f"{call}: an expression has at most {LONGEST} characters, but this has {len(text)}.")
     if _brackets(text) > DEEPEST:
-        raise ValueError(f"{call}: at most {DEEPEST} levels are possible, and these are more.")
+        raise ValueError(f"{call}: an expression has at most {DEEPEST} levels, but this has more.")
     try:
         tree = ast.parse(text, mode="eval").body
-    except (SyntaxError, ValueError) as error:  # a ValueError is about what cannot be encoded
-        raise ValueError(f"{call}: this is not an expression: {getattr(error, 'msg', error)}.") from None
-    except (MemoryError, RecursionError):  # what Python's parser says of a tree that is too deep for it
+    except (SyntaxError, ValueError) as error:  # a ValueError means the text cannot be encoded
+        raise ValueError(f"{call}: this is not a valid expression: {getattr(error, 'msg', error)}.") from None
+    except (MemoryError, RecursionError):  # Python's parser gives up on a deep tree
         tree = None
     if tree is None or _depth(tree) > DEEPEST:
-        raise ValueError(f"{call}: at most {DEEPEST} levels are possible, and these are more.")
+        raise ValueError(f"{call}: an expression has at most {DEEPEST} levels, but this has more.")
     return tree
 
 
 def _brackets(text: str) -> int:
-    """How deep brackets lie in each other."""
+    """The nesting depth of brackets."""
     depth = deepest = 0
     for sign in text:
         depth += (sign in "([{") - (sign in ")]}")
@@ -127,7 +129,7 @@ def _brackets(text: str) -> int:
 
 
 def _depth(tree: ast.AST) -> int:
-    """How deep the tree is, without recursion."""
+    """The depth of a tree, computed without recursion."""
     depth, level = 0, [tree]
     while level:
         depth, level = depth + 1, [child for node in level for child in ast.iter_child_nodes(node)]
@@ -137,9 +139,9 @@ def _depth(tree: ast.AST) -> int:
 def _method_call(tree: ast.expr, expression: str) -> tuple[str, dict[str, Any]]:
     call = tree if isinstance(tree, ast.Call) else ast.Call(func=tree, args=[], keywords=[])
     if not isinstance(call.func, ast.Name) or call.func.id not in methods.__all__:
-        raise ValueError(f"method({shown(expression)}): name one of {', '.join(methods.__all__)}.")
+        raise ValueError(f"method({show(expression)}): name one of {', '.join(methods.__all__)}.")
     if call.args:
-        raise ValueError(f"method({shown(expression)}): arguments are named, as in {call.func.id}(every=8).")
+        raise ValueError(f"method({show(expression)}): name the arguments, as in {call.func.id}(every=8).")
     return call.func.id, _keywords(call, expression)
 
 
@@ -147,19 +149,19 @@ def _keywords(call: ast.Call, expression: str) -> dict[str, Any]:
     found = {}
     for keyword in call.keywords:
         if keyword.arg is None:
-            raise ValueError(f"method({shown(expression)}): ** is not understood here.")
-        if keyword.arg in found:  # the parser alone does not mind
-            raise ValueError(f"method({shown(expression)}): {keyword.arg}= is given twice.")
+            raise ValueError(f"method({show(expression)}): ** is not supported.")
+        if keyword.arg in found:  # ast.parse accepts it
+            raise ValueError(f"method({show(expression)}): {keyword.arg}= is given twice.")
         found[keyword.arg] = _value(keyword.value, expression)
     return found
 
 
 def _number(value: Any, expression: str) -> Any:
-    """The value, if it is none or one that all workers can tell each other, in 64 bits."""
+    """The value. Refuses numbers that do not fit in 64 bits, because workers compare them."""
     if isinstance(value, int) and value.bit_length() > 63:
-        raise ValueError(f"method({shown(expression)}): {shown(value, 40)} is too large a number.")
+        raise ValueError(f"method({show(expression)}): {show(value, 40)} is too large.")
     if isinstance(value, float) and not math.isfinite(value):
-        raise ValueError(f"method({shown(expression)}): {value} is too large a number.")
+        raise ValueError(f"method({show(expression)}): {value} is too large.")
     return value
 
 
@@ -181,8 +183,8 @@ def _value(node: ast.expr, expression: str) -> Any:
             return kind(*args, **given)
         except TypeError as error:
             text = str(error).replace(".__init__()", "()").removesuffix(".")
-            raise ValueError(f"method({shown(expression)}): {text}.") from None
+            raise ValueError(f"method({show(expression)}): {text}.") from None
     raise ValueError(
-        f"method({shown(expression)}): {shown(ast.unparse(node), 80)} is not understood; use numbers, "
+        f"method({show(expression)}): {show(ast.unparse(node), 80)} is not supported; use numbers, "
         f"strings and {', '.join(sorted(VALUES))}."
     )

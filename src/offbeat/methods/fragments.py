@@ -1,4 +1,4 @@
-"""A model cut into fragments of whole layers, for streaming."""
+"""A model divided into fragments of whole layers, for streaming."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from offbeat.when import Every
 
 
 def fragments(model: nn.Module, number: int) -> list[list[str]]:
-    """The names of the trainable parameters of each fragment; together they are the model.
+    """The names of the trainable parameters of each fragment. Each parameter is in exactly one.
 
-    Layer i belongs to fragment i mod `number`; what comes before the first layer to the first fragment, what
-    comes after the last to the last. The layers are the members of a list of modules in the model, or of the
-    model itself: of the one whose largest fragment is smallest.
+    Layer i belongs to fragment i mod `number`. Parameters before the first layer belong to the first
+    fragment, those after the last layer to the last. The layers are the children of the model or of a module
+    list in it, whichever makes the largest fragment smallest.
     """
     stacks = _stacks(model)
     most = max(map(len, stacks))
@@ -28,9 +28,7 @@ def fragments(model: nn.Module, number: int) -> list[list[str]]:
 
 
 def turn(every: int, i: int, number: int) -> Every:
-    """When fragment i of so many meets: the period divided evenly among them."""
-    if isinstance(every, bool) or not isinstance(every, int):
-        raise TypeError(f"every={every!r}: fragments take turns within a fixed period; give a number.")
+    """The schedule of fragment i. The fragments are spread evenly over the period."""
     return Every(every, offset=i * every // number)
 
 
@@ -45,17 +43,17 @@ def _cut(names: list[str], layers: list[list[str]], number: int) -> list[list[st
 
 
 def _stacks(model: nn.Module) -> list[list[list[str]]]:
-    """The trainable parameters of each layer, for everything that could be the list of layers."""
+    """The trainable parameters of each layer, for each module that could be the list of layers."""
     names = {id(p): name for name, p in trainable(model).items()}
     stacks = [m for m in model.modules() if isinstance(m, nn.ModuleList | nn.Sequential)]
-    found: list[list[list[str]]] = []
+    candidates: list[list[list[str]]] = []
     for stack in [*stacks, model]:
         layers: list[list[str]] = []
         taken: set[str] = set()
         for child in stack.children():
             own = [names[id(p)] for p in named(child.named_parameters()).values() if id(p) in names]
-            own = [name for name in own if name not in taken]  # tied ones belong to the first layer
+            own = [name for name in own if name not in taken]  # tied parameters belong to the first layer
             taken |= set(own)
             layers += [own] if own else []
-        found += [layers] if layers else []
-    return found or [[list(names.values())]]
+        candidates += [layers] if layers else []
+    return candidates or [[list(names.values())]]

@@ -1,4 +1,4 @@
-"""Methods with a server: gradients are pushed every step, weights pulled now and then."""
+"""Methods with a server: workers push gradients every step and pull weights every few steps."""
 
 from __future__ import annotations
 
@@ -25,13 +25,14 @@ def od_sgd(
     in_flight: int = 2,
     group: Group = None,
 ) -> Synchronizer:
-    """Gradients go to a sharded server, whose weights are one step late: a local step fills the gap.
+    """Workers push gradients to a sharded server; its weights come back one step late.
 
-        W ← server step with mean(g)        x ← W of the step before − γ·g        nobody waits for the mean
+        W ← server step with mean(g)                  in the order of the steps, during the next computation
+        x ← W of the previous step − γ·(g + wd·W)     a local step fills the gap; with lam: g + lam·g²·(W − x)
 
-    The first `warmup` steps are synchronous. With `lam` above 0 (the paper takes 0.04) the gradient is
-    carried over to the weights it is applied to: g + lam·g²·(W − x). Larger takes the loss for more curved.
-    `server` and `in_flight` are those of `PushPull`.
+    The first `warmup` steps are synchronous. Above 0, `lam` corrects the gradient for the weights it is
+    applied to (0.04 in the paper); larger values assume a more strongly curved loss. `PushPull` describes
+    `server` and `in_flight`.
 
         sync = offbeat.od_sgd(model, optimizer, warmup=200)
 
@@ -67,23 +68,22 @@ def ssd_sgd(
     in_flight: int = 2,
     group: Group = None,
 ) -> Synchronizer:
-    """Gradients go to a sharded server every step; its weights come back every few, and are extrapolated.
+    """Workers push gradients to a sharded server every step and pull its weights every `every` steps.
 
-        W ← server step with mean(g)                             every step, behind the computation
-        b ← W                                                    one step after every `every`-th
-        b ← b − γ (alpha·g + wd·b + beta·ĝ),    x ← b            every step; ĝ: the server's mean step
+        W ← server step with mean(g)                          every step, behind the computation
+        b ← W                                                 one step after every `every`-th
+        b ← b − γ (alpha·g + wd·b + beta·ĝ),    x ← b         every step; ĝ: the server's mean step
 
-    The first `warmup` steps are synchronous. Larger `every` sends less and works with older weights, larger
-    `alpha` trusts the worker's own gradient more, larger `beta` follows the server further; alpha=1 and
-    beta=0 are plain local steps. `local_lr` stands for γ, which is the optimizer's unless it is given. Stable
-    only while γ·every is small: a warning says when it is not. `server` and `in_flight` are those of
-    `PushPull`.
+    The first `warmup` steps are synchronous. Larger `every` sends less and uses older weights. Larger `alpha`
+    trusts the worker's own gradient more, larger `beta` follows the server further; alpha=1 with beta=0 takes
+    plain local steps. `local_lr` replaces the optimizer's γ. The method is stable only while γ·every is
+    small, and warns otherwise. `PushPull` describes `server` and `in_flight`.
 
         sync = offbeat.ssd_sgd(model, optimizer, every=5, warmup=500)
 
-    Xu et al., "SSD-SGD: Communication Sparsification for Distributed Deep Learning Training", 2020,
-    arXiv 2012.05396.
-    Differs from the paper in scale: ĝ is divided by the server's rates, so that a changing rate does no harm.
+    Xu et al., "SSD-SGD: Communication Sparsification for Distributed Deep Learning Training", 2020, arXiv
+    2012.05396.
+    Differs from the paper in scale: ĝ is divided by the server's learning rates, so its changes do no harm.
     """
     return Synchronizer(
         optimizer,

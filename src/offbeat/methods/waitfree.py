@@ -1,4 +1,4 @@
-"""Methods that wait for nobody: rounds are held without those who are late."""
+"""Wait-free methods: their rounds do not wait for late workers."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from offbeat.among import Butterfly, Group, World
 from offbeat.base.tensors import grads, params
 from offbeat.engine.exchange import Exchange
 from offbeat.engine.synchronizer import Synchronizer
-from offbeat.methods.averages import average
 from offbeat.methods.call import Optimizers, Options, recorded
+from offbeat.methods.parts import average
 from offbeat.waitfree import EagerGradients, GroupAverage
 from offbeat.waitfree.eager import Activation
 from offbeat.waitfree.group_average import Late
@@ -36,22 +36,22 @@ def wagma(
     group: Group = None,
     **options: Unpack[Options],
 ) -> Synchronizer:
-    """Parameters are averaged in groups after every step, waiting for nobody, and globally every so often.
+    """Averages parameters in groups after every step without waiting for late workers, and globally at times.
 
-        x ← sum/S                  S the group, other workers each time; the first to come calls all others
-        x ← (sum + x)/(S + 1)      if this worker was late, and older weights of its are in the sum
+        x ← sum/S                  S workers, which change each time; the first to arrive calls all others
+        x ← (sum + x)/(S + 1)      if this worker is late, and the sum contains its older weights
         x ← mean(x)                after steps that are multiples of every
 
-    It saves waiting, not bytes: a round follows every step. Larger `group_size` mixes the workers faster,
-    larger `every` waits less and lets contributions get older. `grace` is how many seconds a round waits for
-    a worker after the first has come, larger counts fewer late; None: until its step has taken longer than
-    its steps usually do. `seed` draws the groups where the number of workers or the group's is no power of
-    two.
+    It saves waiting, not bytes: a round follows every step. Larger `group_size` mixes the workers faster.
+    Larger `every` waits less and allows older contributions. `grace` is how many seconds a round waits for a
+    worker after the first has arrived; larger values make fewer workers late. None waits until the worker's
+    step takes longer than usual. `seed` draws the groups if a size is not a power of two.
 
-    Of what a late worker did, the paper's rule, "join", keeps a part. With `late="add"` nothing is lost: the
-    rounds held without it move the weights it last had, and its step is added to them, whole:
+    With the paper's rule, "join", part of a late worker's progress is lost. With `late="add"` nothing is:
+    rounds move the weights c that the worker last had, and a step from x₀ to x is added to them when it is
+    done:
 
-        c ← sum of all c in the group/S,    then    c ← c + (x − x₀)  and  x ← c,    x₀ where its step began
+        c ← (sum of all c in the group)/S,    then    c ← c + (x − x₀)  and  x ← c
 
         sync = offbeat.wagma(model, optimizer, every=10)
         sync = offbeat.wagma(model, optimizer, every=10, late="add")
@@ -59,7 +59,7 @@ def wagma(
     Li et al., "Breaking (Global) Barriers in Parallel Stochastic Optimization with Wait-Avoiding Group
     Averaging", IEEE TPDS 2021, arXiv 2005.00124.
     Differs from the paper: `grace`, `late="add"`, any number of workers, and after a global round a late
-    worker contributes the mean all agreed on.
+    worker contributes the mean.
     """
     return Synchronizer(
         optimizer,
@@ -90,14 +90,14 @@ def eager_sgd(
     group: Group = None,
     **options: Unpack[Options],
 ) -> Synchronizer:
-    """Gradients are averaged before every step, without waiting for the late, whose come a step later.
+    """Averages gradients before every step without waiting for late workers; late gradients arrive later.
 
-        g ← sum of all means since the last step      each gradient reaches each worker once
-        x ← mean(x)                                    after steps that are multiples of every
+        g ← sum of the means of all rounds since the last step      each gradient reaches each worker once
+        x ← mean(x)                                                 after steps that are multiples of every
 
-    After multiples of `every` no gradient is missing anywhere. A round begins when the first worker comes
-    ("solo"), or one drawn from `seed` ("majority"): the latter waits longer and has fewer late. `grace` as in
-    `wagma`. Options are for the parameters.
+    A round starts when the first worker arrives ("solo"), or when a worker drawn from `seed` does
+    ("majority"), which waits longer and makes fewer workers late. Larger `every` waits less and lets the
+    workers drift further. `grace` is that of `wagma`. The options apply to the parameters.
 
         sync = offbeat.eager_sgd(model, optimizer, every=10, activation="majority")
 

@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from offbeat.base.errors import BadArgument, shown
+from offbeat.base.errors import BadArgument, show
 
 
 class Refused(Exception):
@@ -17,7 +17,7 @@ def reading() -> Iterator[None]:
     try:
         yield
     except BadArgument as error:
-        raise Refused(f"--{error.name.replace('_', '-')} {shown(error.value)}: {error.reason}") from error
+        raise Refused(f"--{error.name.replace('_', '-')} {show(error.value)}: {error.reason}") from error
     except (ValueError, TypeError) as error:
         raise Refused(_as_options(str(error))) from error
     except OSError as error:
@@ -40,9 +40,9 @@ def option(name: str, given: object) -> Iterator[None]:
     try:
         yield
     except BadArgument as error:
-        raise Refused(f"{name} {shown(given)}: {error.reason}") from error
+        raise Refused(f"{name} {show(given)}: {error.reason}") from error
     except (ValueError, TypeError) as error:
         call, _, reason = str(error).partition(": ")
         # Most sentences begin with the call and its values, which the user has not written.
         told = reason if reason and (str(given) in call or call.endswith(")")) else str(error)
-        raise Refused(f"{name} {shown(given)}: {told}") from error
+        raise Refused(f"{name} {show(given)}: {told}") from error
