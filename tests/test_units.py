@@ -111,7 +111,7 @@ BAD_RATES = {
 
 
 def test_examples() -> None:
-    assert doctest.testmod(offbeat.units) == (0, 6)
+    assert doctest.testmod(offbeat.base.units) == (0, 6)
 
 
 @pytest.mark.parametrize(

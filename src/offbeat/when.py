@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
+from offbeat.base.checks import is_whole
 from offbeat.base.clock import Clock, State
 from offbeat.base.errors import shown
 
@@ -41,7 +42,7 @@ def _whole(value: Schedule, **least: int) -> None:
     """Refuse a value whose fields of these names are not whole numbers of at least so much."""
     for name, low in least.items():
         given = getattr(value, name)
-        if isinstance(given, bool) or not isinstance(given, int):
+        if not is_whole(given):
             raise TypeError(f"{value!r}: {name} must be a whole number.")
         if given < low:
             must = f"be at least {low}" if low else "not be negative"
@@ -289,6 +290,6 @@ def schedule(every: int | Schedule) -> Schedule:
     """`every=8` means `Every(8)`."""
     if isinstance(every, Schedule):
         return every
-    if isinstance(every, bool) or not isinstance(every, int):
+    if not is_whole(every):
         raise TypeError(f"every={every!r}: a whole number of steps or a schedule such as Every(8) is needed.")
     return Every(every)

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from offbeat.among import Peers, World
+from offbeat.base.checks import is_whole
 from offbeat.base.clock import Clock, State
 from offbeat.base.packed import Packed
 from offbeat.base.tensors import Gradients, Live, Share
@@ -391,7 +392,7 @@ def _check_groups(update: Update, peers: Peers) -> None:
 def _check_delay(delay: Delay, when: Schedule) -> None:
     if delay == "round":
         return
-    if isinstance(delay, bool) or not isinstance(delay, int) or delay < 0:
+    if not is_whole(delay, 0):
         raise ValueError(f'delay={delay!r}: a number of steps, 0 or more, or "round" is needed.')
     if when.shortest is not None and delay > when.shortest:
         raise ValueError(

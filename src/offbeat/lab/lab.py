@@ -5,6 +5,7 @@ import os
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 
+from offbeat.base.checks import is_whole
 from offbeat.base.units import parse_rate
 
 from .job import Job, Run
@@ -29,7 +30,7 @@ class Lab:
     """
 
     def __init__(self, hosts: int, *, rate: str | None = None) -> None:
-        if isinstance(hosts, bool) or not isinstance(hosts, int):
+        if not is_whole(hosts):
             raise TypeError(f"Lab(hosts={hosts!r}): hosts must be a whole number.")
         if hosts < 1:
             raise ValueError(f"Lab(hosts={hosts}): hosts must be at least 1.")

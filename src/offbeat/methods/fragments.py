@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
+from offbeat.base.checks import is_whole
 from offbeat.base.tensors import named, trainable
 from offbeat.when import Every
 
@@ -29,7 +30,7 @@ def fragments(model: nn.Module, number: int) -> list[list[str]]:
 
 def turn(every: int, i: int, number: int) -> Every:
     """When fragment i of so many meets: the period divided evenly among them."""
-    if isinstance(every, bool) or not isinstance(every, int):
+    if not is_whole(every):
         raise TypeError(f"every={every!r}: fragments take turns within a fixed period; give a number.")
     return Every(every, offset=i * every // number)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from offbeat.among import Group, World
+from offbeat.base.checks import is_whole
 from offbeat.base.tensors import grads
 from offbeat.engine.exchange import Exchange
 from offbeat.engine.part import Part
@@ -13,7 +14,7 @@ from offbeat.when import Every, Never, Schedule, Then
 
 def synchronous(model: nn.Module, steps: int, group: Group) -> list[Part]:
     """Gradients are averaged in the first so many steps."""
-    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 0:
+    if not is_whole(steps, 0):
         raise ValueError(f"{steps!r} synchronous steps: a whole number, 0 or more, is needed.")
     when = Then(steps, Every(1), Never())
     return [Exchange(grads(model), when=when, among=World(group), buffers="follow")] if steps else []

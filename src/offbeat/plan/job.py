@@ -11,6 +11,7 @@ from typing import Literal, TypeVar, get_args
 
 import torch
 
+from offbeat.base.checks import is_whole
 from offbeat.simulate import Compute, Failures, Network
 
 Dtype = Literal["float32", "float64", "bfloat16", "float16"]
@@ -73,7 +74,7 @@ class Job:
     def __post_init__(self) -> None:
         for name in ("steps", "parameters", "layers"):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            if not is_whole(value, 1):
                 raise ValueError(f"Job({name}={value!r}): a whole number, at least 1, is needed.")
             if value > MOST[name]:
                 raise ValueError(f"Job({name}={value!r}): at most {MOST[name]} is possible.")
@@ -100,7 +101,7 @@ class Cluster:
     failures: Failures = field(default_factory=lambda: Failures(0.0))
 
     def __post_init__(self) -> None:
-        if isinstance(self.workers, bool) or not isinstance(self.workers, int) or self.workers < 1:
+        if not is_whole(self.workers, 1):
             raise ValueError(f"Cluster(workers={self.workers!r}): a whole number, at least 1, is needed.")
         if self.workers > MOST["workers"]:
             raise ValueError(f"Cluster(workers={self.workers}): at most {MOST['workers']} is possible.")

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, fields
 
 from torch import Tensor
 
+from offbeat.base.checks import is_whole
 from offbeat.base.clock import Clock, State
 from offbeat.base.packed import Packed
 from offbeat.comm.communicator import Communicator
@@ -53,7 +54,7 @@ class Code(Reducer):
     least: int = field(default=1024, kw_only=True)
 
     def __post_init__(self) -> None:
-        if isinstance(self.least, bool) or not isinstance(self.least, int) or self.least < 1:
+        if not is_whole(self.least, 1):
             raise ValueError(f"{self!r}: least is a number of values, at least 1.")
 
     def __repr__(self) -> str:

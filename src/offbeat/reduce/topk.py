@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from offbeat.base.checks import is_whole
 from offbeat.base.clock import Clock, State
 from offbeat.comm.communicator import Communicator
 from offbeat.comm.pending import Pending
@@ -118,7 +119,7 @@ class TopK(Code):
 
 
 def check_ratio(code: Code, ratio: object) -> None:
-    if isinstance(ratio, bool) or not isinstance(ratio, int) or ratio < 1:
+    if not is_whole(ratio, 1):
         raise ValueError(f"{code!r}: ratio is how many times less is sent, a whole number from 1 on.")
 
 

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from offbeat.base.checks import is_whole
 from offbeat.comm.collective import Algorithm
 from offbeat.simulate.collective import ALGORITHMS, KINDS, hops, own_bytes, uplink_bytes
 
@@ -27,7 +28,7 @@ class Level:
     latency: float = 0.0
 
     def __post_init__(self) -> None:
-        if isinstance(self.workers, bool) or not isinstance(self.workers, int) or self.workers < 1:
+        if not is_whole(self.workers, 1):
             raise ValueError(f"{self!r}: workers must be a whole number, at least 1.")
         _check(self, self.latency, (self.bandwidth,))
 

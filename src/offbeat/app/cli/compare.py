@@ -18,7 +18,8 @@ from offbeat.app.runs import folder as folders
 from offbeat.app.runs.launch import launch
 from offbeat.app.runs.setting import Setting, Where, check
 from offbeat.app.runs.summary import read, summarize
-from offbeat.base.units import check_whole, parse_seconds
+from offbeat.base.checks import check_whole
+from offbeat.base.units import parse_seconds
 from offbeat.lab import unavailable
 from offbeat.tasks import Task
 

@@ -6,8 +6,8 @@ from typing import Any
 
 from offbeat.app.cli.measured import Found
 from offbeat.app.cli.refusal import option
+from offbeat.base.checks import check_number
 from offbeat.base.units import (
-    check_number,
     parse_count,
     parse_level,
     parse_link,

@@ -9,7 +9,8 @@ import typer
 
 from offbeat.app.cli import options, show
 from offbeat.app.cli.refusal import Refused, option, reading
-from offbeat.base.units import LONGEST, check_number
+from offbeat.base.checks import check_number
+from offbeat.base.units import LONGEST
 from offbeat.lab import Job, Lab, unavailable
 
 

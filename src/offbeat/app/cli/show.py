@@ -1,7 +1,6 @@
 """Tables on the terminal, or the same as JSON."""
 
 import json
-import math
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -13,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from offbeat.app.cli import narrow
+from offbeat.base.checks import replace_nonfinite
 
 WIDE = 150  # columns, where there is no terminal to ask
 
@@ -60,14 +60,5 @@ def as_json(value: Any) -> None:
 
 def plain(row: Any) -> dict[str, Any]:
     """A dataclass for JSON, which has no infinities."""
-    values: dict[str, Any] = finite(asdict(row))
+    values: dict[str, Any] = replace_nonfinite(asdict(row))
     return values
-
-
-def finite(value: Any) -> Any:
-    """The same, with null for what JSON has no word for."""
-    if isinstance(value, dict):
-        return {key: finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -17,8 +17,8 @@ from offbeat.app.runs.grid import Cell, cells
 from offbeat.app.runs.launch import launch
 from offbeat.app.runs.setting import MOST, Setting, check
 from offbeat.app.runs.summary import Logged, read
+from offbeat.base.checks import check_whole, replace_nonfinite
 from offbeat.base.errors import BadArgument
-from offbeat.base.units import check_whole
 
 
 def study(
@@ -125,7 +125,7 @@ def curves(wanted: list[Cell], runs: list[Logged]) -> list[Curve]:
 def told(wanted: list[Cell], runs: list[Logged], page: Path, *, json: bool) -> int:
     rows = [figures(cell, run) for cell, run in zip(wanted, runs, strict=True)]
     if json:
-        show.as_json(show.finite(rows))
+        show.as_json(replace_nonfinite(rows))
         return 0
     columns = {"method": "fold", **dict.fromkeys(list(rows[0])[1:], "right")}
     cells_ = [

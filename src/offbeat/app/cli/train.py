@@ -19,7 +19,7 @@ from offbeat.app.runs.checkpoints import CheckpointStore
 from offbeat.app.runs.launch import agreed, join, joined, launch
 from offbeat.app.runs.setting import MOST, Setting, check
 from offbeat.app.runs.summary import read, summarize
-from offbeat.base.units import check_whole
+from offbeat.base.checks import check_whole
 
 
 def train(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import math
+import shlex
 from collections.abc import Sequence
 from dataclasses import asdict
 from importlib.resources import files
@@ -13,6 +13,7 @@ from typing import Any
 from offbeat.app.runs.record import Entry
 from offbeat.app.runs.setting import write_whole
 from offbeat.app.runs.summary import Logged, labels, reference_of, summarize
+from offbeat.base.checks import replace_nonfinite
 
 Curve = dict[str, Any]
 """A name, and points of megabytes sent, loss, accuracy and period."""
@@ -33,9 +34,9 @@ def render(runs: Sequence[Logged], *, curves: Sequence[Curve] = ()) -> str:
         name: (files("offbeat.app.report") / name).read_text()
         for name in ("page.html", "page.css", "page.js")
     }
-    data = json.dumps(_finite(told(runs, curves=curves)), ensure_ascii=False, allow_nan=False).replace(
-        "</", "<\\/"
-    )
+    data = json.dumps(
+        replace_nonfinite(told(runs, curves=curves)), ensure_ascii=False, allow_nan=False
+    ).replace("</", "<\\/")
     page = parts["page.html"].replace("/*STYLE*/", parts["page.css"])
     return page.replace("/*SCRIPT*/", parts["page.js"]).replace("/*DATA*/", data)
 
@@ -49,7 +50,7 @@ def told(runs: Sequence[Logged], *, curves: Sequence[Curve] = ()) -> dict[str, A
         "setting": {**asdict(runs[0].setting), **runs[0].origin},
         "runs": [_run(run, label) for run, label in zip(runs, labels(runs), strict=True)],
         "curves": curves,
-        "commands": list(dict.fromkeys(" ".join(_quoted(run.origin["command"])) for run in runs)),
+        "commands": list(dict.fromkeys(shlex.join(run.origin["command"]) for run in runs)),
     }
 
 
@@ -98,18 +99,3 @@ def _rounds(entries: Sequence[Entry]) -> list[list[Any]]:
 
 def _thin(points: list[list[Any]]) -> list[list[Any]]:
     return points[:: max(1, -(-len(points) // POINTS))]
-
-
-def _quoted(words: Sequence[str]) -> list[str]:
-    """As one would type them in a shell."""
-    plain = set("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_-./=,:")
-    return [word if word and set(word) <= plain else "'" + word.replace("'", "'\\''") + "'" for word in words]
-
-
-def _finite(value: Any) -> Any:
-    """JSON has no infinities: they become null."""
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -15,8 +15,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from offbeat.base.checks import check_number, check_whole
 from offbeat.base.errors import BadArgument
-from offbeat.base.units import Straggler, check_number, check_whole, parse_link, parse_straggler
+from offbeat.base.units import Straggler, parse_link, parse_straggler
 from offbeat.engine.synchronizer import Synchronizer
 from offbeat.methods.expression import method
 from offbeat.simulate import simulate
