@@ -12,6 +12,7 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from offbeat.base.checks import is_whole
 from offbeat.base.draws import shuffled
 from offbeat.comm.communicator import Communicator
 from offbeat.comm.solo import Solo
@@ -163,7 +164,7 @@ class Butterfly(_Grouped):
 
     def __post_init__(self) -> None:
         size = self.group_size
-        if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
+        if size is not None and not is_whole(size, 1):
             raise ValueError(f"group_size={size!r}: group_size must be a whole number, at least 1.")
 
     @property

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
+from offbeat.base.checks import is_whole
 from offbeat.base.clock import Clock, State
 from offbeat.base.errors import show
 
@@ -42,7 +43,7 @@ def _check_whole(value: Schedule, **least: int) -> None:
     """Refuse a value unless the named fields are whole numbers, each at least the given number."""
     for name, low in least.items():
         given = getattr(value, name)
-        if isinstance(given, bool) or not isinstance(given, int):
+        if not is_whole(given):
             raise TypeError(f"{value!r}: {name} must be a whole number.")
         if given < low:
             must = f"be at least {low}" if low else "not be negative"
@@ -288,7 +289,7 @@ def schedule(every: int | Schedule) -> Schedule:
     """`every=8` means `Every(8)`."""
     if isinstance(every, Schedule):
         return every
-    if isinstance(every, bool) or not isinstance(every, int):
+    if not is_whole(every):
         raise TypeError(
             f"every={every!r}: every must be a whole number of steps, or a schedule such as Every(8)."
         )

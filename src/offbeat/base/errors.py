@@ -8,7 +8,7 @@ OffbeatError (a RuntimeError)
 └── CheckpointMismatch  a checkpoint is damaged, or belongs to another run, method, rank or world size
 
 Bad arguments raise ValueError or TypeError where they are passed. BadArgument is a ValueError that keeps the
-argument's name, value and reason separate, so that the command line can word it as an option.
+argument's name, value and reason separate. The command line prints them as `--option value: reason`.
 """
 
 from __future__ import annotations
@@ -44,14 +44,20 @@ class CheckpointMismatch(OffbeatError):
 
 
 class BadArgument(ValueError):
-    """A bad argument: its name, its value, and the reason."""
+    """A bad argument: its name, its value, and the reason.
 
-    def __init__(self, name: str, value: object, reason: str) -> None:
+    `call` is where the argument was given: the name of a function or class, or a value that prints its own
+    call. The message begins with it.
+    """
+
+    def __init__(self, name: str, value: object, reason: str, *, call: object = None) -> None:
         super().__init__(name, value, reason)
         self.name, self.value, self.reason = name, value, reason
+        given = f"{name}={show(value)}"
+        self.call = given if call is None else f"{call}({given})" if isinstance(call, str) else repr(call)
 
     def __str__(self) -> str:
-        return f"{self.name}={show(self.value)}: {self.reason}"
+        return f"{self.call}: {self.reason}"
 
 
 def show(value: object, most: int = 200) -> str:

@@ -155,22 +155,6 @@ def parse_straggler(text: str, name: str = "straggler", *, workers: int | None =
     return Straggler(delay, rank, 1 if every is None else every, share, seed or 0)
 
 
-def check_whole(name: str, value: int, least: int, most: int) -> None:
-    """Refuse a whole number outside these bounds."""
-    if value < least:
-        raise BadArgument(name, value, f"at least {least} is needed.")
-    if value > most:
-        raise BadArgument(name, value, f"at most {most} is possible.")
-
-
-def check_number(name: str, value: float, most: float, what: str = "a positive number") -> None:
-    """Refuse a number that is NaN, not positive, or above a bound."""
-    if not value > 0:
-        raise BadArgument(name, value, f"{what} is needed.")
-    if value > most:
-        raise BadArgument(name, value, f"at most {most:g} is possible.")
-
-
 def as_rate(bandwidth: float) -> str:
     """Bytes per second as bits per second, in a readable unit."""
     bits = bandwidth * 8

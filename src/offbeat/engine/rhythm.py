@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Literal
 
+from offbeat.base.checks import is_whole
 from offbeat.base.clock import Clock, State
 from offbeat.when import Schedule
 
@@ -91,7 +92,7 @@ class Rhythm:
 def _check_delay(delay: Delay, when: Schedule) -> None:
     if delay == "round":
         return
-    if isinstance(delay, bool) or not isinstance(delay, int) or delay < 0:
+    if not is_whole(delay, 0):
         raise ValueError(f'delay={delay!r}: a number of steps, 0 or more, or "round" is needed.')
     if when.shortest is not None and delay > when.shortest:
         raise ValueError(

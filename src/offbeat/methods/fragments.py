@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
+from offbeat.base.checks import is_whole
 from offbeat.base.tensors import named, trainable
 from offbeat.when import Every
 
@@ -29,6 +30,8 @@ def fragments(model: nn.Module, number: int) -> list[list[str]]:
 
 def turn(every: int, i: int, number: int) -> Every:
     """The schedule of fragment i. The fragments are spread evenly over the period."""
+    if not is_whole(every):
+        raise TypeError(f"every={every!r}: fragments take turns within a fixed period; give a number.")
     return Every(every, offset=i * every // number)
 
 

@@ -6,6 +6,7 @@ import math
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from offbeat.base.checks import replace_nonfinite
 from offbeat.engine.exchange import Exchange
 from offbeat.methods.expression import method
 from offbeat.plan.amount import Amount
@@ -45,9 +46,9 @@ class Prediction:
     def as_dict(self) -> dict[str, Any]:
         """For JSON: infinite numbers are None."""
         told = {**asdict(self), "utilisation": self.utilisation}
-        told["curve"] = [{"bandwidth": b, "seconds": _finite(s)} for b, s in self.curve]
+        told["curve"] = [{"bandwidth": b, "seconds": s} for b, s in self.curve]
         told["notes"] = list(self.notes)
-        return {key: _finite(value) if isinstance(value, float) else value for key, value in told.items()}
+        return {key: replace_nonfinite(value) for key, value in told.items()}
 
 
 def predict(expression: str, job: Job, cluster: Cluster) -> Prediction:
@@ -152,7 +153,3 @@ def _spread(spent: Spent, cluster: Cluster) -> float:
     number = seconds * cluster.workers * failures.per_hour / 3600
     squares = failures.cost**2 + failures.checkpoint**2 / 12
     return math.sqrt(float(spent.variance[0]) + number * squares)
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None

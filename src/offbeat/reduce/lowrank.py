@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from offbeat.base.checks import is_whole
 from offbeat.base.clock import Clock, State
 from offbeat.base.draws import whole
 from offbeat.comm.communicator import Communicator, Pending
@@ -35,7 +36,7 @@ class LowRank(Code):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if isinstance(self.rank, bool) or not isinstance(self.rank, int) or self.rank < 1:
+        if not is_whole(self.rank, 1):
             raise ValueError(f"{self!r}: rank must be at least 1.")
 
     def init(self) -> State:

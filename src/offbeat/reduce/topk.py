@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from offbeat.base.checks import is_whole
 from offbeat.base.clock import Clock, State
 from offbeat.comm.communicator import Communicator, Pending
 from offbeat.reduce.bitpack import pack12, pack16, pack_levels, unpack12, unpack16, unpack_levels
@@ -120,7 +121,7 @@ class TopK(Code):
 
 
 def check_ratio(code: Code, ratio: object) -> None:
-    if isinstance(ratio, bool) or not isinstance(ratio, int) or ratio < 1:
+    if not is_whole(ratio, 1):
         raise ValueError(f"{code!r}: ratio must be a whole number, at least 1.")
 
 

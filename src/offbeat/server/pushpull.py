@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from torch.profiler import record_function
 
 from offbeat.among import Peers, World
+from offbeat.base.checks import is_whole
 from offbeat.base.clock import Clock, State
 from offbeat.base.packed import Packed
 from offbeat.base.tensors import Live
@@ -57,7 +58,7 @@ class PushPull(Part):
         among: Peers | Communicator | None = None,
     ) -> None:
         for name, value, least in (("every", every, 1), ("warmup", warmup, 0), ("in_flight", in_flight, 1)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            if not is_whole(value, least):
                 raise ValueError(f"PushPull({name}={value!r}): a whole number, {least} or more, is needed.")
         if local is not None and not isinstance(local, LocalRule):
             raise TypeError(f"PushPull(local={local!r}): a rule is needed, such as GLU(alpha=2.0, beta=0.5).")

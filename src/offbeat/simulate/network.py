@@ -8,6 +8,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from offbeat.base.checks import is_whole
+from offbeat.base.errors import BadArgument
 from offbeat.comm.collective import Algorithm
 from offbeat.simulate.collective import ALGORITHMS, KINDS, hops, own_bytes, uplink_bytes
 
@@ -27,8 +29,10 @@ class Level:
     latency: float = 0.0
 
     def __post_init__(self) -> None:
-        if isinstance(self.workers, bool) or not isinstance(self.workers, int) or self.workers < 1:
-            raise ValueError(f"{self!r}: workers must be a whole number, at least 1.")
+        if not is_whole(self.workers, 1):
+            raise BadArgument(
+                "workers", self.workers, "workers must be a whole number, at least 1.", call=self
+            )
         _check(self, self.latency, (self.bandwidth,))
 
 
@@ -56,7 +60,8 @@ class Network:
     def __post_init__(self) -> None:
         _check(self, self.latency, self.links)
         if self.reduce not in ALGORITHMS:
-            raise ValueError(f"{self!r}: reduce must be one of {', '.join(map(repr, ALGORITHMS))}.")
+            known = ", ".join(map(repr, ALGORITHMS))
+            raise BadArgument("reduce", self.reduce, f"reduce must be one of {known}.", call=self)
         for kind, share in self.shares:
             if kind not in KINDS or not 0 < share <= 1:
                 raise ValueError(
@@ -65,9 +70,8 @@ class Network:
                 )
         for inner, outer in itertools.pairwise(self.levels):
             if outer.workers % inner.workers or outer.workers <= inner.workers:
-                raise ValueError(
-                    f"{self!r}: groups of {outer.workers} must be made of whole groups of {inner.workers}."
-                )
+                reason = f"groups of {outer.workers} must be made of whole groups of {inner.workers}."
+                raise BadArgument("levels", self.levels, reason, call=self)
 
     def __repr__(self) -> str:
         reduce = "" if self.reduce == "ideal" else f", reduce={self.reduce!r}"
@@ -83,7 +87,9 @@ class Network:
     def check(self, workers: int) -> None:
         """Raise unless there is a link for each worker."""
         if len(self.links) not in (1, workers):
-            raise ValueError(f"{self!r}: it has {len(self.links)} links for {workers} workers.")
+            raise BadArgument(
+                "workers", workers, f"it has {len(self.links)} links for {workers} workers.", call=self
+            )
 
     def share(self, kind: str) -> float:
         """The fraction of the workers' own bandwidth that a collective reaches."""
@@ -148,6 +154,6 @@ class Traffic:
 
 def _check(value: Network | Level, latency: float, bandwidths: Sequence[float]) -> None:
     if not latency >= 0:
-        raise ValueError(f"{value!r}: latency must not be negative.")
+        raise BadArgument("latency", latency, "latency must not be negative.", call=value)
     if not bandwidths or not all(bandwidth > 0 for bandwidth in bandwidths):
-        raise ValueError(f"{value!r}: bandwidth must be positive.")
+        raise BadArgument("bandwidth", bandwidths, "bandwidth must be positive.", call=value)

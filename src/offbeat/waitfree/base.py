@@ -12,6 +12,7 @@ from dataclasses import replace
 from torch.optim import Optimizer
 
 from offbeat.among import Butterfly, Peers, World
+from offbeat.base.checks import is_whole
 from offbeat.base.clock import Clock, State
 from offbeat.base.tensors import Live
 from offbeat.comm.background import Sidecar
@@ -55,7 +56,7 @@ class Waitfree(Part):
     def __init__(
         self, live: Live, *, every: int, among: Among, grace: float | None, reduce: Reducer | None = None
     ) -> None:
-        if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+        if not is_whole(every, 1):
             raise ValueError(
                 f"every={every!r}: a whole number of steps, 1 or more, is needed, since all must know in "
                 "advance which rounds are global."

@@ -1,0 +1,112 @@
+"""The cluster and the job that the options or the file of `offbeat plan` describe."""
+
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import typer
+
+from offbeat.app.cli.plan_measure import Found
+from offbeat.app.cli.plan_options import CLUSTER, JOB, MEASURE
+from offbeat.app.cli.refusal import option
+from offbeat.base.checks import check_number
+from offbeat.base.units import parse_count, parse_level, parse_link, parse_seconds, parse_straggler
+from offbeat.plan import Cluster, Cosine, Flat, Job, read
+from offbeat.simulate import (
+    Compute,
+    Constant,
+    Failures,
+    HeavyTailed,
+    Jittered,
+    Level,
+    Network,
+    Recorded,
+    Stragglers,
+)
+from offbeat.simulate.compute import Late
+
+
+def read_file(path: Path | None, context: typer.Context) -> tuple[Job | None, Cluster | None]:
+    """The Job and the Cluster that a Python file defines. Options that contradict the file are refused."""
+    if path is None:
+        return None, None
+    job, cluster = read(path, Job), read(path, Cluster)
+    if job is None and cluster is None:
+        raise ValueError(f"{path} defines neither a Cluster nor a Job.")
+    panels = [*([CLUSTER, MEASURE] if cluster else []), *([JOB] if job else [])]
+    given = [
+        option.opts[0]
+        for option in context.command.params
+        if getattr(option, "rich_help_panel", None) in panels
+        and getattr(context.get_parameter_source(option.name or ""), "name", "") == "COMMANDLINE"
+        and option.opts[0] != "--cluster"
+    ]
+    if given:
+        kinds = " and a ".join(type(value).__name__ for value in (cluster, job) if value)
+        raise ValueError(f"{path} defines a {kinds}: leave out {', '.join(given)}, or change the file.")
+    return job, cluster
+
+
+def cluster_of(given: SimpleNamespace, found: Found) -> Cluster:
+    """The cluster that the options describe, with measured values where options are missing."""
+    workers, compute, network = given.workers, _compute_of(given, found), _network_of(given, found)
+    if workers is None and found.comm is not None and found.comm.size > 1:
+        workers = found.comm.size
+    restart, checkpoint = (parse_seconds(getattr(given, name), name) for name in ("restart", "checkpoint"))
+    failures = Failures(given.failures, restart, checkpoint)
+    needed = {"--workers": workers, "--step": compute, "--link": network}
+    missing = [name for name, value in needed.items() if value is None]
+    if missing or compute is None or network is None:
+        also = " (or use torchrun to measure the link)" if found.comm is not None else ""
+        raise ValueError(f"A cluster needs {', '.join(missing)}{also}, or a file with --cluster.")
+    return Cluster(workers, compute, network, failures)
+
+
+def _compute_of(given: SimpleNamespace, found: Found) -> Compute | None:
+    compute: Compute | None = found.compute
+    if given.recorded is not None:
+        compute = Recorded.read(given.recorded)
+    elif given.step is not None:
+        with option("--step", given.step):
+            compute = constant = Constant(parse_seconds(given.step))
+        if given.tail is not None:
+            compute = HeavyTailed(constant.step, given.tail)
+        elif given.jitter:
+            compute = Jittered(constant.step, given.jitter)
+    for text in given.straggler or []:
+        late = parse_straggler(text, workers=given.workers)
+        if compute is not None and late.share is not None:
+            compute = Stragglers(compute, late.share, late.delay, late.seed)
+        elif compute is not None and late.rank is not None:
+            compute = Late(compute, late.rank, late.delay, late.every)
+    return compute
+
+
+def _network_of(given: SimpleNamespace, found: Found) -> Network | None:
+    if given.link is None:
+        return found.network if not given.level else None
+    link = parse_link(given.link)
+    network = Network(link.latency, link.rate, reduce=given.reduce)
+    for level in given.level or []:
+        with option("--level", level):
+            size, uplink = parse_level(level)
+            levels = (*network.levels, Level(size, uplink.rate, uplink.latency))
+            network = replace(network, levels=levels)
+    return network
+
+
+def job_of(given: SimpleNamespace, found: Found) -> Job:
+    """The job that the options describe, with the measured model if --parameters is missing."""
+    if given.steps is None:
+        raise ValueError("The length of the run is missing: give --steps.")
+    dtype = given.dtype
+    if given.parameters is not None:
+        count = parse_count(given.parameters, "parameters")
+    elif found.step is not None:
+        count, dtype = found.step.parameters, found.step.dtype
+    else:
+        raise ValueError("The size of the model is missing: give --parameters, such as 124M.")
+    job = Job(given.steps, count, dtype, layers=given.layers, optimizer=given.optimizer)
+    check_number("lr", given.lr, 1e6)
+    cosine = Cosine(given.lr, given.steps, given.warmup)
+    return replace(job, rate=cosine if given.cosine else Flat(given.lr))
