@@ -201,7 +201,7 @@ class Forecast:
 
 
 def _spent(clocks: Clocks) -> Spent:
-    ends = clocks.now.amax(-1) - clocks.origin
+    ends = clocks.latest - clocks.origin
     variance = torch.zeros_like(ends[:, 0])
     if ends.shape[1] > 1:
         variance = ends.var(1)

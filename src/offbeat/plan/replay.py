@@ -29,7 +29,7 @@ class Clocks:
         self._compute, self._runs, self.luck = compute, runs, compute.spread
         # Workers that never differ are one worker.
         self._width = workers if compute.spread else 1
-        shape = (len(networks), runs, self._width)
+        shape = self._shape = (len(networks), runs, self._width)
         self.now = torch.zeros(shape, dtype=torch.float64)
         self.free = torch.zeros(shape, dtype=torch.float64)  # when their links are
         self._sidecar = torch.zeros(shape, dtype=torch.float64)
@@ -43,7 +43,8 @@ class Clocks:
         self._offsets = (torch.arange(runs) * _APART).repeat_interleave(self._width)
         self.paces: dict[object, list[Tensor]] = {}  # of the latest worker, from moment to moment of a kind
         self._last = self.origin = torch.zeros(shape[:2], dtype=torch.float64)
-        self._air: dict[object, tuple[Tensor, Tensor, Tensor]] = {}
+        self._air: dict[object, tuple[Tensor, Tensor]] = {}  # when the last member sent it, when it lands
+        self._known: tuple[Tensor, tuple[Tensor, Tensor, Tensor]] | None = None
 
     def compute(self, steps: Sequence[int] | range) -> None:
         """Gradients of these steps; the first run has the times that a simulation would have."""
@@ -90,7 +91,7 @@ class Clocks:
                 done, self.now = self.now, worker
                 self._couriers[event.task_queue] = done
                 self.skewed, self.exposed = still  # it was the task queue who stood still
-                self._air[key(event.number)] = (worker, done, worker)
+                self._air[key(event.number)] = (worker, done)
 
     def waitfree(self, waitfree: WaitfreeModel, round: int, costs: Costs) -> None:
         """A round that sidecars hold: each begins with its own worker, or some grace after the call."""
@@ -98,37 +99,36 @@ class Clocks:
             self._sidecar = torch.maximum(self._sidecar, self.now)
             return
         groups = waitfree.among(round)
-        start = torch.maximum(self._sidecar, self.now)
+        now, resumed = self.now.expand(self._shape), self._resumed.expand(self._shape)
+        start = torch.maximum(self._sidecar, now)
         if not waitfree.blocking(round):
             first = waitfree.initiator(round)
-            called = (
-                self.now.amin(-1, keepdim=True) if first is None else self.now[..., first % self._width, None]
-            )
-            awake = torch.maximum(self._sidecar, torch.minimum(self.now, called + costs.announcement))
-            late = torch.minimum(self.now, waitfree.patience(awake, self._resumed, self._compute))
-            start = torch.where(self.now <= awake, awake, late)
+            called = now.amin(-1, keepdim=True) if first is None else now[..., first % self._width, None]
+            awake = torch.maximum(self._sidecar, torch.minimum(now, called + costs.announcement))
+            late = torch.minimum(now, waitfree.patience(awake, resumed, self._compute))
+            start = torch.where(now <= awake, awake, late)
         busy, delay = costs.priced("mean", waitfree.size, groups)
         if self._width > 1:
             start = torch.maximum(groups.latest(start), groups.latest(self.free))
         self.free = start + busy
-        self._sidecar = (self.free + delay).expand_as(self.now)
-        waited = (self._sidecar - self.now).clamp_(min=0)
+        self._sidecar = (self.free + delay).expand_as(now)
+        waited = (self._sidecar - now).clamp_(min=0)
         exposed = torch.minimum(waited, busy + delay)
         self.exposed += exposed.mean(-1)
         self.skewed += (waited - exposed).mean(-1)
         self.flown += (busy + delay).mean(-1)
-        self.now = torch.maximum(self.now, self._sidecar)
+        self.now = torch.maximum(now, self._sidecar)
 
     def start_here(self) -> None:
         """What was so far does not count."""
-        self._last = self.origin = self.now.amax(-1)
+        self._last = self.origin = self.latest
         self.paces.clear()
         for seconds in (self.computed, self.skewed, self.exposed, self.flown):
             seconds.zero_()
 
     def mark(self, kind: object) -> None:
         """Note how far the latest worker has come since the moment before."""
-        latest = self.now.amax(-1)
+        latest = self.latest
         self.paces.setdefault(kind, []).append(latest - self._last)
         self._last = latest
 
@@ -137,25 +137,49 @@ class Clocks:
         for number in list(self._air):
             self._wait(number)
 
+    @property
+    def latest(self) -> Tensor:
+        """The time of the last worker: [network, run]."""
+        return self._range()[2][..., 0]
+
+    def _range(self) -> tuple[Tensor, Tensor, Tensor]:
+        """The first, the mean and the last worker's time, worked out once per `now`."""
+        if self.now.shape[-1] == 1:
+            return self.now, self.now, self.now
+        if self._known is None or self._known[0] is not self.now:
+            first, mean, last = (f(-1, keepdim=True) for f in (self.now.amin, self.now.mean, self.now.amax))
+            self._known = (self.now, (first, mean, last))
+        return self._known[1]
+
     def _send(self, number: object, groups: Groups, busy: Tensor, delay: Tensor, control: bool) -> None:
-        single = self._width == 1
-        ready = self.now if single else groups.latest(self.now)
+        ready = self._range()[2] if groups.members is None else groups.latest(self.now)
         if control:
-            self._air[number] = (ready, ready + busy + delay, self.now)
+            self._air[number] = (ready, ready + busy + delay)
             return
-        start = torch.maximum(ready, self.free if single else groups.latest(self.free))
-        self.free = start + busy
-        self._air[number] = (ready, self.free + delay, self.now)
+        self.free = torch.maximum(ready, groups.latest(self.free)) + busy
+        self._air[number] = (ready, self.free + delay)
 
     def _wait(self, number: object) -> None:
         if number not in self._air:
             return  # sent before what is looked at began
-        ready, lands, began = self._air.pop(number)
-        skew = (torch.minimum(ready, lands) - self.now).clamp_(min=0)
-        waited = (lands - self.now).clamp_(min=0)
-        self.skewed += skew.mean(-1)
-        self.exposed += (waited - skew).mean(-1)
-        self.flown += (lands - torch.maximum(began, ready)).mean(-1)
+        ready, lands = self._air.pop(number)
+        self.flown += (lands - ready).mean(-1)
+        skewed = torch.zeros(())
+        if self.now.shape[-1] > lands.shape[-1]:
+            first, mean, last = self._range()
+            if bool((lands <= first).all()):
+                return  # nobody waits
+            if bool((ready >= last).all()):  # all wait, and leave together
+                self.skewed += (ready - mean)[..., 0]
+                self.exposed += (lands - ready)[..., 0]
+                self.now = lands
+                return
+            if bool((ready > first).any()):
+                skewed = (ready - self.now).clamp_(min=0).mean(-1)
+        else:
+            skewed = (ready - self.now).clamp_(min=0).mean(-1)
+        self.skewed += skewed
+        self.exposed += (lands - self.now).clamp_(min=0).mean(-1) - skewed
         self.now = torch.maximum(self.now, lands)
 
 
