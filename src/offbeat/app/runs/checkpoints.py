@@ -47,6 +47,12 @@ class CheckpointStore:
                 steps.append(int(re.sub(r"\D", "", place.name)))
         return sorted(steps)
 
+    def delete_after(self, step: int) -> None:
+        """Delete this rank's files of later steps: an earlier start left them, and they are of another run."""
+        for path in self.folder.glob(f"step-*/rank-{self.rank}.pt"):
+            if int(re.sub(r"\D", "", path.parent.name)) > step:
+                path.unlink()
+
     def load(self, step: int) -> dict[str, Any]:
         """This rank's state. Checks the checksums in the file first, which torch does not do."""
         path = self._path(step) / f"rank-{self.rank}.pt"

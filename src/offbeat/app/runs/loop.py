@@ -60,6 +60,7 @@ class Loop:
     def run(self, *, resume: bool = False) -> bool:
         """Train to the end; False after Ctrl-C."""
         saved = self.store.steps() if resume else []
+        self.store.delete_after(saved[-1] if saved else -1)
         cut(log_path(self.folder, self.rank), after=saved[-1] if saved else -1)
         self.record = Record(log_path(self.folder, self.rank))
         self.tally = Tally(self.record, steps=self.setting.steps)
