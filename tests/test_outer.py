@@ -432,12 +432,13 @@ def test_bad_numbers(expression: str, sentence: str) -> None:
 @pytest.mark.parametrize("update", [offbeat.Outer, offbeat.Eager, offbeat.Gossip])
 def test_a_bound_outer_optimizer(update: Callable[..., offbeat.Update]) -> None:
     sentence = (
-        "Outer(Adam(...)): this optimizer is already bound to parameters: pass what makes one, such as "
-        "SGD(lr=0.7) or functools.partial(torch.optim.Adam, lr=0.01)."
+        "Outer(Adam(...)): this optimizer is already bound to parameters: pass a function that makes one, "
+        "such as SGD(lr=0.7) or functools.partial(torch.optim.Adam, lr=0.01)."
     )
     with pytest.raises(TypeError, match=f"^{re.escape(sentence)}$"):
         update(torch.optim.Adam([torch.zeros(1)]))
     with pytest.raises(
-        TypeError, match=r"^Outer\(0.7\): what makes an optimizer is needed, such as SGD\(lr=0.7\).$"
+        TypeError,
+        match=r"^Outer\(0.7\): a function that makes an optimizer is needed, such as SGD\(lr=0.7\).$",
     ):
         update(0.7)

@@ -406,6 +406,17 @@ def test_bad_numbers(expression: str, sentence: str) -> None:
         Walk(offbeat.Solo(), expression)
 
 
+def test_a_pull_needs_an_anchor() -> None:
+    model = torch.nn.Linear(2, 1)
+    exchange = offbeat.Exchange(offbeat.params(model), when=offbeat.Every(4), among=offbeat.Solo())
+    sentence = (
+        f"PseudoSync(p=0.1, eta=0.5) after {exchange!r}: the exchange needs an anchor: use "
+        "update=Outer(SGD(lr=0.7))."
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(sentence)}$"):
+        offbeat.PseudoSync(exchange, p=0.1, eta=0.5)
+
+
 def test_own_draws_need_a_number_of_iterations() -> None:
     sentence = "every=Every(steps=8) with shared=False: a whole number of iterations is needed."
     with pytest.raises(TypeError, match=f"^{re.escape(sentence)}$"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -34,6 +35,16 @@ def identity(method: str, nonce: int, model: nn.Module) -> int:
 def weights_checksum(model: nn.Module) -> int:
     """Return the checksum of this rank's trainable weights."""
     return checksum(list(trainable(model).values()))
+
+
+def check_step(method: str, step: int, saved_every: Sequence[int]) -> None:
+    """Raise unless every part can be saved after this step. Each can be saved after every so many steps."""
+    every = math.lcm(*saved_every)
+    if step % every:
+        raise RuntimeError(
+            f"state_dict(): {method} cannot be saved after step {step}, where the workers may be in "
+            f"different rounds: the next step that allows it is {-(-step // every) * every}."
+        )
 
 
 def check_origin(state: State, method: str, model: nn.Module, comm: Communicator) -> bool:

@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from offbeat.base.tensors import named
+
 
 def as_list(optimizer: Optimizer | Sequence[Optimizer]) -> list[Optimizer]:
     """Return one optimizer or several as a list."""
@@ -43,6 +45,21 @@ def check_fit(optimizers: Sequence[Optimizer], model: nn.Module) -> None:
                 f"{type(optimizer).__name__} holds parameters the model lacks: "
                 "build it from the parameters of the very model passed here."
             )
+
+
+class Trained:
+    """Which parameters of a model are trained. This must not change during a run."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._before = [(name, p, p.requires_grad) for name, p in named(model.named_parameters()).items()]
+
+    def check(self) -> None:
+        for name, parameter, before in self._before:
+            if parameter.requires_grad != before:
+                change = "frozen" if before else "unfrozen"
+                raise RuntimeError(
+                    f"{name!r} was {change} after the synchronizer was made: finish() it and make another."
+                )
 
 
 def learning_rate(optimizers: Sequence[Optimizer]) -> float:

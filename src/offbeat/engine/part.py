@@ -83,3 +83,14 @@ class Part:
 
     def load_state_dict(self, state: State) -> None:
         """Continue from a saved state."""
+
+
+def check_order(parts: Sequence[Part]) -> None:
+    """Raise unless parts that rely on another stand directly after it."""
+    for before, part in zip([None, *parts], parts, strict=False):
+        if part.follows is not None and part.follows is not before:
+            name, other = type(part).__name__, type(part.follows).__name__
+            raise ValueError(
+                f"Synchronizer(...): {name} must stand directly after the {other} it was given: list them as "
+                f"[exchange, {name}(exchange, ...)]."
+            )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -15,13 +14,14 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from offbeat.base.clock import Clock, State
-from offbeat.base.tensors import named, trainable
+from offbeat.base.tensors import trainable
 from offbeat.comm.communicator import Metered
 from offbeat.comm.presence import Departure, Track
 from offbeat.engine import checkpoint
 from offbeat.engine import handshake as agreement
-from offbeat.engine.optimizers import as_list, check_fit, learning_rate, mark, replaced_steps
-from offbeat.engine.part import Landing, Part
+from offbeat.engine.costs import Costs
+from offbeat.engine.optimizers import Trained, as_list, check_fit, learning_rate, mark, replaced_steps
+from offbeat.engine.part import Landing, Part, check_order
 from offbeat.engine.report import Report, Totals
 from offbeat.engine.weights import average_where_different, preserve, take_from_first, write
 
@@ -52,7 +52,7 @@ class Synchronizer:
         self.finished = False
         if any(part.model is not self.model for part in self.parts):
             raise ValueError("Synchronizer(...): all parts must be of one model.")
-        _check_order(self.parts)
+        check_order(self.parts)
         check_fit(self.optimizers, self.model)
         self._lr = learning_rate(self.optimizers)
         self._comm = Metered(self.parts[0].peers.everyone)
@@ -62,13 +62,9 @@ class Synchronizer:
         self._nonce = self._run = 0  # numbers of this construction and of the run, both from rank 0
         self._unseen: int | None = None  # the checksum of weights that the caller must still load
         self._losses: list[float | Tensor] = []  # observed since the last step
-        self._reports: deque[Report] = deque(maxlen=1000)
-        self._totals = Totals()
-        self._trained = [
-            (name, p, p.requires_grad) for name, p in named(self.model.named_parameters()).items()
-        ]
+        self._costs, self._trained = Costs(), Trained(self.model)
         for index, part in enumerate(self.parts):
-            part.bind(index, self.optimizers, self._take)
+            part.bind(index, self.optimizers, self._emit)
 
     def __repr__(self) -> str:
         return self.method
@@ -122,7 +118,7 @@ class Synchronizer:
             self._track.at(self.steps + 1)
             self._worker.computed(self.steps)
             self._lr = learning_rate(self.optimizers)
-            self._must_train_the_same()
+            self._trained.check()
             clock, self._losses = replace(self._clock(), observed=tuple(self._losses)), []
             for part in self.parts:
                 part.plan(clock)
@@ -173,7 +169,7 @@ class Synchronizer:
             self._inside_averaged = True
             try:
                 if not self.finished:
-                    with self._failing(), self._accounted():
+                    with self._failing(), self._costs.including(self._comm):
                         self._show_consensus()
                 yield
             finally:
@@ -188,11 +184,11 @@ class Synchronizer:
             raise RuntimeError("finish(): a step is under way: call after_step() first.")
         with self._failing():
             self._start()
-            with self._accounted():
+            with self._costs.including(self._comm):
                 self._meet(agreement.FINISH)
             for part in self.parts:
                 part.flush(self._clock())
-            with self._accounted():
+            with self._costs.including(self._comm):
                 average_where_different(self.model, self._comm)
             for part in self.parts:
                 part.follow(Landing(trainable(self.model), math.inf))
@@ -217,13 +213,7 @@ class Synchronizer:
             raise RuntimeError(
                 "state_dict(): not inside averaged() or a step: the weights are not those to save."
             )
-        every = math.lcm(*(part.saved_every for part in self.parts))
-        first = -(-self.steps // every) * every
-        if first > self.steps:
-            raise RuntimeError(
-                f"state_dict(): {self.method} cannot be saved after step {self.steps}, where the workers may "
-                f"be in different rounds: the next step that allows it is {first}."
-            )
+        checkpoint.check_step(self.method, self.steps, [part.saved_every for part in self.parts])
         with self._failing():
             parts = [part.state_dict() for part in self.parts]
         return {
@@ -242,7 +232,7 @@ class Synchronizer:
         Raises if the weights are not those saved with it, at the latest when the next step begins.
         """
         self._must_be_open("load_state_dict()")
-        with self._accounted():
+        with self._costs.including(self._comm):
             with self._failing():
                 self.agree()
             loaded = checkpoint.check_origin(state, self.method, self.model, self._comm)
@@ -255,13 +245,13 @@ class Synchronizer:
     def reports(self) -> list[Report]:
         """The reports of the last 1 000 rounds. Waits for the drift of the last one."""
         self._flush_reports()
-        return list(self._reports)
+        return list(self._costs.reports)
 
     @property
     def totals(self) -> Totals:
         """The cost of the run so far, on this worker."""
         self._flush_reports()
-        return self._totals
+        return self._costs.totals
 
     def _clock(self) -> Clock:
         return Clock(step=self.steps, round=0, lr=self._lr)
@@ -274,13 +264,13 @@ class Synchronizer:
     def _start(self) -> None:
         """Once: check that all workers agree, and give them rank 0's weights and buffers."""
         if self._unseen is not None:
-            with self._accounted():
+            with self._costs.including(self._comm):
                 checkpoint.check_weights(self._unseen, self.model, self._comm)
             self._unseen = None
         if self._started:
             return
         self.agree()
-        with self._accounted():
+        with self._costs.including(self._comm):
             take_from_first(self.model, self._comm)
         self._run = checkpoint.identity(self.method, self._nonce, self.model)
         self._started = True
@@ -296,7 +286,7 @@ class Synchronizer:
             agreement.compare_headers(message.wait())
         self._track.met()
         for comm in talks.values():
-            self._count(comm)
+            self._costs.count(comm)
 
     def _show_consensus(self) -> None:
         """Write anchors where a method has them, and the mean of everything else."""
@@ -305,26 +295,8 @@ class Synchronizer:
             write(self.model, tensors)
         average_where_different(self.model, self._comm)
 
-    @contextmanager
-    def _accounted(self) -> Iterator[None]:
-        """Add the bytes and seconds of the synchronizer's own messages to the totals."""
-        start = self._comm.now()
-        try:
-            yield
-        finally:
-            self._count(self._comm)
-            self._totals.seconds_waited += self._comm.now() - start
-            self._totals.seconds_in_air += self._comm.now() - start
-
-    def _count(self, comm: Metered) -> None:
-        self._totals.bytes_sent += comm.sent
-        self._totals.bytes_received += comm.received
-        comm.sent = comm.received = 0
-
-    def _take(self, report: Report) -> None:
-        self._reports.append(report)
-        self._totals.add(report)
-        logger.debug("%s", report)
+    def _emit(self, report: Report) -> None:
+        self._costs.add(report)
         if self.on_report is not None:
             self.on_report(report)
 
@@ -332,15 +304,7 @@ class Synchronizer:
         for part in self.parts:
             part.flush_reports(wait=True)
             if part.outside is not None:
-                self._count(part.outside)
-
-    def _must_train_the_same(self) -> None:
-        for name, parameter, before in self._trained:
-            if parameter.requires_grad != before:
-                change = "frozen" if before else "unfrozen"
-                raise RuntimeError(
-                    f"{name!r} was {change} after the synchronizer was made: finish() it and make another."
-                )
+                self._costs.count(part.outside)
 
     def _must_be_open(self, call: str) -> None:
         if self.finished:
@@ -364,14 +328,3 @@ class Synchronizer:
                 part.release()
             self._leave(error)
             raise
-
-
-def _check_order(parts: Sequence[Part]) -> None:
-    """Raise unless parts that rely on another stand directly after it."""
-    for before, part in zip([None, *parts], parts, strict=False):
-        if part.follows is not None and part.follows is not before:
-            name, other = type(part).__name__, type(part.follows).__name__
-            raise ValueError(
-                f"Synchronizer(...): {name} must stand directly after the {other} it was given: list them as "
-                f"[exchange, {name}(exchange, ...)]."
-            )

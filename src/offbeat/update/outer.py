@@ -99,10 +99,13 @@ def check_factory(optimizer: object) -> None:
     if isinstance(optimizer, Optimizer):
         raise TypeError(
             f"Outer({type(optimizer).__name__}(...)): this optimizer is already bound to parameters: "
-            "pass what makes one, such as SGD(lr=0.7) or functools.partial(torch.optim.Adam, lr=0.01)."
+            "pass a function that makes one, such as SGD(lr=0.7) or "
+            "functools.partial(torch.optim.Adam, lr=0.01)."
         )
     if not callable(optimizer):
-        raise TypeError(f"Outer({optimizer!r}): what makes an optimizer is needed, such as SGD(lr=0.7).")
+        raise TypeError(
+            f"Outer({optimizer!r}): a function that makes an optimizer is needed, such as SGD(lr=0.7)."
+        )
 
 
 def outer_step(factory: Factory, anchor: Packed, gradient: Packed, state: State) -> None:
@@ -204,7 +207,7 @@ def ratios(clock: Clock, state: State) -> list[float | None]:
 
 @dataclass(frozen=True)
 class Gossip(Anchored):
-    """An outer step from the worker's own anchor towards the mean of its peers' weights.
+    """An outer step from the worker's own anchor toward the mean of its peers' weights.
 
         Δ = a − mean(x)        a ← optimizer.step(a, grad=Δ)        x ← a
 

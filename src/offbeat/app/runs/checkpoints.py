@@ -48,7 +48,7 @@ class CheckpointStore:
         return sorted(steps)
 
     def delete_after(self, step: int) -> None:
-        """Delete this rank's files of later steps: an earlier start left them, and they are of another run."""
+        """Delete this rank's files of later steps, which an earlier start of the run has left."""
         for path in self.folder.glob(f"step-*/rank-{self.rank}.pt"):
             if int(re.sub(r"\D", "", path.parent.name)) > step:
                 path.unlink()
