@@ -55,10 +55,10 @@ def checksum(tensors: Sequence[Tensor]) -> int:
     are read in pieces: the only extra memory is that of one piece.
     """
     factors: dict[torch.device, Tensor] = {}
-    longest = min(_PIECE, max((tensor.numel() for tensor in tensors), default=0))
+    flats = [local(tensor).contiguous().view(-1) for tensor in tensors]
+    longest = min(_PIECE, max((flat.numel() for flat in flats), default=0))
     total = 0
-    for tensor in tensors:
-        flat = local(tensor).contiguous().view(-1)
+    for flat in flats:
         if flat.device not in factors:
             factors[flat.device] = _position_factors(longest, flat.device)
         pieces = torch.split(flat.view(_INTEGERS[flat.element_size()]), _PIECE)
