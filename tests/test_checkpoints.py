@@ -259,8 +259,8 @@ def test_a_run_is_not_resumed_from_a_damaged_checkpoint(tmp_path: Path, damage: 
     task = setting.find_task()
     check(setting, task)
     for name in ("one", "two"):
-        full = setting.filled(task)
-        prepare(tmp_path / name, full, command=["offbeat"], unit=task.unit, parameters=1)
+        full = setting.fill(task)
+        prepare(tmp_path / name, full, task)
         assert launch([tmp_path / name])
     path = tmp_path / "one/checkpoints/step-000000005/rank-1.pt"
     state = torch.load(path, weights_only=True)

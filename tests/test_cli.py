@@ -16,7 +16,7 @@ from rich.progress import Progress
 import offbeat
 from offbeat.app.cli import narrow, show
 from offbeat.app.cli.app import run
-from offbeat.app.cli.monitor import bar
+from offbeat.app.cli.monitor import line_columns
 from offbeat.plan import methods_table as methods_table
 from offbeat.plan.per_step import without_warmup
 
@@ -93,7 +93,7 @@ def test_only_the_methods_own_tensors_are_counted(
 
 def test_parts_tell_what_they_are(entries: dict[str, methods_table.Entry]) -> None:
     (line,) = entries["cocod"].lines
-    assert line == methods_table.Transport("Every(steps=8)", "World()", "parameters", "Correct()", "4")
+    assert line == methods_table.Line("Every(steps=8)", "World()", "parameters", "Correct()", "4")
     assert entries["ddp"].lines[0].sent == "gradients"
     assert entries["noloco"].lines[0].among == "Pairs()"
     assert entries["overlap_local_sgd"].lines[0].delay == "round"
@@ -215,23 +215,23 @@ def test_text_in_a_narrow_table_is_listed() -> None:
 
 
 def test_lines_break_at_blanks_and_behind_parentheses() -> None:
-    assert narrow.wrapped("Outer(optimizer=SGD(lr=0.7, momentum=0.9))", 16) == [
+    assert narrow.wrap("Outer(optimizer=SGD(lr=0.7, momentum=0.9))", 16) == [
         "Outer(", "optimizer=SGD(", "lr=0.7,", "momentum=0.9))",
     ]  # fmt: skip
-    assert narrow.wrapped("", 10) == [""]
+    assert narrow.wrap("", 10) == [""]
 
 
 def test_one_is_not_many() -> None:
-    told = [show.some(count, "worker") for count in (1, 2, 1000)]
+    told = [show.count(count, "worker") for count in (1, 2, 1000)]
     assert told == ["1 worker", "2 workers", "1,000 workers"]
 
 
 @pytest.mark.parametrize("width", [160, 80, 50])
 def test_a_runs_line_is_whole_at_any_width(width: int) -> None:
     console = Console(width=width, file=io.StringIO(), force_terminal=True, color_system=None)
-    progress = Progress(*bar(width), console=console)
-    told = "loss 0.123  1,234 images/s  waiting 77%  12.3 MB  period 8  drift 0.01"
-    progress.add_task("hierarchical(nodes=[[0], [1]]) seed 0", total=300, completed=20, told=told)
+    progress = Progress(*line_columns(width), console=console)
+    told = "loss 0.123  1,234 images/s  exposed 77%  12.3 MB  period 8  drift 0.01"
+    progress.add_task("hierarchical(nodes=[[0], [1]]) seed 0", total=300, completed=20, status=told)
     console.print(progress.get_renderable())
     text = console.file.getvalue()  # type: ignore[attr-defined]
     assert max(map(len, text.splitlines())) <= width

@@ -87,7 +87,7 @@ def test_a_comparison_goes_on_where_it_was_ended(
         capsys, "compare", *METHODS, *SMALL, "--simulate", "--lr", "0.5", "--out", str(tmp_path / "runs")
     )
     assert code == 2
-    assert error.endswith("another comparison is there; name another folder.\n")
+    assert error.endswith("this folder holds other runs; name another one.\n")
 
 
 def test_the_table_for_people(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -106,7 +106,7 @@ def test_the_table_for_people(capsys: pytest.CaptureFixture[str], tmp_path: Path
         "1.00×",
     ):
         assert word in text
-    assert f"the page: {out / 'report.html'}" in text
+    assert f"report: {out / 'report.html'}" in text
 
 
 def test_a_study_is_a_grid_that_goes_on(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -166,16 +166,16 @@ def broken_task(place: Path, text: str) -> str:
         (["--task", "nope"], "There is no task 'nope': name one of bytes, digits, images, or a Python file"),
         (
             ["--task", "bytes", "--data", "gone.txt"],
-            "offbeat: --data gone.txt: data must be the path of an existing file.",
+            "offbeat: --data 'gone.txt': data must be the path of an existing file.",
         ),
         (
             ["--task", "images", "--data", "gone.zip"],
-            "offbeat: --data gone.zip: data must be an existing",
+            "offbeat: --data 'gone.zip': data must be an existing",
         ),
-        (["--task", "images", "--data", "BROKEN"], "is no readable zip (File is not a zip file)."),
+        (["--task", "images", "--data", "BROKEN"], "this is not a readable zip (File is not a zip file)."),
         (
             ["--task", "images", "--data", "IMAGE"],
-            "'train/a/0.jpg' cannot be decoded (it is no picture); replace or delete it.",
+            "'train/a/0.jpg' cannot be decoded (it is not a picture); replace or delete it.",
         ),
         (
             ["--task", "images", "--data", "LOCKED"],
@@ -184,10 +184,10 @@ def broken_task(place: Path, text: str) -> str:
         (["--task", "SYNTAX"], "'own.py' cannot be used: SyntaxError: invalid syntax (own.py, line 1)."),
         (["--task", "IMPORT"], "'own.py' cannot be used: ModuleNotFoundError: No module named 'nowhere'."),
         (["--task", "RAISES"], "'own.py' cannot be used: KeyError: 'size'."),
-        (["--task", "mine.py"], "There is no file 'mine.py' to take a task from."),
-        (["--model", "huge"], "offbeat: --model huge: size must be one of"),
+        (["--task", "mine.py"], "The task file 'mine.py' does not exist."),
+        (["--model", "huge"], "offbeat: --model 'huge': size must be one of"),
         (["--workers", "0"], "--workers 0: at least 1 is needed."),
-        (["--workers", "9999"], "offbeat: --workers 9999: there are 1438 pictures to train on"),
+        (["--workers", "9999"], "offbeat: --workers 9999: there are 1438 training pictures"),
         (["--workers", "two"], "Invalid value for '--workers': "),
         (["--link", "100bananas"], "--link '100bananas': a link is a rate and perhaps a latency"),
         (["--straggler", "sometimes"], "--straggler 'sometimes': write rank=1,delay=300ms,every=4"),
@@ -229,21 +229,24 @@ def test_bad_input_is_one_sentence(
         (["compare", "nope()"], "method('nope()'): name one of a2sgd,"),
         (["compare", "ddp", "--netns", "--simulate"], "--netns and --simulate exclude each other."),
         (["compare", "ddp", "--seeds", "0"], "--seeds 0: at least 1 is needed."),
-        (["compare", "torch_ddp", "--simulate"], "torch_ddp needs processes of its own: leave it out"),
-        (["compare", "ddp", "--simulate", "--compute", "soon"], "--compute: 'soon' is no time; write it as"),
+        (["compare", "torch_ddp", "--simulate"], "torch_ddp cannot be simulated: leave it out"),
+        (["compare", "ddp", "--simulate", "--compute", "soon"], "--compute 'soon': a time is a number"),
         (["train", "ddp", "--resume"], "--resume: name the run's folder with --checkpoint-dir."),
         (["train", "ddp", "--resume", "--checkpoint-dir", "gone"], "--resume: there is no run in 'gone'."),
-        (["train", "ddp", "--checkpoint-every", "-1"], "--checkpoint-every -1: 0 or more is needed."),
-        (["report", "gone"], "There is no run in gone: no setting.json below it."),
-        (["study", "local_sgd", "--workers", "2,x"], "--workers '2,x': whole numbers with commas"),
+        (["train", "ddp", "--checkpoint-every", "-1"], "--checkpoint-every -1: at least 0 is needed."),
+        (["report", "gone"], "There is no run in gone: no folder below it has a setting.json."),
+        (["study", "local_sgd", "--workers", "2,x"], "--workers '2,x': whole numbers, separated by commas"),
         (["study", "local_sgd", "--every", "0"], "--every '0': at least 1 is needed."),
-        (["study", "local_sgd", "--samples", "5"], "--samples 5: 2 workers with batches of 16 need 32"),
+        (
+            ["study", "local_sgd", "--samples", "5"],
+            "--samples 5: one step of 2 workers with batches of 16",
+        ),
         (["lab", "--workers", "0", "--", "true"], "--workers 0: hosts must be at least 1."),
-        (["lab", "--rate", "fast", "--", "true"], "--rate fast: a rate is a number and a unit of tc"),
-        (["lab", "--rate", "100bananas", "--", "true"], "--rate 100bananas: a rate is a number and a unit"),
-        (["lab", "--rate", "1bit", "--", "true"], "--rate 1bit: rate must be from 8kbit to 100gbit"),
-        (["lab", "--", "no-such-command"], "There is no command 'no-such-command' to run."),
-        (["lab", "--timeout", "0", "--", "true"], "--timeout 0: a positive number of seconds is needed."),
+        (["lab", "--rate", "fast", "--", "true"], "--rate 'fast': a rate is a number and a unit of tc"),
+        (["lab", "--rate", "100bananas", "--", "true"], "--rate '100bananas': a rate is a number and a unit"),
+        (["lab", "--rate", "1bit", "--", "true"], "--rate '1bit': rate must be from 8kbit to 100gbit"),
+        (["lab", "--", "no-such-command"], "The command 'no-such-command' does not exist."),
+        (["lab", "--timeout", "0", "--", "true"], "--timeout 0.0: a positive number of seconds is needed."),
     ],
 )
 def test_other_bad_input(
@@ -275,10 +278,10 @@ def test_what_report_cannot_read_or_write(capsys: pytest.CaptureFixture[str], tm
     (tmp_path / "setting.json").write_text('{"theme": "dark"}')
     code, out, error = call(capsys, "report", str(tmp_path), "--out", str(tmp_path / "page.html"))
     assert (code, out) == (2, "")
-    assert "setting.json' is not of a run of Offbeat's (" in error
+    assert "setting.json' does not describe a run (" in error
     code, out, error = call(capsys, "report", str(tmp_path), "--out", str(tmp_path))
     assert (code, out) == (2, "")
-    assert error.endswith("this is a folder; name the page to write.\n")
+    assert error.endswith("this is a folder; name an HTML file.\n")
 
 
 def test_without_root_there_are_no_namespaces(
@@ -297,7 +300,7 @@ def test_resuming_another_run_is_refused(capsys: pytest.CaptureFixture[str], tmp
     (folder,) = tmp_path.glob("01-*")
     code, _, error = call(capsys, "train", "ddp", *SMALL, "--checkpoint-dir", str(folder), "--resume")
     assert code == 2
-    assert "is another: method was 'local_sgd(every=4)'" in error
+    assert "has another setting: method was 'local_sgd(every=4)'" in error
     code, _, error = call(capsys, "train", "ddp", *SMALL, "--checkpoint-dir", str(folder))
     assert code == 2
     assert error.endswith("already: add --resume, or name another folder.\n")

@@ -111,7 +111,7 @@ def test_an_option_is_read_or_refused_in_a_sentence(
         ("plan", "--warmup", "2", "--warmup 2: warmup must be shorter than steps."),
         ("train", "--steps", str(10**20), f"--steps {10**20}: at most 1000000000 is possible."),
         ("train", "--lr", "inf", "--lr inf: at most 1e+06 is possible."),
-        ("train", "--seed", str(2**63), f"--seed {2**63}: a whole number of at most 63 bits is needed."),
+        ("train", "--seed", str(2**63), f"--seed {2**63}: seed must be below 2**63 in size."),
         ("compare", "--seeds", "1001", "--seeds 1001: at most 1000 is possible."),
         ("study", "--batch", "-1", "--batch -1: at least 1 is needed."),
         ("study", "--every", "4,0", "--every '4,0': at least 1 is needed."),

@@ -272,7 +272,7 @@ def test_bad_pictures(folder: Path, tmp_path: Path) -> None:
         images_task(data="gone")
     broken = tmp_path / "broken.zip"
     broken.write_bytes(b"PK and then nothing of use")
-    with refused(f"images_task(data={str(broken)!r}): this is no readable zip (File is not a zip file)."):
+    with refused(f"images_task(data={str(broken)!r}): this is not a readable zip (File is not a zip file)."):
         images_task(data=broken)
     whole = zipped(folder, tmp_path / "cut.zip").read_bytes()
     (tmp_path / "cut.zip").write_bytes(whole[:2000] + b"?" * 500 + whole[2500:])
@@ -296,13 +296,13 @@ def test_classes_that_do_not_fit(folder: Path, tmp_path: Path) -> None:
     (folder / "test/new").mkdir()
     (folder / "test/new/0.jpg").write_bytes(jpeg(5))
     with refused(
-        f"images_task(data={str(folder)!r}): 'test/new/0.jpg' is of a class that train/ does not have."
+        f"images_task(data={str(folder)!r}): 'test/new/0.jpg' has a class that train/ does not have."
     ):
         images_task(data=folder)
     (tmp_path / "none").mkdir()
     with refused(
-        f"images_task(data={str(tmp_path / 'none')!r}): 0 folders train/CLASS with .jpg or .png in them; "
-        "two are the least."
+        f"images_task(data={str(tmp_path / 'none')!r}): found 0 folders train/CLASS with .jpg or .png "
+        "files; at least two are needed."
     ):
         images_task(data=tmp_path / "none")
 
@@ -310,7 +310,7 @@ def test_classes_that_do_not_fit(folder: Path, tmp_path: Path) -> None:
 def test_more_workers_than_pictures(folder: Path) -> None:
     task = images_task("tiny", data=folder)
     message = (
-        "batches(workers=21): there are 20 pictures to train on, and every worker needs one of its own; "
+        "batches(workers=21): there are 20 training pictures, and each worker needs at least one; "
         "use fewer workers or more data."
     )
     for rank in range(20):
@@ -349,15 +349,15 @@ def test_bad_tasks(tmp_path: Path) -> None:
         "There is no task 'nope': name one of bytes, digits, images, or a Python file with a function `task`."
     ):
         find_task("nope")
-    with refused("There is no file 'gone.py' to take a task from."):
+    with refused("The task file 'gone.py' does not exist."):
         find_task("gone.py")
-    with refused(f"{str(own)!r} has no function 'third': it returns the Task to train."):
+    with refused(f"{str(own)!r} has no function 'third' that returns a Task."):
         find_task(f"{own}:third")
-    with refused(f"The task '{own}:other' needs 'depth', and it was not given."):
+    with refused(f"The task '{own}:other' needs 'depth'."):
         find_task(f"{own}:other")
-    with refused(f"The task '{own}:other' must be a Task, and its function returned str."):
+    with refused(f"The function of the task '{own}:other' must return a Task, not str."):
         find_task(f"{own}:other", depth=3)
     with refused("The task 'digits' has no argument 'data': it takes size, seed."):
         find_task("digits", data="x.txt")
-    with refused("The task 'images' needs 'data', and it was not given."):
+    with refused("The task 'images' needs 'data'."):
         find_task("images")

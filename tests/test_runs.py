@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import threading
 import time
 from dataclasses import replace
@@ -16,7 +17,7 @@ from test_pictures import pictures
 
 import offbeat
 from offbeat.app.cli.result import caption
-from offbeat.app.report.page import render, told
+from offbeat.app.report.page import collect, render
 from offbeat.app.runs import summary
 from offbeat.app.runs.checkpoints import CheckpointStore
 from offbeat.app.runs.folder import prepare
@@ -27,6 +28,7 @@ from offbeat.app.runs.setting import Setting, check
 from offbeat.app.runs.stop import LOOK, Stop
 from offbeat.app.runs.tally import Tally
 from offbeat.app.runs.watch import Stopwatch, Watched
+from offbeat.tasks import digits_task
 
 
 def test_a_torn_log_can_be_read_and_cut(tmp_path: Path) -> None:
@@ -50,7 +52,7 @@ def test_a_long_run_writes_one_line_for_several_steps(tmp_path: Path) -> None:
     record = Record(tmp_path / "log")
     tally = Tally(record, steps=5000)
     for step in range(1, 8):
-        tally.add(step, start=step, end=step + 0.5, waited=0.1, loss=float(step), units=4)
+        tally.add(step, start=step, end=step + 0.5, exposed=0.1, loss=float(step), units=4)
     tally.write(7, 7.5)
     record.close()
     lines = list(entries(tmp_path / "log"))
@@ -64,14 +66,14 @@ def test_a_checkpoint_counts_once_all_ranks_have_saved(tmp_path: Path) -> None:
     shelves = [CheckpointStore(tmp_path, rank=rank, workers=2) for rank in range(2)]
     for step in (10, 20, 30):
         shelves[1].save(step, {"x": torch.tensor([step])})
-        assert step not in shelves[0].whole()
+        assert step not in shelves[0].steps()
         shelves[0].save(step, {"x": torch.tensor([-step])})
-    assert shelves[0].whole() == [20, 30], "older ones are dropped"
+    assert shelves[0].steps() == [20, 30], "older ones are dropped"
     assert shelves[1].load(30)["x"].tolist() == [30]
     (tmp_path / "step-000000030" / "rank-0.pt").unlink()
-    assert shelves[1].whole() == [20]
+    assert shelves[1].steps() == [20]
     (tmp_path / "step-000000020" / ".rank-0.77").write_bytes(b"half")
-    assert shelves[1].whole() == [20]
+    assert shelves[1].steps() == [20]
 
 
 def test_all_ranks_stop_after_the_step_of_the_furthest(tmp_path: Path) -> None:
@@ -84,7 +86,7 @@ def test_all_ranks_stop_after_the_step_of_the_furthest(tmp_path: Path) -> None:
         stop.listen(begun - 1)
     time.sleep(3 * LOOK)
     assert not stops[0].after(3), "nobody has called yet"
-    stops[1]._hear(2, None)
+    stops[1].call()
     last: dict[int, int] = {}
 
     def loop(rank: int, step: int, seconds: float) -> None:
@@ -112,7 +114,7 @@ def test_a_rank_in_a_long_step_answers_and_a_dead_one_is_named(
     stops = [Stop(tmp_path, rank=rank, workers=2) for rank in range(2)]
     for stop in stops:
         stop.listen(6)
-    stops[0]._hear(2, None)
+    stops[0].call()
     assert stops[0].after(7), "rank 1 has said 7 from within its step"
     assert stops[1].after(7)
     stops[1].forget()
@@ -167,17 +169,17 @@ def written(place: Path, method: str, *, seed: int, losses: list[float], **end: 
     """A run of two workers whose log says this."""
     setting = Setting(method=method, workers=2, steps=10, seed=seed, batch=4, lr=0.1)
     folder = place / f"{method}{seed}"
-    prepare(folder, setting, command=["offbeat", "compare", method], unit="images", parameters=7)
+    prepare(folder, setting, digits_task("tiny"), command=["offbeat", "compare", method])
     for rank in range(2):
         record = Record(log_path(folder, rank))
         for number, loss in enumerate(losses):
-            costs = {"rounds": number, "sent": number * 100, "waited": 0.0, "air": 0.0, "units": number * 4}
+            costs = {"rounds": number, "sent": number * 100, "exposed": 0.0, "air": 0.0, "units": number * 4}
             if rank == 0:
                 record.write("eval", step=number * 5, t=number * 1.0, loss=loss, **costs)
-            record.write("steps", step=number, t=number * 1.0, seconds=0.5, waited=0.1, loss=loss, units=4)
-        record.write("round", step=1, t=1.0, round=0, begun_after=5, began=0.5, waited=0.1, air=0.2, sent=5,
+            record.write("steps", step=number, t=number * 1.0, seconds=0.5, exposed=0.1, loss=loss, units=4)
+        record.write("round", step=1, t=1.0, round=0, begun_after=5, began=0.5, exposed=0.1, air=0.2, sent=5,
                      drift=0.25, norm=None, period=5)  # fmt: skip
-        last = {"t": 4.0, "waited": 1.0, "air": 3.0 + rank, "sent": 2_000_000 * (rank + 1), "rounds": 6}
+        last = {"t": 4.0, "exposed": 1.0, "air": 3.0 + rank, "sent": 2_000_000 * (rank + 1), "rounds": 6}
         record.write("end", step=10, weights="00", **{**last, **end})
         record.close()
     return summary.read(folder)
@@ -256,7 +258,7 @@ def test_the_page_holds_everything_and_needs_no_network(tmp_path: Path) -> None:
     data = json.loads(re.findall(r'<script id="data"[^>]*>(.*?)</script>', page, re.DOTALL)[0])
     assert data["rows"][0]["loss"] is None, "JSON has no NaN"
     assert data["runs"][0]["evals"][0][3] == 2.0
-    assert data["commands"] == ["offbeat compare 'diloco(lr='\\''</script><b>'\\'')'"]
+    assert data["commands"] == ["offbeat compare " + shlex.quote("diloco(lr='</script><b>')")]
     assert data["setting"]["torch"] == torch.__version__
     (flight,) = data["runs"][0]["ranks"][1]["flights"]
     assert flight == [0.5, pytest.approx(0.7)]
@@ -265,7 +267,7 @@ def test_the_page_holds_everything_and_needs_no_network(tmp_path: Path) -> None:
 def test_the_page_shows_the_same_figures_as_the_table(tmp_path: Path) -> None:
     run = written(tmp_path, "ddp()", seed=0, losses=[2.0, 1.0])
     (row,) = summary.summarize([run])
-    shown = told([run])["rows"][0]
+    shown = collect([run])["rows"][0]
     assert shown == vars(row)
 
 
@@ -282,7 +284,7 @@ def trained(place: Path, method: str, **changes: Any) -> Path:
     setting = Setting(method=method, where="simulation", **{**wanted, **changes})
     task = setting.find_task()
     check(setting, task)
-    prepare(place, setting.filled(task), command=["offbeat"], unit=task.unit, parameters=1)
+    prepare(place, setting.fill(task), task)
     assert launch([place])
     return place
 
@@ -315,8 +317,8 @@ def test_the_log_accounts_for_the_time_and_the_bytes(tmp_path: Path) -> None:
         assert end["sent"] >= sum(line["sent"] for line in rounds) > 3 * 4 * 9_802 * 0.99
         assert end["rounds"] == 3
         assert end["units"] == 12 * 16
-        waits.append(sum(line["waited"] for line in steps))
-        assert waits[-1] == pytest.approx(end["waited"], rel=0.1)
+        waits.append(sum(line["exposed"] for line in steps))
+        assert waits[-1] == pytest.approx(end["exposed"], rel=0.1)
     assert waits[0] > waits[1] + 0.9, "rank 0 waits for the straggler"
     assert run.ends[0]["weights"] == run.ends[1]["weights"]
     assert [line["step"] for line in run.evals] == [0, 4, 8, 12]
@@ -326,7 +328,7 @@ def test_evaluations_cost_neither_time_nor_bytes(tmp_path: Path) -> None:
     few, many = (
         summary.read(trained(tmp_path / str(n), "local_sgd(every=4)", evaluations=n)).ends[0] for n in (1, 12)
     )
-    for name in ("t", "sent", "waited", "rounds", "weights"):
+    for name in ("t", "sent", "exposed", "rounds", "weights"):
         assert few[name] == (many[name] if name == "weights" else pytest.approx(many[name]))
 
 
@@ -348,12 +350,12 @@ def test_periods_are_put_into_methods() -> None:
         ({"optimizer": "lion"}, "optimizer='lion': name one of adamw, sgd."),
         ({"method": "local_sgd(every=0)"}, "Every(steps=0): steps must be at least 1."),
         ({"method": "hierarchical(nodes=3)"}, "Subgroups(3): 4 workers cannot be cut into groups of 3; list"),
-        ({"method": "torch_ddp()", "where": "simulation"}, "torch_ddp needs processes of its own:"),
+        ({"method": "torch_ddp()", "where": "simulation"}, "torch_ddp cannot be simulated:"),
         (
             {"link": "1gbit,5ms", "where": "netns"},
-            "link='1gbit,5ms': with --netns a link has a rate alone,",
+            "link='1gbit,5ms': with --netns a link has only a rate,",
         ),
-        ({"workers": 5000}, "batches(workers=5000): there are 1438 pictures to train on, and every worker"),
+        ({"workers": 5000}, "batches(workers=5000): there are 1438 training pictures, and each worker"),
     ],
 )
 def test_settings_that_cannot_be(changes: dict[str, Any], sentence: str) -> None:

@@ -110,7 +110,7 @@ def test_a_run_leaves_logs_and_checkpoints(whole: Path) -> None:
     assert run.ends[0]["weights"] == run.ends[1]["weights"]
     assert [e["step"] for e in run.evals] == [0, 20, 40, 60]
     assert run.evals[-1]["loss"] < run.evals[0]["loss"]
-    kept = CheckpointStore(whole / "checkpoints", rank=0, workers=2).whole()
+    kept = CheckpointStore(whole / "checkpoints", rank=0, workers=2).steps()
     assert kept[-2:] == [49, 56]
     assert len(kept) <= 3, "rank 0 drops the old when it saves, perhaps before the others have saved"
     state = torch.load(whole / "checkpoints/step-000000056/rank-1.pt", weights_only=True)
@@ -157,9 +157,9 @@ def test_ctrl_c_saves_a_checkpoint_and_resuming_is_exact(whole: Path, tmp_path: 
     _, error = process.communicate(timeout=60)
     assert process.returncode == 130, error
     assert re.fullmatch(
-        r"offbeat: stopped; the last checkpoint is of step \d+: go on with .* --resume\n", error
+        r"offbeat: stopped; the last checkpoint is at step \d+: continue with .* --resume\n", error
     ), error
-    saved = CheckpointStore(folder / "checkpoints", rank=0, workers=2).whole()[-1]
+    saved = CheckpointStore(folder / "checkpoints", rank=0, workers=2).steps()[-1]
     assert saved == last_step(folder), "it ended with the step it saved"
     assert not list(folder.glob(".stop*"))
     done = offbeat(*words, "--resume")
@@ -177,9 +177,9 @@ def test_ctrl_c_waits_for_a_rank_that_is_many_steps_behind(tmp_path: Path) -> No
     process.send_signal(signal.SIGINT)
     _, error = process.communicate(timeout=120)
     assert process.returncode == 130, error
-    (saved,) = CheckpointStore(folder / "checkpoints", rank=0, workers=2).whole()
+    (saved,) = CheckpointStore(folder / "checkpoints", rank=0, workers=2).steps()
     assert saved >= 10
-    assert error.startswith(f"offbeat: stopped; the last checkpoint is of step {saved}: ")
+    assert error.startswith(f"offbeat: stopped; the last checkpoint is at step {saved}: ")
     assert error.count("\n") == 1
     assert [path.name for path in (folder / "checkpoints").iterdir()] == [f"step-{saved:09d}"]
     assert not list(folder.glob(".stop*"))
@@ -195,7 +195,7 @@ def test_ctrl_c_in_the_last_step_of_a_run_does_not_let_the_next_begin(tmp_path: 
     process.send_signal(signal.SIGINT)
     _, error = process.communicate(timeout=60)
     assert process.returncode == 130, error
-    assert error == f"offbeat: stopped; the same command with --out {tmp_path} runs what is missing\n"
+    assert error == f"offbeat: stopped; to run the rest, repeat with --out {tmp_path}\n"
     assert finished(first)
     assert not log_path(second, 0).exists()
 

@@ -44,7 +44,7 @@ def measured(link: str, where: str) -> list[dict]:
         )
         task = setting.find_task()
         folders.append(place / slug(method))
-        prepare(folders[-1], setting.filled(task), command=sys.argv, unit=task.unit, parameters=0)
+        prepare(folders[-1], setting.fill(task), task, command=sys.argv)
     launch(folders)
     rows = summarize([read(folder) for folder in folders])
     shutil.rmtree(place)

@@ -8,7 +8,7 @@ OffbeatError (a RuntimeError)
 └── CheckpointMismatch  a checkpoint that is damaged, or of another run, method, rank or number of workers
 
 Bad arguments are ValueError or TypeError, raised where they are given. BadArgument is a ValueError that keeps
-the argument's name, its value and the reason apart, so that a command can tell it in its own words.
+the argument's name, its value and the reason apart. The command line prints them as `--option value: reason`.
 """
 
 from __future__ import annotations
@@ -44,14 +44,20 @@ class CheckpointMismatch(OffbeatError):
 
 
 class BadArgument(ValueError):
-    """An argument that cannot be used: its name, its value, and why."""
+    """An argument that cannot be used: its name, its value and the reason.
 
-    def __init__(self, name: str, value: object, reason: str) -> None:
+    `call` is where the argument was given: the name of a function or class, or a value that prints its own
+    call. The message begins with it.
+    """
+
+    def __init__(self, name: str, value: object, reason: str, *, call: object = None) -> None:
         super().__init__(name, value, reason)
         self.name, self.value, self.reason = name, value, reason
+        given = f"{name}={shown(value)}"
+        self.call = given if call is None else f"{call}({given})" if isinstance(call, str) else repr(call)
 
     def __str__(self) -> str:
-        return f"{self.name}={shown(self.value)}: {self.reason}"
+        return f"{self.call}: {self.reason}"
 
 
 def shown(value: object, most: int = 200) -> str:

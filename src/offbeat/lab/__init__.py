@@ -1,4 +1,4 @@
-"""A cluster on one Linux box: hosts in network namespaces, on links as slow as you like.
+"""A cluster on one Linux machine: hosts in network namespaces, on links with the rate you choose.
 
     >>> import sys
     >>> from offbeat.lab import Lab
@@ -7,15 +7,15 @@
     >>> [run.stdout.strip() for run in runs]
     ['0', '1']
 
-Each host sees one interface, its own loopback and the other hosts, and nothing else: no traffic leaves the
-lab. The command runs once per host, as torchrun would run it with one worker per node. What each host sent
-and received is what the kernel counted on its interface.
+Each host sees its own loopback, one interface and the other hosts. No traffic leaves the lab. The command
+runs once per host, as torchrun would run it with one worker per node. The kernel counts the bytes that each
+host sends and receives.
 
-A job takes faults while it runs: `job.kill(rank=2)`, `job.delay(rank=1, seconds=0.5)`. Whatever way the
-`with` block ends, also by Ctrl-C or SIGTERM, processes and namespaces are gone afterwards. What a lab that
-SIGKILL ended has left behind goes when the next one opens.
+You can inject faults while a job runs: `job.kill(rank=2)`, `job.delay(rank=1, seconds=0.5)`. When the `with`
+block ends, even by Ctrl-C or SIGTERM, all processes and namespaces are removed. After a SIGKILL, the next lab
+removes them.
 
-A lab needs Linux, root and iproute2 (`ip` and `tc`); `unavailable()` says which of them is missing.
+A lab needs Linux, root and iproute2 (`ip` and `tc`); `unavailable()` says what is missing.
 """
 
 from offbeat.base.units import parse_rate

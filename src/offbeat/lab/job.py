@@ -10,11 +10,11 @@ from .process import Process
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """What one host did.
+    """The result of one host.
 
-    A negative `returncode` is the signal that ended the command. `sent` and `received` are bytes on its
-    interface, headers included, from the start of the job until `wait` has seen every host end. Jobs that
-    overlap therefore count each other's.
+    A negative `returncode` is the signal that ended the command. `sent` and `received` are bytes on the
+    interface, headers included, from the start of the job until all hosts have ended. Jobs that overlap count
+    each other's bytes.
     """
 
     rank: int
@@ -27,7 +27,7 @@ class Run:
 
 
 class Job:
-    """A command that runs on every host of a lab; made by `lab.start`.
+    """A command that runs on every host of a lab. `lab.start` returns one.
 
         job = lab.start([sys.executable, "train.py"])
         job.delay(rank=1, seconds=0.5)
@@ -43,51 +43,51 @@ class Job:
         self._network = network
         self._before = network.traffic()
         self._processes = [
-            Process([*network.inside(rank), *command], env) for rank, env in enumerate(environments)
+            Process([*network.prefix(rank), *command], env) for rank, env in enumerate(environments)
         ]
         self._runs: tuple[Run, ...] | None = None
 
     @property
     def running(self) -> tuple[int, ...]:
-        """The ranks whose command has not ended."""
+        """The ranks whose command still runs."""
         return tuple(rank for rank, process in enumerate(self._processes) if not process.join(0))
 
     def stdout(self, *, rank: int) -> str:
-        """What a host has printed so far."""
+        """The output of a host so far."""
         process = self._process("stdout", rank)
         return process.stdout() if self._runs is None else self._runs[rank].stdout
 
     @property
     def collected(self) -> bool:
-        """Whether `wait` has seen every host end."""
+        """Whether `wait` has returned the runs."""
         return self._runs is not None
 
     def kill(self, *, rank: int | None = None) -> None:
-        """End a host's command, or every host's, at once and without a word (SIGKILL)."""
+        """Kill the command of one host, or of all, with SIGKILL."""
         for process in self._processes if rank is None else [self._process("kill", rank)]:
             process.kill()
 
     def delay(self, *, rank: int, seconds: float) -> None:
-        """Stop a host's command now and let it go on after `seconds`; returns at once.
+        """Pause the command of a host for `seconds`, and return at once.
 
-        Its kernel goes on receiving and acknowledging, as it does for any process that is late.
+        Its kernel keeps receiving and acknowledging, as for any slow process.
         """
         if not seconds > 0:
             raise ValueError(f"job.delay(rank={rank}, seconds={seconds}): seconds must be positive.")
         self._process("delay", rank).delay(seconds)
 
     def wait(self, *, timeout: float | None = None) -> tuple[Run, ...]:
-        """One Run per host, once every command has ended; TimeoutError if some still run, and they go on."""
+        """Wait for all hosts and return one Run for each. After a timeout the commands continue."""
         if self._runs is None:
             deadline = None if timeout is None else time.monotonic() + timeout
             for process in self._processes:
                 if not process.join(None if deadline is None else max(0.0, deadline - time.monotonic())):
-                    raise TimeoutError(self._overdue(timeout))
+                    raise TimeoutError(self._describe_timeout(timeout))
             self._runs = self._collect()
         return self._runs
 
     def close(self) -> None:
-        """Kill what still runs and collect the rest."""
+        """Kill the commands that still run, and collect the results."""
         self.kill()
         self.wait()
 
@@ -96,7 +96,7 @@ class Job:
             raise ValueError(f"job.{call}(rank={rank}): the ranks are 0 to {len(self._processes) - 1}.")
         return self._processes[rank]
 
-    def _overdue(self, timeout: float | None) -> str:
+    def _describe_timeout(self, timeout: float | None) -> str:
         sentences = [f"Still running after {timeout} s: rank {', '.join(map(str, self.running))}."]
         for rank, process in enumerate(self._processes):
             if process.returncode:

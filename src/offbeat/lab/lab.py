@@ -1,4 +1,4 @@
-"""The lab itself."""
+"""The lab: a network and the jobs that run in it."""
 
 import atexit
 import os
@@ -6,40 +6,41 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 
 from offbeat.base.checks import is_whole
+from offbeat.base.errors import BadArgument
 from offbeat.base.units import parse_rate
 
 from .job import Job, Run
 from .network import INTERFACE, MOST_HOSTS, Network, remove_stale, unavailable
-from .signals import held, unwinding
+from .signals import exit_on_signals, hold_signals
 
 _FIRST_PORT = 29500
 
 
 class Lab:
-    """A cluster of `hosts` on one Linux box, each with a network of its own behind one shared switch.
+    """A cluster of `hosts` on one Linux machine, each with its own network interface on a shared switch.
 
-    `rate` holds every link in both directions, in the units of `tc`; a larger rate is a faster link and None
-    leaves it as fast as the machine. A token bucket of 256 kB lets short bursts pass unshaped.
+    `rate` limits every link in both directions, in the units of `tc`; None leaves the links unlimited. A
+    token bucket of 256 kB lets short bursts through at full speed.
 
         with Lab(4, rate="100mbit") as lab:
             runs = lab.run([sys.executable, "train.py"], timeout=120)
             print(sum(run.sent for run in runs), "bytes")
 
-    On leaving the block every process in the lab is killed and every namespace deleted. In the block SIGTERM
-    and SIGHUP raise SystemExit, unless the program handles them itself.
+    Leaving the block kills every process in the lab and deletes every namespace. Inside the block SIGTERM and
+    SIGHUP raise SystemExit, unless the program handles them itself.
     """
 
     def __init__(self, hosts: int, *, rate: str | None = None) -> None:
         if not is_whole(hosts):
             raise TypeError(f"Lab(hosts={hosts!r}): hosts must be a whole number.")
         if hosts < 1:
-            raise ValueError(f"Lab(hosts={hosts}): hosts must be at least 1.")
+            raise BadArgument("hosts", hosts, "hosts must be at least 1.", call="Lab")
         if hosts > MOST_HOSTS:
-            raise ValueError(f"Lab(hosts={hosts}): a bridge has {MOST_HOSTS} ports, one per host.")
+            raise BadArgument("hosts", hosts, f"a bridge has {MOST_HOSTS} ports, one per host.", call="Lab")
         self._bits = None if rate is None else parse_rate(rate)
-        # Outside of these bounds tbf takes the rate without complaint and shapes to another.
+        # Outside these bounds tbf silently uses another rate.
         if self._bits is not None and not 8_000 <= self._bits <= 100 * 10**9:
-            raise ValueError(f"Lab(rate={rate!r}): rate must be from 8kbit to 100gbit, or None.")
+            raise BadArgument("rate", rate, "rate must be from 8kbit to 100gbit, or None.", call="Lab")
         self.hosts = hosts
         self.rate = rate
         self._network: Network | None = None
@@ -54,13 +55,13 @@ class Lab:
         if reason := unavailable():
             raise RuntimeError(reason)
         if self._network is not None:
-            raise RuntimeError(f"{self!r} is open already.")
-        self._closing.enter_context(unwinding())
+            raise RuntimeError(f"{self!r} is already open.")
+        self._closing.enter_context(exit_on_signals())
         self._closing.callback(self._close, owner=os.getpid())
-        # A second Ctrl-C can hit before the first line of __exit__.
+        # A second Ctrl-C can arrive before the first line of __exit__.
         atexit.register(self._close, owner=os.getpid())
         try:
-            with held():
+            with hold_signals():
                 remove_stale()
                 self._network = Network(self.hosts)
                 self._network.build()
@@ -77,20 +78,20 @@ class Lab:
 
     @property
     def addresses(self) -> tuple[str, ...]:
-        """The address of each host, by rank; they mean something inside the lab only."""
+        """The address of each host, by rank. They are valid only inside the lab."""
         return self._open().addresses
 
     def start(self, command: Sequence[str], *, env: Mapping[str, str] | None = None) -> Job:
         """Start the command on every host and return at once.
 
-        The environment is ours, what torchrun would add to it, and `env` over both.
+        Its environment is that of this process, the variables of torchrun, and `env`.
         """
         network = self._open()
         if isinstance(command, str) or not command:
             raise TypeError(f"command={command!r}: a command is a list, such as ['python', 'train.py'].")
         environments = [self._environment(network, rank) | dict(env or {}) for rank in range(self.hosts)]
         self._started += 1
-        with held():
+        with hold_signals():
             self._jobs = [job for job in self._jobs if not job.collected]
             job = Job(command, network=network, environments=environments)
             self._jobs.append(job)
@@ -99,7 +100,7 @@ class Lab:
     def run(
         self, command: Sequence[str], *, env: Mapping[str, str] | None = None, timeout: float | None = None
     ) -> tuple[Run, ...]:
-        """Run the command on every host to its end; after `timeout` seconds, kill it: TimeoutError."""
+        """Run the command on every host. After `timeout` seconds, kill it and raise TimeoutError."""
         job = self.start(command, env=env)
         try:
             return job.wait(timeout=timeout)
@@ -127,9 +128,9 @@ class Lab:
         )
 
     def _close(self, *, owner: int) -> None:
-        if self._network is None or os.getpid() != owner:  # a fork of our process owns nothing
+        if self._network is None or os.getpid() != owner:  # a fork of this process owns nothing
             return
-        with held():
+        with hold_signals():
             try:
                 for job in self._jobs:
                     job.close()

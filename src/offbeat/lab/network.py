@@ -1,4 +1,4 @@
-"""Hosts on a switch, each in a network namespace of its own."""
+"""Hosts on a switch, each in its own network namespace."""
 
 import ipaddress
 import itertools
@@ -24,20 +24,20 @@ _serial = itertools.count()
 
 
 class Traffic(NamedTuple):
-    """Bytes that the kernel counted on a host's interface."""
+    """The bytes that the kernel counted on the interface of a host."""
 
     sent: int
     received: int
 
 
 def unavailable() -> str | None:
-    """Why no lab can be built here, in a sentence; None where it can."""
+    """The reason why no lab can run here; None if one can."""
     if sys.platform != "linux":
-        return f"A lab is made of Linux network namespaces, and this is {sys.platform}."
+        return f"A lab needs Linux, and this is {sys.platform}."
     status = Path("/proc/self/status").read_text()
     effective = int(re.findall(r"^CapEff:\s*(\w+)", status, re.MULTILINE)[0], 16)
     if os.geteuid() != 0 or effective & _CAPABILITIES != _CAPABILITIES:
-        return "A lab needs root, with CAP_NET_ADMIN and CAP_SYS_ADMIN in a container: run it with sudo."
+        return "A lab needs root (in a container, CAP_NET_ADMIN and CAP_SYS_ADMIN): run it with sudo."
     missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
     if missing:
         return f"A lab needs {' and '.join(missing)} of iproute2 on the PATH: install the package iproute2."
@@ -45,7 +45,7 @@ def unavailable() -> str | None:
 
 
 class Network:
-    """A switch and its hosts, in namespaces whose names carry the process they belong to."""
+    """A switch and its hosts, in namespaces named after this process."""
 
     def __init__(self, hosts: int) -> None:
         prefix = f"offbeat-{os.getpid()}-{next(_serial)}-"
@@ -64,19 +64,19 @@ class Network:
             _call("ip", "-n", host, batch=["link set lo up", own, *_up(INTERFACE)])
 
     def shape(self, rate: int) -> None:
-        """Hold every link to `rate` bits per second, either way."""
+        """Limit every link to `rate` bits per second in each direction."""
         shaper = f"root tbf rate {rate}bit burst 256kb latency 200ms"
         ports = [f"qdisc add dev port{rank} {shaper}" for rank in range(len(self._hosts))]
         _call("tc", "-n", self._switch, batch=ports)
         for host in self._hosts:
             _call("tc", "-n", host, batch=[f"qdisc add dev {INTERFACE} {shaper}"])
 
-    def inside(self, rank: int) -> list[str]:
-        """The words before a command that make it run on a host."""
+    def prefix(self, rank: int) -> list[str]:
+        """The words to put before a command to run it on a host."""
         return [_path("ip"), "netns", "exec", self._hosts[rank]]
 
     def traffic(self) -> list[Traffic]:
-        """What each host has sent and received so far."""
+        """The bytes that each host has sent and received so far."""
         counted = []
         for host in self._hosts:
             (link,) = json.loads(_call("ip", "-n", host, "-s", "-j", "link", "show", "dev", INTERFACE))
@@ -88,7 +88,7 @@ class Network:
 
 
 def remove_stale() -> None:
-    """Remove the networks of processes that no longer live."""
+    """Remove the networks of processes that have ended."""
     owned = {name: re.fullmatch(r"offbeat-([0-9]+)-[0-9]+-\w+", name) for name in _names()}
     _remove({name for name, owner in owned.items() if owner and not Path("/proc", owner[1]).exists()})
 
@@ -98,15 +98,15 @@ def _names() -> set[str]:
 
 
 def _up(device: str) -> list[str]:
-    # Without an IPv6 address of its own an interface is silent until used: an idle host sends 0 bytes.
+    # Without an IPv6 address an interface is silent, so an idle host sends 0 bytes.
     silent = [f"link set {device} addrgenmode none"] if Path("/proc/sys/net/ipv6").exists() else []
     return [*silent, f"link set {device} up"]
 
 
 def _remove(names: set[str]) -> None:
-    """End what runs in the namespaces, then delete them.
+    """Kill the processes in the namespaces, then delete them.
 
-    A process that left its group is still in its namespace. One that the kernel holds up ends later.
+    This finds processes that have left their process group. The kernel may need a moment to end one.
     """
     for _ in range(100):
         inside = _processes(names)
@@ -117,14 +117,14 @@ def _remove(names: set[str]) -> None:
             break
         time.sleep(0.01)
     for name in names:
-        # Another lab may be removing the same stale name, so that only the outcome counts.
+        # Another lab may remove the same stale name, so only the outcome counts.
         subprocess.run([_path("ip"), "netns", "del", name], capture_output=True, start_new_session=True)
     if left := names & _names():
         raise RuntimeError(f"The network namespaces {', '.join(sorted(left))} cannot be deleted.")
 
 
 def _processes(names: Iterable[str]) -> list[int]:
-    """The processes inside the namespaces; never those of the namespace we are in ourselves."""
+    """The processes inside the namespaces, but never those in our own namespace."""
     spaces = set()
     for name in names:
         with suppress(FileNotFoundError):
@@ -132,7 +132,7 @@ def _processes(names: Iterable[str]) -> list[int]:
     spaces.discard(os.stat("/proc/self/ns/net").st_ino)
     found = []
     for process in os.listdir("/proc"):
-        with suppress(OSError):  # the process has ended meanwhile
+        with suppress(OSError):  # the process has ended
             if process.isdecimal() and os.stat(f"/proc/{process}/ns/net").st_ino in spaces:
                 found.append(int(process))
     return found
@@ -146,7 +146,7 @@ def _call(tool: str, *words: str, batch: list[str] | None = None) -> str:
         input="\n".join(batch or []),
         capture_output=True,
         text=True,
-        start_new_session=True,  # a Ctrl-C in the terminal is for us, not for the tool at its work
+        start_new_session=True,  # Ctrl-C in the terminal is meant for this process, not for the tool
     )
     if done.returncode != 0:
         raise RuntimeError(f"`{' '.join(command)}` failed: {' '.join(done.stderr.split())}")

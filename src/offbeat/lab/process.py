@@ -11,9 +11,9 @@ from contextlib import suppress
 
 
 class Process:
-    """A command in a process group of its own.
+    """A command in its own process group.
 
-    Its output goes to nameless files, which unlike pipes never fill up, and a thread notes when it ends.
+    Its output goes to temporary files, which unlike pipes never fill up. A thread records when it ends.
     """
 
     def __init__(
@@ -23,17 +23,12 @@ class Process:
         self._stderr = tempfile.TemporaryFile()
         self._began = time.monotonic()
         self._popen = subprocess.Popen(
-            command,
-            env=env,
-            stdin=stdin,
-            stdout=self._stdout,
-            stderr=self._stderr,
-            start_new_session=True,
+            command, env=env, stdin=stdin, stdout=self._stdout, stderr=self._stderr, start_new_session=True
         )
         self.seconds = self.ended_at = 0.0
         self._wake_at = 0.0
         self._waker: threading.Timer | None = None
-        # An event, since a join that Ctrl-C interrupts may take its thread for ended (python/cpython#90882).
+        # An event: a join that Ctrl-C interrupts may take its thread for ended (python/cpython#90882).
         self._ended = threading.Event()
         threading.Thread(target=self._watch, daemon=True).start()
 
@@ -48,18 +43,18 @@ class Process:
         return _text(self._stderr.fileno())
 
     def join(self, timeout: float | None) -> bool:
-        """Wait for the end; False if it has not come in time."""
+        """Wait for the end; False after a timeout."""
         return self._ended.wait(timeout)
 
     def kill(self) -> None:
         self._signal(signal.SIGKILL)
 
     def interrupt(self) -> None:
-        """What Ctrl-C does."""
+        """Send SIGINT, as Ctrl-C does."""
         self._signal(signal.SIGINT)
 
     def delay(self, seconds: float) -> None:
-        """Stop now, go on after `seconds`; of delays that overlap the one that ends last counts."""
+        """Pause for `seconds`. If delays overlap, the one that ends last counts."""
         self._signal(signal.SIGSTOP)
         wake_at = time.monotonic() + seconds
         if wake_at < self._wake_at:
@@ -86,11 +81,11 @@ class Process:
         self._ended.set()
 
     def _signal(self, number: int) -> None:
-        with suppress(ProcessLookupError):  # it has ended just now
+        with suppress(ProcessLookupError):  # it has just ended
             if self._popen.poll() is None:
                 os.killpg(self._popen.pid, number)
 
 
 def _text(file: int) -> str:
-    # Read without moving the position, which the command shares and writes at.
+    # pread does not move the file position, which the command shares.
     return os.pread(file, os.fstat(file).st_size, 0).decode(errors="replace")

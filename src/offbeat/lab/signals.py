@@ -1,4 +1,4 @@
-"""Signals that end the process, made to wait or to unwind, so that nothing is left half built."""
+"""Handlers for signals that end the process, so that nothing is left half built."""
 
 import signal
 import threading
@@ -8,10 +8,10 @@ from types import FrameType
 
 
 @contextmanager
-def held() -> Iterator[None]:
-    """Ctrl-C, SIGTERM and SIGHUP wait until the block is done.
+def hold_signals() -> Iterator[None]:
+    """Delay Ctrl-C, SIGTERM and SIGHUP until the end of the block.
 
-    Python handles signals in the main thread, so that in any other thread there is nothing to hold.
+    Python handles signals in the main thread, so another thread has nothing to delay.
     """
     arrived: list[int] = []
     handlers = {}
@@ -28,8 +28,8 @@ def held() -> Iterator[None]:
 
 
 @contextmanager
-def unwinding() -> Iterator[None]:
-    """SIGTERM and SIGHUP raise SystemExit, so that `with` blocks end in order; handlers already set stay."""
+def exit_on_signals() -> Iterator[None]:
+    """Let SIGTERM and SIGHUP raise SystemExit, so that `with` blocks end. Other handlers stay in place."""
     ours: list[signal.Signals] = []
     if threading.current_thread() is threading.main_thread():
         ours = [n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) is signal.SIG_DFL]
@@ -44,4 +44,4 @@ def unwinding() -> Iterator[None]:
 
 
 def _exit(number: int, frame: FrameType | None) -> None:
-    raise SystemExit(128 + number)  # the status a shell reports for a process ended by this signal
+    raise SystemExit(128 + number)  # the status that a shell reports for this signal

@@ -12,6 +12,7 @@ from typing import Literal, TypeVar, get_args
 import torch
 
 from offbeat.base.checks import is_whole
+from offbeat.base.errors import BadArgument
 from offbeat.simulate import Compute, Failures, Network
 
 Dtype = Literal["float32", "float64", "bfloat16", "float16"]
@@ -33,7 +34,7 @@ class Cosine:
         if not 0 <= self.floor < self.peak < math.inf:
             raise ValueError(f"{self!r}: peak must be a positive number above floor.")
         if not 0 <= self.warmup < self.steps:
-            raise ValueError(f"{self!r}: warmup must be shorter than steps.")
+            raise BadArgument("warmup", self.warmup, "warmup must be shorter than steps.", call=self)
 
     def __call__(self, step: int) -> float:
         if step < self.warmup:
@@ -75,13 +76,13 @@ class Job:
         for name in ("steps", "parameters", "layers"):
             value = getattr(self, name)
             if not is_whole(value, 1):
-                raise ValueError(f"Job({name}={value!r}): a whole number, at least 1, is needed.")
+                raise BadArgument(name, value, "a whole number, at least 1, is needed.", call="Job")
             if value > MOST[name]:
-                raise ValueError(f"Job({name}={value!r}): at most {MOST[name]} is possible.")
+                raise BadArgument(name, value, f"at most {MOST[name]} is possible.", call="Job")
         for name, kind in (("dtype", Dtype), ("optimizer", Optimizer)):
             if getattr(self, name) not in get_args(kind):
                 known = ", ".join(map(repr, get_args(kind)))
-                raise ValueError(f"Job({name}={getattr(self, name)!r}): choose one of {known}.")
+                raise BadArgument(name, getattr(self, name), f"choose one of {known}.", call="Job")
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -102,9 +103,13 @@ class Cluster:
 
     def __post_init__(self) -> None:
         if not is_whole(self.workers, 1):
-            raise ValueError(f"Cluster(workers={self.workers!r}): a whole number, at least 1, is needed.")
+            raise BadArgument(
+                "workers", self.workers, "a whole number, at least 1, is needed.", call="Cluster"
+            )
         if self.workers > MOST["workers"]:
-            raise ValueError(f"Cluster(workers={self.workers}): at most {MOST['workers']} is possible.")
+            raise BadArgument(
+                "workers", self.workers, f"at most {MOST['workers']} is possible.", call="Cluster"
+            )
         if not isinstance(self.compute, Compute):
             raise TypeError(f"Cluster(compute={self.compute!r}): a value such as Constant(0.2) is needed.")
         self.network.check(self.workers)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from offbeat.base.draws import uniforms
+from offbeat.base.errors import BadArgument
 
 _BLOCK = 256  # steps drawn at once for a worker that asks step by step
 
@@ -71,7 +72,9 @@ class Jittered(Compute):
     def __post_init__(self) -> None:
         _positive(self, self.step)
         if not 0 <= self.jitter <= 100:
-            raise ValueError(f"{self!r}: jitter is a share of the step, from 0 to 100.")
+            raise BadArgument(
+                "jitter", self.jitter, "jitter is a share of the step, from 0 to 100.", call=self
+            )
 
     def seconds(self, ranks: Tensor, steps: Tensor) -> Tensor:
         variance = math.log1p(self.jitter**2)
@@ -90,7 +93,9 @@ class HeavyTailed(Compute):
     def __post_init__(self) -> None:
         _positive(self, self.step)
         if not 1 < self.tail < math.inf:
-            raise ValueError(f"{self!r}: tail must be a finite number above 1, for a finite mean.")
+            raise BadArgument(
+                "tail", self.tail, "tail must be a finite number above 1, for a finite mean.", call=self
+            )
 
     def seconds(self, ranks: Tensor, steps: Tensor) -> Tensor:
         least = self.step * (self.tail - 1) / self.tail
@@ -146,7 +151,9 @@ class Uneven(Compute):
 
     def __post_init__(self) -> None:
         if not self.factors or not all(math.isfinite(f) and f > 0 for f in self.factors):
-            raise ValueError(f"{self!r}: factors must be positive numbers, one or more.")
+            raise BadArgument(
+                "factors", self.factors, "factors must be positive numbers, one or more.", call=self
+            )
 
     def seconds(self, ranks: Tensor, steps: Tensor) -> Tensor:
         factors = torch.tensor(self.factors, dtype=torch.float64)
@@ -164,9 +171,9 @@ class Stragglers(Compute):
 
     def __post_init__(self) -> None:
         if not 0 <= self.chance <= 1:
-            raise ValueError(f"{self!r}: chance must be from 0 to 1.")
+            raise BadArgument("chance", self.chance, "chance must be from 0 to 1.", call=self)
         if not (math.isfinite(self.delay) and self.delay >= 0):
-            raise ValueError(f"{self!r}: delay must be a number of seconds, 0 or more.")
+            raise BadArgument("delay", self.delay, "delay must be a number of seconds, 0 or more.", call=self)
 
     def seconds(self, ranks: Tensor, steps: Tensor) -> Tensor:
         late = uniforms(ranks, steps, self.seed, "straggler") < self.chance
@@ -189,4 +196,4 @@ class Late(Compute):
 
 def _positive(value: object, step: float) -> None:
     if not (math.isfinite(step) and step > 0):
-        raise ValueError(f"{value!r}: step must be a positive number of seconds.")
+        raise BadArgument("step", step, "step must be a positive number of seconds.", call=value)

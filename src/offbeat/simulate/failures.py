@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 
 from offbeat.base.draws import uniform
+from offbeat.base.errors import BadArgument
 
 
 @dataclass(frozen=True)
@@ -25,9 +26,11 @@ class Failures:
         for name in ("per_hour", "restart", "checkpoint"):
             value = getattr(self, name)
             if not (math.isfinite(value) and value >= 0):
-                raise ValueError(f"{self!r}: {name} must be a finite number, 0 or more.")
+                raise BadArgument(name, value, f"{name} must be a finite number, 0 or more.", call=self)
         if self.per_hour > 3600:
-            raise ValueError(f"{self!r}: per_hour must be at most 3600, one failure per second.")
+            raise BadArgument(
+                "per_hour", self.per_hour, "per_hour must be at most 3600, one failure per second.", call=self
+            )
 
     @property
     def cost(self) -> float:

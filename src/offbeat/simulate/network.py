@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from offbeat.base.checks import is_whole
+from offbeat.base.errors import BadArgument
 from offbeat.comm.collective import Algorithm
 from offbeat.simulate.collective import ALGORITHMS, KINDS, hops, own_bytes, uplink_bytes
 
@@ -29,7 +30,9 @@ class Level:
 
     def __post_init__(self) -> None:
         if not is_whole(self.workers, 1):
-            raise ValueError(f"{self!r}: workers must be a whole number, at least 1.")
+            raise BadArgument(
+                "workers", self.workers, "workers must be a whole number, at least 1.", call=self
+            )
         _check(self, self.latency, (self.bandwidth,))
 
 
@@ -57,7 +60,8 @@ class Network:
     def __post_init__(self) -> None:
         _check(self, self.latency, self.links)
         if self.reduce not in ALGORITHMS:
-            raise ValueError(f"{self!r}: reduce must be one of {', '.join(map(repr, ALGORITHMS))}.")
+            known = ", ".join(map(repr, ALGORITHMS))
+            raise BadArgument("reduce", self.reduce, f"reduce must be one of {known}.", call=self)
         for kind, share in self.shares:
             if kind not in KINDS or not 0 < share <= 1:
                 raise ValueError(
@@ -66,9 +70,8 @@ class Network:
                 )
         for inner, outer in itertools.pairwise(self.levels):
             if outer.workers % inner.workers or outer.workers <= inner.workers:
-                raise ValueError(
-                    f"{self!r}: groups of {outer.workers} must be made of whole groups of {inner.workers}."
-                )
+                reason = f"groups of {outer.workers} must be made of whole groups of {inner.workers}."
+                raise BadArgument("levels", self.levels, reason, call=self)
 
     def __repr__(self) -> str:
         reduce = "" if self.reduce == "ideal" else f", reduce={self.reduce!r}"
@@ -84,7 +87,9 @@ class Network:
     def check(self, workers: int) -> None:
         """Raise unless it has a link for each of so many workers."""
         if len(self.links) not in (1, workers):
-            raise ValueError(f"{self!r}: it has {len(self.links)} links for {workers} workers.")
+            raise BadArgument(
+                "workers", workers, f"it has {len(self.links)} links for {workers} workers.", call=self
+            )
 
     def share(self, kind: str) -> float:
         """Of the bandwidth of the workers' own links, that a collective gets."""
@@ -149,6 +154,6 @@ class Traffic:
 
 def _check(value: Network | Level, latency: float, bandwidths: Sequence[float]) -> None:
     if not latency >= 0:
-        raise ValueError(f"{value!r}: latency must not be negative.")
+        raise BadArgument("latency", latency, "latency must not be negative.", call=value)
     if not bandwidths or not all(bandwidth > 0 for bandwidth in bandwidths):
-        raise ValueError(f"{value!r}: bandwidth must be positive.")
+        raise BadArgument("bandwidth", bandwidths, "bandwidth must be positive.", call=value)

@@ -1,4 +1,4 @@
-"""Pictures on disk: found by class, decoded to one size, and every broken one named."""
+"""Pictures on disk: found by class and decoded to one size."""
 
 import hashlib
 import io
@@ -15,13 +15,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from offbeat.base.errors import BadArgument
+
 SUFFIXES = {".jpg", ".jpeg", ".png"}
-HELD_OUT = 10  # one part in so many, where there is no folder of test pictures
+HELD_OUT = 10  # one picture in ten, if there is no folder of test pictures
 
 
 @dataclass(frozen=True)
 class Album:
-    """Shuffled pictures (count, 3, pixels, pixels) as bytes; the first `trained` are for training."""
+    """Shuffled pictures (count, 3, pixels, pixels) as bytes. The first `trained` are for training."""
 
     pictures: Tensor
     labels: Tensor
@@ -30,7 +32,7 @@ class Album:
 
 
 class Source(NamedTuple):
-    """Files by name, and a text that changes when they do."""
+    """Files by name, and a stamp that changes when they do."""
 
     names: list[str]
     read: Callable[[str], bytes]
@@ -40,50 +42,53 @@ class Source(NamedTuple):
 class Picture(NamedTuple):
     name: str
     label: str
-    tested: bool
+    held_out: bool
 
 
 def open_album(
     data: str | os.PathLike[str], *, pixels: int, cache: str | os.PathLike[str] | None = None
 ) -> Album:
-    """The pictures of a folder or zip, decoded, or as they were decoded before."""
+    """The decoded pictures of a folder or zip, from the cache if they are there."""
     path = Path(data)
-    with _zipped(path) if path.is_file() else _in_folder(path) as source:
-        mark = hashlib.blake2b(
-            f"{path.resolve()}/{pixels}/{source.stamp}".encode(), digest_size=8
-        ).hexdigest()
-        kept = None if cache is None else Path(cache) / f"images-{mark}.pt"
-        if kept is not None and kept.exists():
-            return _kept(kept)
-        album = _decoded(source, str(path), pixels)
-    if kept is not None:
-        _keep(album, kept)
-    return album
+    with _open_zip(path) if path.is_file() else _open_folder(path) as source:
+        if cache is None:
+            return _decode_all(source, str(path), pixels)
+        key = f"{path.resolve()}/{pixels}/{source.stamp}".encode()
+        cached = Path(cache) / f"images-{hashlib.blake2b(key, digest_size=8).hexdigest()}.pt"
+        if not cached.exists():
+            album = _decode_all(source, str(path), pixels)
+            cached.parent.mkdir(parents=True, exist_ok=True)
+            beside = cached.with_suffix(f".{os.getpid()}")
+            torch.save({**vars(album), "classes": list(album.classes)}, beside)
+            beside.replace(cached)
+            return album
+    saved = torch.load(cached, weights_only=True, mmap=True)
+    return Album(saved["pictures"], saved["labels"], saved["trained"], tuple(saved["classes"]))
 
 
 @contextmanager
-def _zipped(path: Path) -> Iterator[Source]:
+def _open_zip(path: Path) -> Iterator[Source]:
     try:
         content = zipfile.ZipFile(path)
     except (zipfile.BadZipFile, OSError) as error:
-        raise _refusal(str(path), f"this is no readable zip ({error})") from None
+        raise _bad_data(str(path), f"this is not a readable zip ({error})") from None
     with content:
         stat = path.stat()
         yield Source(sorted(content.namelist()), content.read, f"{stat.st_size}/{stat.st_mtime_ns}")
 
 
 @contextmanager
-def _in_folder(path: Path) -> Iterator[Source]:
+def _open_folder(path: Path) -> Iterator[Source]:
     if not path.is_dir():
-        raise _refusal(str(path), "data must be an existing folder or zip of train/CLASS/*.jpg")
+        raise _bad_data(str(path), "data must be an existing folder or zip of train/CLASS/*.jpg")
     files = sorted(file for file in path.rglob("*") if file.suffix.lower() in SUFFIXES)
     stamp = "\n".join(f"{file}/{file.stat().st_size}/{file.stat().st_mtime_ns}" for file in files)
     names = [file.relative_to(path).as_posix() for file in files]
     yield Source(names, lambda name: (path / name).read_bytes(), stamp)
 
 
-def _sorted_out(names: Sequence[str], data: str) -> list[Picture]:
-    """Those that lie in train/CLASS, test/CLASS or val/CLASS, at whatever depth."""
+def _find_pictures(names: Sequence[str], data: str) -> list[Picture]:
+    """The pictures in train/CLASS, test/CLASS or val/CLASS, at any depth."""
     found = []
     for name in names:
         path = PurePosixPath(name)
@@ -91,27 +96,26 @@ def _sorted_out(names: Sequence[str], data: str) -> list[Picture]:
             kind, label = path.parts[-3:-1]
             if kind in ("train", "test", "val"):
                 found.append(Picture(name, label, kind != "train"))
-    trained = {picture.label for picture in found if not picture.tested}
-    if len(trained) < 2:
-        raise _refusal(
-            data, f"{len(trained)} folders train/CLASS with .jpg or .png in them; two are the least"
-        )
+    classes = {picture.label for picture in found if not picture.held_out}
+    if len(classes) < 2:
+        count = f"{len(classes)} folder{'' if len(classes) == 1 else 's'} train/CLASS"
+        raise _bad_data(data, f"found {count} with .jpg or .png files; at least two are needed")
     for picture in found:
-        if picture.label not in trained:
-            raise _refusal(data, f"{picture.name!r} is of a class that train/ does not have")
+        if picture.label not in classes:
+            raise _bad_data(data, f"{picture.name!r} has a class that train/ does not have")
     return found
 
 
-def _decoded(source: Source, data: str, pixels: int) -> Album:
-    found = _sorted_out(source.names, data)
+def _decode_all(source: Source, data: str, pixels: int) -> Album:
+    found = _find_pictures(source.names, data)
     classes = tuple(sorted({picture.label for picture in found}))
-    trained, tested = ([p for p in found if p.tested is kind] for kind in (False, True))
+    trained, held_out = ([p for p in found if p.held_out is kind] for kind in (False, True))
     order = torch.randperm(len(trained), generator=torch.Generator().manual_seed(0), device="cpu").tolist()
-    found = [trained[place] for place in order] + tested
+    found = [trained[place] for place in order] + held_out
     with ThreadPoolExecutor(2) as pool:
         decoded = list(pool.map(lambda picture: _decode(source, picture.name, data, pixels), found))
     labels = torch.tensor([classes.index(picture.label) for picture in found], device="cpu")
-    count = len(trained) if tested else len(trained) - max(1, len(trained) // HELD_OUT)
+    count = len(trained) if held_out else len(trained) - max(1, len(trained) // HELD_OUT)
     return Album(torch.stack(decoded), labels, count, classes)
 
 
@@ -119,34 +123,19 @@ def _decode(source: Source, name: str, data: str, pixels: int) -> Tensor:
     try:
         from PIL import Image, UnidentifiedImageError
     except ImportError:
-        raise ValueError("images_task: pictures are read by Pillow: pip install 'offbeat[cli]'.") from None
+        raise ValueError("images_task needs Pillow: pip install 'offbeat[cli]'.") from None
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of odd metadata in files that decode well
+            warnings.simplefilter("ignore")  # odd metadata in files that decode well
             picture = Image.open(io.BytesIO(source.read(name))).convert("RGB")
-    except Exception as error:  # a decoder, a zip that wants a password, a picture too large to be one
-        why = "it is no picture" if isinstance(error, UnidentifiedImageError) else error
-        raise _refusal(data, f"{name!r} cannot be decoded ({why}); replace or delete it") from None
+    except Exception as error:  # from a decoder, a zip with a password, or a picture that is too large
+        why = "it is not a picture" if isinstance(error, UnidentifiedImageError) else error
+        raise _bad_data(data, f"{name!r} cannot be decoded ({why}); replace or delete it") from None
     if picture.size != (pixels, pixels):
         picture = picture.resize((pixels, pixels), Image.Resampling.BILINEAR)
-    return (
-        torch.frombuffer(bytearray(picture.tobytes()), dtype=torch.uint8)
-        .view(pixels, pixels, 3)
-        .permute(2, 0, 1)
-    )
+    flat = torch.frombuffer(bytearray(picture.tobytes()), dtype=torch.uint8)
+    return flat.view(pixels, pixels, 3).permute(2, 0, 1)
 
 
-def _kept(path: Path) -> Album:
-    saved = torch.load(path, weights_only=True, mmap=True)
-    return Album(saved["pictures"], saved["labels"], saved["trained"], tuple(saved["classes"]))
-
-
-def _keep(album: Album, path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_suffix(f".{os.getpid()}")
-    torch.save({**vars(album), "classes": list(album.classes)}, beside)
-    beside.replace(path)
-
-
-def _refusal(data: str, reason: str) -> ValueError:
-    return ValueError(f"images_task(data={data!r}): {reason}.")
+def _bad_data(data: str, reason: str) -> BadArgument:
+    return BadArgument("data", data, f"{reason}.", call="images_task")

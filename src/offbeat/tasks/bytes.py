@@ -1,4 +1,4 @@
-"""The byte-level GPT, by default on the Python standard library's own source."""
+"""A byte-level GPT, by default trained on the source of Python's standard library."""
 
 import os
 import sys
@@ -11,8 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from offbeat.base.errors import BadArgument
 from offbeat.tasks.gpt import Shape, build_gpt
-from offbeat.tasks.task import Batch, Batches, Task, evaluating, shard
+from offbeat.tasks.task import Batch, Batches, Task, evaluating, look_up_size, shard
 
 SIZES = {
     "tiny": Shape(layers=2, width=96, heads=3, context=64),
@@ -22,7 +23,7 @@ SIZES = {
 }
 
 SOURCE_BYTES = 4_000_000
-HELD_OUT = 10  # one part in so many, at the end of the data
+HELD_OUT = 10  # the last tenth of the data
 EVALUATED = 64  # windows, evenly spaced over the held-out part
 
 
@@ -33,7 +34,7 @@ def bytes_task(
     context: int | None = None,
     seed: int = 0,
 ) -> Task:
-    """Predict the next byte of a text with a GPT; losses are in nats per byte, ln 256 ≈ 5.55 knows nothing.
+    """Predict the next byte of a text with a GPT. Losses are in nats per byte; guessing gives ln 256 ≈ 5.55.
 
     ====== ========== ======= ===== ===== =======
     size   parameters tensors depth width context
@@ -44,25 +45,23 @@ def bytes_task(
     large  10 844 928      78     6   384     256
     ====== ========== ======= ===== ===== =======
 
-    The last tenth of the data is held out, and the loss on 64 windows of it is `evaluate`. The rest is cut
-    into one contiguous part per worker.
+    The last tenth of the data is held out; `evaluate` is the loss on 64 windows of it. The rest is cut into
+    one contiguous part per worker.
 
     Args:
-        data: the path of a text; by default the single-file modules of the running Python's standard
-            library, sorted by name, up to 4 000 000 bytes: the same on all workers with the same Python.
-        context: bytes the model looks back, by default as in the table; it adds `width` parameters each.
-        seed: of the initial weights. Batches take their own.
+        data: the path of a text. The default is the single-file modules of Python's standard library, sorted
+            by name, up to 4 000 000 bytes, which are the same on all workers with the same Python.
+        context: bytes the model sees, by default as in the table; each adds `width` parameters.
+        seed: seeds the initial weights; batches take their own seed.
 
     Example:
         >>> task = bytes_task("tiny", seed=1)
         >>> task.evaluate(task.model())
     """
-    if size not in SIZES:
-        known = ", ".join(repr(name) for name in SIZES)
-        raise ValueError(f"bytes_task(size={size!r}): size must be one of {known}.")
+    shape = look_up_size("bytes_task", size, SIZES)
     if context is not None and context < 1:
         raise ValueError(f"bytes_task(context={context}): context must be at least 1.")
-    shape = SIZES[size] if context is None else replace(SIZES[size], context=context)
+    shape = shape if context is None else replace(shape, context=context)
     text = Text(standard_library() if data is None else read(Path(data)), context=shape.context)
     return Task(
         name=f"bytes-{size}",
@@ -77,7 +76,7 @@ def bytes_task(
 
 
 class Text:
-    """Bytes to train on and bytes held out, both read through windows of `context` inputs."""
+    """Training bytes and held-out bytes, read in windows of `context` inputs."""
 
     def __init__(self, content: bytes, *, context: int) -> None:
         held_out = len(content) // HELD_OUT
@@ -91,14 +90,13 @@ class Text:
         self.trained = len(content) - held_out
 
     def batches(self, rank: int, workers: int, batch_size: int, seed: int) -> Batches:
-        """Random windows that lie wholly in this rank's part of the training bytes."""
+        """Random windows from this rank's part of the training bytes."""
         part = shard(self.trained, rank=rank, workers=workers)
-        # The smallest part decides, not this rank's, so that all ranks fail together.
+        # All ranks check the smallest part, so that they fail together.
         if self.trained // workers <= self.context:
-            raise ValueError(
-                f"batches(workers={workers}): each gets {self.trained // workers} bytes and needs at least "
-                f"{self.context + 1} for one window; use fewer workers, more data or a smaller context."
-            )
+            reason = f"each gets {self.trained // workers} bytes and needs at least {self.context + 1} "
+            advice = "for one window; use fewer workers, more data or a smaller context."
+            raise BadArgument("workers", workers, reason + advice, call="batches")
         starts = range(part.start, part.stop - self.context)
         return Batches(starts, self.windows, rank=rank, batch_size=batch_size, seed=seed)
 
@@ -111,7 +109,7 @@ class Text:
         return torch.stack(losses).mean().item()
 
     def windows(self, starts: Tensor) -> Batch:
-        """The inputs from each start, and the same one byte later."""
+        """The inputs from each start, and the targets one byte later."""
         window = self.bytes[starts[:, None] + torch.arange(self.context + 1, device="cpu")].long()
         return window[:, :-1], window[:, 1:]
 
@@ -126,15 +124,15 @@ def cross_entropy(model: nn.Module, batch: Batch) -> Tensor:
 def standard_library() -> bytes:
     """The first 4 MB of the standard library's single-file modules.
 
-    Packages stay out: they are where tests and generated tables live.
+    Packages are left out: they hold the tests and generated tables.
     """
     folder = Path(sysconfig.get_path("stdlib"))
-    # The folder may also hold generated modules that depend on the machine; they are not in this set.
+    # The set leaves out generated modules that depend on the machine.
     modules = sorted(path for path in folder.glob("*.py") if path.stem in sys.stdlib_module_names)
     return b"".join(path.read_bytes() for path in modules)[:SOURCE_BYTES]
 
 
 def read(path: Path) -> bytes:
     if not path.is_file():
-        raise ValueError(f"bytes_task(data={str(path)!r}): data must be the path of an existing file.")
+        raise BadArgument("data", str(path), "data must be the path of an existing file.", call="bytes_task")
     return path.read_bytes()

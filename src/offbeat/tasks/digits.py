@@ -1,19 +1,19 @@
-"""Handwritten digits, which come with scikit-learn, and a small convolutional network."""
+"""The handwritten digits of scikit-learn and a small convolutional network."""
 
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from offbeat.tasks.labelled import Labelled, cross_entropy, size_of
-from offbeat.tasks.task import Task, heavy_ball, seeded
+from offbeat.tasks.labelled import Labelled, cross_entropy
+from offbeat.tasks.task import Task, heavy_ball, look_up_size, seeded
 
 SIZES = {"tiny": (8, 16, 32), "small": (16, 32, 64), "medium": (32, 64, 256), "large": (64, 128, 512)}
-HELD_OUT = 5  # one part in so many
+HELD_OUT = 5  # one picture in five
 
 
 def digits_task(size: str = "small", *, seed: int = 0) -> Task:
-    """Tell the ten digits apart in 1 797 pictures of 8 × 8 pixels; ln 10 ≈ 2.30 knows nothing.
+    """Classify 1 797 pictures of digits, 8 × 8 pixels each. Guessing gives a loss of ln 10 ≈ 2.30.
 
     ====== ========== ======= ============
     size   parameters tensors channels
@@ -24,16 +24,16 @@ def digits_task(size: str = "small", *, seed: int = 0) -> Task:
     large   1 128 714       8 64, 128
     ====== ========== ======= ============
 
-    A fifth is held out, the same for every seed. Needs scikit-learn, a part of offbeat[cli].
+    A fifth is held out, the same for every seed. Needs scikit-learn, which offbeat[cli] installs.
 
     Args:
-        seed: of the initial weights. Batches take their own.
+        seed: seeds the initial weights; batches take their own seed.
 
     Example:
         >>> task = digits_task("tiny", seed=1)
         >>> task.accuracy(task.model())
     """
-    widths = size_of("digits_task", size, SIZES)
+    widths = look_up_size("digits_task", size, SIZES)
     digits = Labelled(*load(), trained=1797 - 1797 // HELD_OUT)
     return Task(
         name=f"digits-{size}",
@@ -49,13 +49,11 @@ def digits_task(size: str = "small", *, seed: int = 0) -> Task:
 
 
 def load() -> tuple[Tensor, Tensor]:
-    """All pictures as bytes, and their labels, in one order that never changes."""
+    """All pictures as bytes and their labels, in a fixed shuffled order."""
     try:
         from sklearn.datasets import load_digits  # type: ignore[import-untyped]
     except ImportError:
-        raise ValueError(
-            "digits_task: the digits come with scikit-learn: pip install 'offbeat[cli]'."
-        ) from None
+        raise ValueError("digits_task needs scikit-learn: pip install 'offbeat[cli]'.") from None
     digits = load_digits()
     order = torch.randperm(len(digits.target), generator=torch.Generator().manual_seed(0), device="cpu")
     shades = torch.tensor(digits.images, dtype=torch.float32, device="cpu") * (255 / 16)
@@ -64,7 +62,7 @@ def load() -> tuple[Tensor, Tensor]:
 
 
 def build(widths: tuple[int, ...], *, seed: int) -> nn.Module:
-    """Two convolutions, a pooling, two layers: weights depend on widths and seed alone."""
+    """Two convolutions, pooling and two linear layers. The seed fixes the weights."""
     first, second, hidden = widths
     with seeded(seed):
         return nn.Sequential(

@@ -1,4 +1,4 @@
-"""Tasks by name, or from a file of the user's own."""
+"""Tasks by name, or from the user's own file."""
 
 import importlib.util
 import inspect
@@ -22,17 +22,17 @@ T = TypeVar("T")
 def find_task(name: str, **given: Any) -> Task:
     """The task of this name, or the one that the function `task` in a Python file returns.
 
-    `given` holds what the caller wants, such as size, data or seed; None means that it does not care. A task
-    that has no such argument is told so in a sentence, but for `seed` and `cache`, which are offers.
+    `given` holds arguments of the task, such as size, data or seed. None stands for the task's default. An
+    argument that the task does not take is an error, except `seed` and `cache`, which are then left out.
 
-    In a file of one's own, `def task(size="small", seed=0): return Task(...)`; `path/to/file.py:other` calls
-    another function of it.
+    Your own file says `def task(size="small", seed=0): return Task(...)`; `path/to/file.py:other` calls
+    the function `other` instead.
 
     Example:
         >>> find_task("digits", size="tiny", seed=1)
         Task(name='digits-tiny')
     """
-    build = TASKS[name] if name in TASKS else _in_file(name)
+    build = TASKS[name] if name in TASKS else _load_function(name)
     accepted = inspect.signature(build).parameters
     wanted = {key: value for key, value in given.items() if value is not None}
     for key in wanted:
@@ -42,17 +42,15 @@ def find_task(name: str, **given: Any) -> Task:
             )
     for key, parameter in accepted.items():
         if parameter.default is parameter.empty and key not in wanted:
-            raise ValueError(f"The task {name!r} needs {key!r}, and it was not given.")
+            raise ValueError(f"The task {name!r} needs {key!r}.")
     arguments = {key: value for key, value in wanted.items() if key in accepted}
-    task = build(**arguments) if name in TASKS else _told(name, lambda: build(**arguments))
+    task = build(**arguments) if name in TASKS else _call(name, lambda: build(**arguments))
     if not isinstance(task, Task):
-        raise ValueError(
-            f"The task {name!r} must be a Task, and its function returned {type(task).__name__}."
-        )
+        raise ValueError(f"The function of the task {name!r} must return a Task, not {type(task).__name__}.")
     return task if name in TASKS or task.name != "task" else replace(task, name=Path(name).stem)
 
 
-def _in_file(name: str) -> Callable[..., Task]:
+def _load_function(name: str) -> Callable[..., Task]:
     """The function in `path/to/file.py`, or in `path/to/file.py:function`."""
     file, _, function = name.partition(":")
     if not file.endswith(".py"):
@@ -61,26 +59,26 @@ def _in_file(name: str) -> Callable[..., Task]:
             f"There is no task {name!r}: name one of {known}, or a Python file with a function `task`."
         )
     if not os.path.isfile(file):
-        raise ValueError(f"There is no file {file!r} to take a task from.")
-    build = getattr(_told(file, lambda: _imported(Path(file))), function or "task", None)
+        raise ValueError(f"The task file {file!r} does not exist.")
+    build = getattr(_call(file, lambda: _import(Path(file))), function or "task", None)
     if not callable(build):
-        raise ValueError(f"{file!r} has no function {function or 'task'!r}: it returns the Task to train.")
+        raise ValueError(f"{file!r} has no function {function or 'task'!r} that returns a Task.")
     return build  # type: ignore[no-any-return]
 
 
-def _told(file: str, call: Callable[[], T]) -> T:
-    """What the user's code returns; of what it raises, whatever it is, a sentence."""
+def _call(file: str, call: Callable[[], T]) -> T:
+    """Run the user's code. Whatever it raises becomes one sentence."""
     try:
         return call()
     except Exception as error:
         raise ValueError(f"{file!r} cannot be used: {type(error).__name__}: {error}.") from error
 
 
-def _imported(path: Path) -> Any:
+def _import(path: Path) -> Any:
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules.setdefault(path.stem, module)  # where dataclasses and pickle look for it
+    sys.modules.setdefault(path.stem, module)  # dataclasses and pickle look for it here
     spec.loader.exec_module(module)
     return module

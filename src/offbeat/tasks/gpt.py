@@ -1,4 +1,4 @@
-"""A small GPT: pre-norm blocks, learned positions, GELU, and the embedding matrix as its own head."""
+"""A small GPT: pre-norm blocks, learned positions, GELU, and the embedding matrix reused as the head."""
 
 from dataclasses import dataclass
 
@@ -19,7 +19,7 @@ class Shape:
 
 
 class Block(nn.Module):
-    """Attention, then a perceptron, each added to what it reads."""
+    """Attention and a perceptron, each with a residual connection."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -66,12 +66,12 @@ class GPT(nn.Module):
 
 
 def build_gpt(shape: Shape, *, seed: int) -> GPT:
-    """A GPT whose weights depend on shape and seed alone, as GPT-2 draws them.
+    """A GPT initialised as GPT-2; shape and seed fix the weights.
 
     Matrices are normal with deviation 0.02; those that write to the residual stream are divided by
     √(2 · layers), so that its variance at the end does not grow with depth. Biases are 0, norms are 1.
     """
-    # On the meta device the layers' own initialisation draws nothing, so the global generator stays put.
+    # On the meta device the layers draw nothing, so the global generator is untouched.
     with torch.device("meta"):
         model = GPT(shape)
     model.to_empty(device="cpu")

@@ -1,4 +1,4 @@
-"""Pictures of one's own, in a folder or a zip of train/CLASS/*.jpg, and a small residual network."""
+"""Your own pictures, in a folder or zip of train/CLASS/*.jpg, and a small residual network."""
 
 import os
 from functools import partial
@@ -8,9 +8,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from offbeat.tasks.album import open_album
-from offbeat.tasks.labelled import Labelled, cross_entropy, size_of
+from offbeat.tasks.labelled import Labelled, cross_entropy
 from offbeat.tasks.resnet import build_resnet
-from offbeat.tasks.task import Batch, Task, heavy_ball
+from offbeat.tasks.task import Batch, Task, heavy_ball, look_up_size
 
 # Blocks per width, then the widths.
 SIZES = {"tiny": (1, 8, 16), "small": (1, 16, 32, 64), "medium": (3, 16, 32, 64), "large": (2, 64, 128, 256)}
@@ -25,7 +25,7 @@ def images_task(
     seed: int = 0,
     cache: str | os.PathLike[str] | None = None,
 ) -> Task:
-    """Tell classes of pictures apart, given as train/CLASS/*.jpg (or png) in a folder or a zip of one.
+    """Classify the pictures of a folder or zip of train/CLASS/*.jpg (or .png).
 
     ====== ========== ======= ================ ======
     size   parameters tensors widths           blocks
@@ -36,21 +36,21 @@ def images_task(
     large   2 777 674      47 64, 128, 256          2
     ====== ========== ======= ================ ======
 
-    The parameters are for ten classes. What stands in test/CLASS or val/CLASS is held out; without such a
-    folder every tenth picture is. Training pictures are mirrored and shifted at random, by (seed, rank, step)
-    like the batches themselves. Batch normalization makes this the task with floating buffers. Needs Pillow,
-    a part of offbeat[cli].
+    The table counts the parameters for ten classes. Pictures in test/CLASS or val/CLASS are held out; without
+    such folders, a tenth of the training pictures is. Training pictures are mirrored and shifted at random;
+    the draw depends on (seed, rank, step), as for the batches. Batch normalization gives this task floating
+    buffers. Needs Pillow, which offbeat[cli] installs.
 
     Args:
-        pixels: height and width that every picture is brought to; larger is slower.
-        seed: of the initial weights. Batches take their own.
-        cache: a folder to keep the decoded pictures in, for the next process that asks for the same.
+        pixels: every picture is resized to this height and width; larger is slower.
+        seed: seeds the initial weights; batches take their own seed.
+        cache: a folder where decoded pictures are kept for the next process.
 
     Example:
         >>> task = images_task("tiny", data="cifar10.zip")
         >>> task.accuracy(task.model())
     """
-    blocks, *widths = size_of("images_task", size, SIZES)
+    blocks, *widths = look_up_size("images_task", size, SIZES)
     if pixels < 8:
         raise ValueError(f"images_task(pixels={pixels}): pixels must be at least 8.")
     album = open_album(data, pixels=pixels, cache=cache)
@@ -70,18 +70,18 @@ def images_task(
 
 
 def augment(batch: Batch, generator: torch.Generator) -> Batch:
-    """Each picture mirrored or not, and shifted by up to an eighth of its width; what moves in is black."""
+    """Mirror half of the pictures, and shift each by up to an eighth of its width. Gaps are black."""
     pictures, labels = batch
     count, side = len(pictures), pictures.shape[-1]
     margin = max(1, SHIFT * side // 32)
     mirrored = torch.rand(count, generator=generator, device="cpu") < 0.5
     pictures = torch.where(mirrored[:, None, None, None], pictures.flip(-1), pictures)
     down, right = torch.randint(0, 2 * margin + 1, (2, count), generator=generator, device="cpu")
-    return _cut(F.pad(pictures, (margin,) * 4), down, right, side), labels
+    return _crop(F.pad(pictures, (margin,) * 4), down, right, side), labels
 
 
-def _cut(padded: Tensor, down: Tensor, right: Tensor, side: int) -> Tensor:
-    """From each picture the square of this side at its own place."""
+def _crop(padded: Tensor, down: Tensor, right: Tensor, side: int) -> Tensor:
+    """Crop a square from each picture at its own offset."""
     along = torch.arange(side, device="cpu")
     rows, columns = (down[:, None] + along)[:, :, None], (right[:, None] + along)[:, None, :]
     numbers = torch.arange(len(padded), device="cpu")[:, None, None]

@@ -1,21 +1,22 @@
-"""Pictures with labels: who sees which, and how well a model tells them apart."""
+"""Labelled pictures: batches for each rank, the loss and the accuracy."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from offbeat.base.errors import BadArgument
 from offbeat.tasks.task import Batch, Batches, evaluating, shard
 
 EVALUATED = 1000  # held-out pictures, evenly spaced
-AT_ONCE = 250  # of them through the model at a time
+AT_ONCE = 250  # pictures per forward pass
 
 
 class Labelled:
-    """Pictures as bytes (count, channels, height, width) and labels; the first `trained` are trained on.
+    """Pictures as bytes (count, channels, height, width) and labels. The first `trained` are for training.
 
-    The caller has shuffled them: a worker's part is contiguous.
+    A worker's part is contiguous, so the caller shuffles them first.
     """
 
     def __init__(
@@ -32,38 +33,37 @@ class Labelled:
         """Random pictures of this rank's part."""
         part = shard(self.trained, rank=rank, workers=workers)
         if workers > self.trained:
-            raise ValueError(
-                f"batches(workers={workers}): there are {self.trained} pictures to train on, and every "
-                "worker needs one of its own; use fewer workers or more data."
-            )
+            reason = f"there are {self.trained} training pictures, and each worker needs at least one; "
+            advice = "use fewer workers or more data."
+            raise BadArgument("workers", workers, reason + advice, call="batches")
         return Batches(part, self.take, rank=rank, batch_size=batch_size, seed=seed, augment=self.augment)
 
-    def take(self, places: Tensor) -> Batch:
-        """The pictures at these places, with values from 0 to 1, and their labels."""
-        return self.pictures[places].float() / 255, self.labels[places]
+    def take(self, positions: Tensor) -> Batch:
+        """The pictures at these positions, scaled to 0–1, and their labels."""
+        return self.pictures[positions].float() / 255, self.labels[positions]
 
     def evaluate(self, model: nn.Module) -> float:
-        """The mean loss over the held-out pictures, a thousand at most."""
-        losses = [F.cross_entropy(logits, labels, reduction="sum") for logits, labels in self._answers(model)]
+        """The mean loss over at most 1000 held-out pictures."""
+        losses = [F.cross_entropy(logits, labels, reduction="sum") for logits, labels in self._predict(model)]
         return torch.stack(losses).sum().item() / self._evaluated()
 
     def accuracy(self, model: nn.Module) -> float:
-        """The share of them that the model names rightly."""
-        right = [(logits.argmax(1) == labels).sum() for logits, labels in self._answers(model)]
+        """The share of the same pictures that the model classifies correctly."""
+        right = [(logits.argmax(1) == labels).sum() for logits, labels in self._predict(model)]
         return torch.stack(right).sum().item() / self._evaluated()
 
     def _evaluated(self) -> int:
         return min(EVALUATED, len(self.labels) - self.trained)
 
-    def _answers(self, model: nn.Module) -> list[tuple[Tensor, Tensor]]:
+    def _predict(self, model: nn.Module) -> list[tuple[Tensor, Tensor]]:
         held_out, count = len(self.labels) - self.trained, self._evaluated()
-        places = self.trained + torch.arange(count, device="cpu") * held_out // count
+        positions = self.trained + torch.arange(count, device="cpu") * held_out // count
         with evaluating(model):
-            return [answer(model, self.take(part)) for part in torch.split(places, AT_ONCE)]
+            return [predict(model, self.take(part)) for part in torch.split(positions, AT_ONCE)]
 
 
-def answer(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
-    """What the model says and what is right, both on the model's device."""
+def predict(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+    """The logits and the labels, both on the model's device."""
     device = next(model.parameters()).device
     pictures, labels = (tensor.to(device) for tensor in batch)
     return model(pictures), labels
@@ -71,11 +71,4 @@ def answer(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
 
 def cross_entropy(model: nn.Module, batch: Batch) -> Tensor:
     """The mean of −ln p(label)."""
-    return F.cross_entropy(*answer(model, batch))
-
-
-def size_of(call: str, size: str, sizes: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
-    if size not in sizes:
-        known = ", ".join(repr(name) for name in sizes)
-        raise ValueError(f"{call}(size={size!r}): size must be one of {known}.")
-    return sizes[size]
+    return F.cross_entropy(*predict(model, batch))

@@ -7,7 +7,7 @@ from offbeat.tasks.task import seeded
 
 
 class Block(nn.Module):
-    """Two normalized convolutions, added to what they read; a stride of 2 halves the picture."""
+    """Two normalized convolutions with a residual connection. A stride of 2 halves the picture."""
 
     def __init__(self, inputs: int, outputs: int, *, stride: int) -> None:
         super().__init__()
@@ -27,7 +27,7 @@ def convolution(inputs: int, outputs: int, *, kernel: int = 3, stride: int = 1) 
 
 
 def build_resnet(widths: tuple[int, ...], blocks: int, *, classes: int, seed: int) -> nn.Module:
-    """`blocks` per width, each width at half the pixels of the one before; weights from the seed alone."""
+    """`blocks` per width; each width works on half the pixels of the last. The seed fixes the weights."""
     with seeded(seed):
         stem = nn.Sequential(convolution(3, widths[0]), nn.ReLU())
         body: list[nn.Module] = []

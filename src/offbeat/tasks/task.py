@@ -1,24 +1,27 @@
-"""What every task offers: a model, its loss, batches for each worker, and a held-out evaluation."""
+"""What every task provides: a model, its loss, batches for each worker and an evaluation."""
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from offbeat.base.errors import BadArgument
+
 Batch = tuple[Tensor, Tensor]
 """Inputs and targets."""
+
+T = TypeVar("T")
 
 
 class Batches(Iterator[Batch]):
     """One worker's endless batches, drawn with replacement from its own positions in the data.
 
-    A batch is a pure function of (seed, rank, step), so the only state is the step, and resuming costs
-    nothing and is exact.
+    A batch is a pure function of (seed, rank, step). The only state is the step, so resuming is exact.
 
     Args:
         positions: the positions this worker may draw.
@@ -37,7 +40,7 @@ class Batches(Iterator[Batch]):
         augment: Callable[[Batch, torch.Generator], Batch] | None = None,
     ) -> None:
         if batch_size < 1:
-            raise ValueError(f"batches(batch_size={batch_size}): batch_size must be at least 1.")
+            raise BadArgument("batch_size", batch_size, "batch_size must be at least 1.", call="batches")
         self.positions, self.gather, self.augment = positions, gather, augment
         self.rank, self.batch_size, self.seed = rank, batch_size, seed
         self.step = 0
@@ -61,13 +64,13 @@ class Batches(Iterator[Batch]):
 
 
 class Sharded(Protocol):
-    """How a task hands out its data: `rank` of `workers` draws from a part that no other rank sees."""
+    """Gives a rank its batches. Each of `workers` ranks draws from a part that no other rank sees."""
 
     def __call__(self, rank: int, workers: int, batch_size: int, seed: int) -> Batches: ...
 
 
 def adamw(parameters: Iterable[nn.Parameter], lr: float) -> Optimizer:
-    """AdamW as small models like it."""
+    """AdamW with settings that suit small models."""
     return torch.optim.AdamW(parameters, lr=lr, betas=(0.9, 0.95), weight_decay=0.1)
 
 
@@ -83,12 +86,12 @@ class Task:
     Attributes:
         name: as printed in tables.
         model: builds the model, with equal weights on every rank.
-        loss: the mean loss of a model on a batch; the batch follows the model to its device.
+        loss: the mean loss of a model on a batch, which is moved to the model's device.
         batches: the endless training batches of one rank.
         evaluate: the loss on data that no rank trains on; leaves train/eval mode as it was.
-        accuracy: the share of the same data that the model gets right, where that is a question.
-        unit: what a batch has as many of as it has targets, in the plural.
-        optimizer, lr, batch_size: what trains it well when nothing else is asked for.
+        accuracy: the share of the same data that the model gets right, for a classifier.
+        unit: what one target is, in the plural: images, bytes.
+        optimizer, lr, batch_size: defaults that train it well.
 
     Example:
         >>> task = bytes_task("tiny")
@@ -111,15 +114,21 @@ class Task:
 def shard(length: int, *, rank: int, workers: int) -> range:
     """The positions of one rank: `range(length)` cut into `workers` parts that differ by at most one."""
     if workers < 1:
-        raise ValueError(f"batches(workers={workers}): workers must be at least 1.")
+        raise BadArgument("workers", workers, "workers must be at least 1.", call="batches")
     if not 0 <= rank < workers:
         raise ValueError(f"batches(rank={rank}, workers={workers}): rank must be from 0 to {workers - 1}.")
     return range(rank * length // workers, (rank + 1) * length // workers)
 
 
+def look_up_size(task: str, size: str, sizes: Mapping[str, T]) -> T:
+    if size not in sizes:
+        raise BadArgument("size", size, f"size must be one of {', '.join(map(repr, sizes))}.", call=task)
+    return sizes[size]
+
+
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Eval mode without gradients; afterwards each module is back in the mode it had by itself."""
+    """Evaluate without gradients, then restore the mode of each module."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
@@ -132,7 +141,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Layers made inside draw their weights from this seed alone; the global generator stays put."""
+    """Layers built inside draw their weights from this seed. The global generator is untouched."""
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.manual_seed(seed)
         yield

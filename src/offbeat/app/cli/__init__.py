@@ -1,4 +1,4 @@
-"""The command line. It is an extra: the library itself needs torch alone."""
+"""The command line. It is an extra: the library needs only torch."""
 
 import atexit
 import os
@@ -6,7 +6,7 @@ import sys
 
 
 def main() -> None:
-    """What `offbeat` runs."""
+    """The entry point of `offbeat`."""
     try:
         import rich  # noqa: F401
         import typer  # noqa: F401
@@ -16,7 +16,7 @@ def main() -> None:
     from offbeat.app.cli.app import run
 
     code = run(sys.argv[1:])
-    if code == 130:  # workers of a simulation may be anywhere, and would abort an orderly exit
+    if code == 130:  # threads of a simulation may still run, and would abort a normal exit
         atexit._run_exitfuncs()
         sys.stdout.flush()
         sys.stderr.flush()

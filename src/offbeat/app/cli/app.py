@@ -1,4 +1,4 @@
-"""The commands, and what becomes of their errors."""
+"""The commands, and how their errors are reported."""
 
 import os
 import re
@@ -28,10 +28,10 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-UsageError: Any = typer.BadParameter.__mro__[1]  # click's, which typer may carry along under another name
+UsageError: Any = typer.BadParameter.__mro__[1]  # click's; typer may bundle its own click
 
 
-def _version(wanted: bool) -> None:
+def _print_version(wanted: bool) -> None:
     if wanted:
         print(f"offbeat {offbeat.__version__}")
         raise typer.Exit
@@ -40,12 +40,12 @@ def _version(wanted: bool) -> None:
 @app.callback()
 def offbeat_command(
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
-    """Train one PyTorch model on many workers that communicate seldom.
+    """Train one PyTorch model on many workers that rarely communicate.
 
-    Each command has examples in its own --help.
+    Each command has examples in its --help.
 
     Examples:
 
@@ -65,25 +65,24 @@ app.command("plan")(plan_command)
 
 
 def run(arguments: Sequence[str]) -> int:
-    """The exit code: 0; 2 and a sentence for bad input, 1 and a sentence for a failed run; 130 for Ctrl-C."""
+    """Run a command and return its exit code: 2 for bad input, 1 for a failed run, 130 for Ctrl-C."""
     try:
         code = app(args=list(arguments), standalone_mode=False)
         return code if isinstance(code, int) else 0
     except Refused as error:
-        return _told(str(error), 2)
+        return _fail(str(error), 2)
     except OffbeatError as error:
-        return _told(str(error), 1)
+        return _fail(str(error), 1)
     except (KeyboardInterrupt, typer.Abort):
         return 130
     except UsageError as error:
-        return _told(error.format_message(), 2)
+        return _fail(error.format_message(), 2)
 
 
-def _told(sentence: str, code: int) -> int:
+def _fail(sentence: str, code: int) -> int:
     if os.environ.get("RANK", "0") != "0":
-        time.sleep(2)  # torchrun ends the others with the first to leave: rank 0 is to speak first
-    elif sentence:  # there is none where the help has just been printed
-        # Of what no one would read to its end, both ends are enough.
+        time.sleep(2)  # torchrun ends all workers when the first exits; let rank 0 print first
+    elif sentence:  # empty if the help has just been printed
         short = re.sub(r"(\S{100})\S{200,}(\S{50})", r"\1…\2", " ".join(sentence.split()))
         print(f"offbeat: {short}", file=sys.stderr)
     return code

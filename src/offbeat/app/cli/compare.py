@@ -9,15 +9,13 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from offbeat.app.cli import options, show
+from offbeat.app.cli import options
 from offbeat.app.cli.monitor import Monitor
 from offbeat.app.cli.refusal import Refused, reading
-from offbeat.app.cli.result import caption, columns, rows
-from offbeat.app.report.page import write_page
+from offbeat.app.cli.result import show_runs
 from offbeat.app.runs import folder as folders
 from offbeat.app.runs.launch import launch
 from offbeat.app.runs.setting import Setting, Where, check
-from offbeat.app.runs.summary import read, summarize
 from offbeat.base.checks import check_whole
 from offbeat.base.units import parse_seconds
 from offbeat.lab import unavailable
@@ -26,7 +24,7 @@ from offbeat.tasks import Task
 
 def compare(
     methods: Annotated[
-        list[str], typer.Argument(help="Methods as expressions; torch_ddp is torch's own DDP.")
+        list[str], typer.Argument(help="Methods, such as 'diloco(every=32)'; torch_ddp is torch's own DDP.")
     ],
     task: options.Task = "digits",
     model: options.Model = None,
@@ -36,7 +34,7 @@ def compare(
     batch: options.Batch = None,
     lr: options.Rate = None,
     optimizer: options.Optimizer = None,
-    seeds: Annotated[int, typer.Option(help="Runs of each method, with seeds 0, 1, ...")] = 1,
+    seeds: Annotated[int, typer.Option(help="Run each method with this many seeds: 0, 1, ...")] = 1,
     evaluations: options.Evaluations = 10,
     link: options.Link = None,
     netns: options.Netns = False,
@@ -46,13 +44,13 @@ def compare(
     out: options.Out = None,
     json: options.Json = False,
 ) -> int:
-    """Train by several methods on the same model, data, seeds and number of samples, side by side.
+    """Train with several methods on the same model, data, seeds and samples, and compare them.
 
-    Prints the table and writes report.html. Loss and accuracy are on held-out data, after the last step;
-    seconds, bytes and rounds are those of training alone. `exposed` is the time a worker stood still for
-    messages, `hidden` the time they were in the air behind its work. `s to ref. loss` is the time until the
-    loss is within 5 % of the last one of the reference: torch_ddp if it takes part, else ddp, else the
-    first method. The same --out again runs only what is missing.
+    Prints a table and writes report.html. Loss and accuracy are measured on held-out data after the last
+    step. Seconds, bytes and rounds count only training. `exposed` is the time a worker stood still for
+    messages; `hidden` is the time that messages were in the air while it worked. `s to ref. loss` is the time
+    until the loss is within 5 % of the reference's final loss. The reference is torch_ddp if you name it,
+    else ddp, else the first method. With an earlier --out, only the missing runs are made.
 
     Examples:
 
@@ -77,62 +75,29 @@ def compare(
             straggler=tuple(straggler or ()), where=where, compute=parse_seconds(compute, "compute"),
         )  # fmt: skip
         place = out or Path("runs") / f"compare-{time.strftime('%Y%m%d-%H%M%S')}"
-        found = prepared(place, first, list(dict.fromkeys(methods)), range(seeds))
+        found = _prepare(place, first, list(dict.fromkeys(methods)), seeds)
     missing = [folder for folder in found if not folders.finished(folder)]
     if missing:
         with Monitor(missing, Console(stderr=True)):
-            if not _launched(missing):
-                print(
-                    f"offbeat: stopped; the same command with --out {place} runs what is missing",
-                    file=sys.stderr,
-                )
-                return 130
-    return told(found, place / "report.html", json=json)
+            try:
+                finished = launch(missing, resume=True)
+            except KeyboardInterrupt:
+                finished = False
+        if not finished:
+            print(f"offbeat: stopped; to run the rest, repeat with --out {place}", file=sys.stderr)
+            return 130
+    return show_runs(found, place / "report.html", json=json)
 
 
-def _launched(missing: list[Path]) -> bool:
-    """False if Ctrl-C came first, also where it ends the workers at once."""
-    try:
-        return launch(missing, resume=True)
-    except KeyboardInterrupt:
-        return False
-
-
-def prepared(place: Path, first: Setting, methods: list[str], seeds: range) -> list[Path]:
-    """A folder for every run, with everything checked before the first begins."""
-    found: dict[Path, tuple[Setting, Task]] = {}
-    for seed in seeds:
-        for method in methods:
+def _prepare(place: Path, first: Setting, methods: list[str], seeds: int) -> list[Path]:
+    """A folder for every run. Everything is checked before anything is written."""
+    runs: dict[str, tuple[Setting, Task]] = {}
+    for seed in range(seeds):
+        for number, method in enumerate(methods):
             setting = replace(first, method=method, seed=seed)
             task = setting.find_task(folders.cache_of(place / "any"))
-            full = setting.filled(task)
-            if seed == seeds[0]:
+            if seed == 0:
                 check(setting, task)
-            folder = place / f"{methods.index(method):02d}-{folders.slug(full.method)}-seed{seed}"
-            if (folder / folders.SETTING).exists() and folders.setting_of(folder) != full:
-                raise Refused(f"--out {str(place)!r}: another comparison is there; name another folder.")
-            found[folder] = full, task
-    for folder, (full, task) in found.items():
-        begin(folder, full, task)
-    return list(found)
-
-
-def begin(folder: Path, setting: Setting, task: Task) -> None:
-    """Write down what the run is, unless that has been done."""
-    if not (folder / folders.SETTING).exists():
-        parameters = sum(p.numel() for p in task.model().parameters())
-        command = ["offbeat", *sys.argv[1:]]
-        folders.prepare(folder, setting, command=command, unit=task.unit, parameters=parameters)
-
-
-def told(found: list[Path], page: Path, *, json: bool) -> int:
-    """The table of these runs, and their page."""
-    runs = [read(folder) for folder in found]
-    write_page(runs, page)
-    if json:
-        show.as_json([show.plain(row) for row in summarize(runs)])
-        return 0
-    console = show.console()
-    show.print_table(console, caption(runs), columns(runs), rows(runs))
-    console.print(f"the page: {page}", soft_wrap=True)
-    return 0
+            full = setting.fill(task)
+            runs[f"{number:02d}-{folders.slug(full.method)}-seed{seed}"] = full, task
+    return folders.prepare_all(place, runs)

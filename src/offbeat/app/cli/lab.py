@@ -3,33 +3,32 @@
 import shutil
 import sys
 import time
+from collections.abc import Sequence
 from typing import Annotated
 
 import typer
 
 from offbeat.app.cli import options, show
-from offbeat.app.cli.refusal import Refused, option, reading
+from offbeat.app.cli.refusal import Refused, reading
 from offbeat.base.checks import check_number
 from offbeat.base.units import LONGEST
-from offbeat.lab import Job, Lab, unavailable
+from offbeat.lab import Job, Lab, Run, unavailable
 
 
 def lab(
-    command: Annotated[
-        list[str], typer.Argument(help="After --: what runs on every host, as under torchrun.")
-    ],
-    workers: Annotated[int, typer.Option(help="How many hosts.")] = 4,
+    command: Annotated[list[str], typer.Argument(help="After --: the command to run on every host.")],
+    workers: Annotated[int, typer.Option(help="Number of hosts.")] = 4,
     rate: Annotated[
-        str | None, typer.Option(help="Of every link, such as 100mbit; unshaped by default.")
+        str | None, typer.Option(help="Rate of every link, such as 100mbit; unlimited by default.")
     ] = None,
-    timeout: Annotated[float | None, typer.Option(help="Seconds after which everything is ended.")] = None,
+    timeout: Annotated[float | None, typer.Option(help="End everything after this many seconds.")] = None,
     json: options.Json = False,
 ) -> int:
     """Run a command on a cluster of network namespaces with shaped links (Linux, root).
 
-    Each host has an interface of its own and runs the command once, with the environment that torchrun would
-    give it. What rank 0 prints is shown as it comes. At the end the bytes that the kernel counted are
-    printed, and nothing of the cluster is left, whatever way the command ends.
+    Each host has its own network interface and runs the command once, with the environment that torchrun
+    would set. The output of rank 0 is shown live. At the end the command prints the bytes that the kernel
+    counted, and removes the cluster, however the run ended.
 
     Examples:
 
@@ -41,11 +40,8 @@ def lab(
         if reason := unavailable():
             raise Refused(reason)
         if shutil.which(command[0]) is None:
-            raise Refused(f"There is no command {command[0]!r} to run.")
-        with option("--workers", workers):
-            Lab(workers)
-        with option("--rate", rate):
-            cluster = Lab(workers, rate=rate)
+            raise Refused(f"The command {command[0]!r} does not exist.")
+        cluster = Lab(workers, rate=rate)
         if timeout is not None:
             check_number("timeout", timeout, LONGEST, "a positive number of seconds")
     with cluster:
@@ -59,22 +55,26 @@ def lab(
             last = run.stderr.strip().rpartition("\n")[2]
             print(f"offbeat: rank {run.rank} ended with {run.returncode}: {last}", file=sys.stderr)
     if not ended:
-        print(f"offbeat: ended after {timeout:g} s, as --timeout asked", file=sys.stderr)
-    fields = ("rank", "returncode", "seconds", "sent", "received")
-    if json:
-        show.as_json([{field: getattr(run, field) for field in fields} for run in runs])
-    else:
-        figures = [
-            [str(run.rank), str(run.returncode), f"{run.seconds:.2f}", f"{run.sent:,}", f"{run.received:,}"]
-            for run in runs
-        ]
-        headings = dict.fromkeys(["rank", "exit code", "seconds", "bytes sent", "bytes received"], "right")
-        show.print_table(show.console(), f"{cluster!r}, as the kernel counted", headings, figures)
+        print(f"offbeat: ended after {timeout:g} s (--timeout)", file=sys.stderr)
+    _show(cluster, runs, json=json)
     return 0 if ended and not any(run.returncode for run in runs) else 1
 
 
+def _show(cluster: Lab, runs: Sequence[Run], *, json: bool) -> None:
+    if json:
+        fields = ("rank", "returncode", "seconds", "sent", "received")
+        show.print_json([{field: getattr(run, field) for field in fields} for run in runs])
+        return
+    rows = [
+        [str(run.rank), str(run.returncode), f"{run.seconds:.2f}", f"{run.sent:,}", f"{run.received:,}"]
+        for run in runs
+    ]
+    columns = dict.fromkeys(["rank", "exit code", "seconds", "bytes sent", "bytes received"], "right")
+    show.print_table(show.console(), f"{cluster!r}, as the kernel counted", columns, rows)
+
+
 def _follow(job: Job, *, quiet: bool, timeout: float | None) -> bool:
-    """Print what rank 0 prints until all have ended; False if the time was up first."""
+    """Print the output of rank 0 until all hosts have ended; False after a timeout."""
     shown, start = 0, time.monotonic()
     while True:
         running = bool(job.running)

@@ -1,4 +1,4 @@
-"""A progress bar that reads the log of rank 0 while the run writes it."""
+"""A progress bar that follows the log of rank 0."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import json
 import threading
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from rich.console import Console
@@ -16,28 +15,26 @@ from rich.table import Column
 from offbeat.app.runs.folder import origin_of, setting_of
 from offbeat.app.runs.record import log_path
 
-WIDE = 140  # columns that a run's line takes, with a name of the usual length
+WIDE = 140  # columns of a run's line, with a method of the usual length
 
 
-def bar(width: int) -> list[ProgressColumn]:
-    """What a run's line consists of; in a narrow terminal two lines without a bar, wrapped where need be."""
+def line_columns(width: int) -> list[ProgressColumn]:
+    """The columns of a run's line. A narrow terminal gets two lines without a bar."""
     if width < WIDE:
-        text = "{task.description}\n  {task.completed:.0f}/{task.total:.0f}  {task.fields[told]}"
+        text = "{task.description}\n  {task.completed:.0f}/{task.total:.0f}  {task.fields[status]}"
         return [TextColumn(text, markup=False, table_column=Column(no_wrap=False))]
-    name, told = "{task.description}", "{task.fields[told]}"
-    return [
-        TextColumn(name, markup=False),
-        BarColumn(bar_width=20),
-        MofNCompleteColumn(),
-        TextColumn(told, markup=False),
-    ]
+    name, status = "{task.description}", "{task.fields[status]}"
+    bar, count = BarColumn(bar_width=20), MofNCompleteColumn()
+    return [TextColumn(name, markup=False), bar, count, TextColumn(status, markup=False)]
 
 
 class Monitor:
-    """Follows the runs of some folders, in a thread, until it is left."""
+    """Follows the runs of some folders in a thread."""
 
     def __init__(self, folders: Sequence[Path], console: Console) -> None:
-        self.progress = Progress(*bar(console.width), console=console, disable=not console.is_terminal)
+        self.progress = Progress(
+            *line_columns(console.width), console=console, disable=not console.is_terminal
+        )
         self._followed = [_Followed(folder, self.progress) for folder in folders]
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._follow, daemon=True)
@@ -47,40 +44,38 @@ class Monitor:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._over.set()
         self._thread.join()
         for followed in self._followed:
-            followed.look()
+            followed.poll()
         self.progress.stop()
 
     def _follow(self) -> None:
         while not self._over.wait(0.2):
             for followed in self._followed:
-                followed.look()
+                followed.poll()
 
 
 class _Followed:
-    """One run: where we are in its log, and what it has told."""
+    """One run: the position in its log, and its last entries."""
 
     def __init__(self, folder: Path, progress: Progress) -> None:
         setting = setting_of(folder)
         self.path, self.progress = log_path(folder, 0), progress
         self.workers, self.unit = setting.workers, origin_of(folder)["unit"]
-        self.bar = progress.add_task(f"{setting.method} seed {setting.seed}", total=setting.steps, told="")
+        self.bar = progress.add_task(f"{setting.method} seed {setting.seed}", total=setting.steps, status="")
         self._read = 0
         self._steps: list[dict[str, Any]] = []
         self._round: dict[str, Any] = {}
         self._sent = 0
 
-    def look(self) -> None:
-        """Read what is new, up to the last whole line."""
+    def poll(self) -> None:
+        """Read the new lines."""
         if not self.path.exists():
             return
         size = self.path.stat().st_size
-        if size < self._read:  # a resumed run has cut its log
+        if size < self._read:  # a resumed run has shortened its log
             self._read, self._sent, self._steps = 0, 0, []
         with self.path.open("rb") as file:
             file.seek(self._read)
@@ -90,7 +85,7 @@ class _Followed:
         for line in whole.splitlines():
             self._take(json.loads(line))
         if self._steps:
-            self.progress.update(self.bar, completed=self._steps[-1]["step"], told=self.told())
+            self.progress.update(self.bar, completed=self._steps[-1]["step"], status=self._status())
 
     def _take(self, entry: dict[str, Any]) -> None:
         if entry["kind"] == "steps":
@@ -99,17 +94,20 @@ class _Followed:
             self._round = entry
             self._sent += entry["sent"]
 
-    def told(self) -> str:
-        """Loss, speed, share of time waiting, bytes, period and drift, of the last steps."""
+    def _status(self) -> str:
+        """Loss, speed, exposed share, bytes, period and drift over the last steps."""
         steps = self._steps
         seconds = sum(entry["seconds"] for entry in steps) or 1.0
-        waiting = sum(entry["waited"] for entry in steps) / seconds
+        exposed = sum(entry["exposed"] for entry in steps) / seconds
         units = steps[-1]["units"] - (steps[0]["units"] if len(steps) > 1 else 0)
         seen = seconds if len(steps) == 1 else seconds - steps[0]["seconds"]
-        told = [f"loss {steps[-1]['loss']:.3f}", f"{self.workers * units / (seen or 1.0):,.0f} {self.unit}/s"]
-        told += [f"waiting {waiting:.0%}", f"{self._sent / 1e6:.1f} MB"]
+        words = [
+            f"loss {steps[-1]['loss']:.3f}",
+            f"{self.workers * units / (seen or 1.0):,.0f} {self.unit}/s",
+        ]
+        words += [f"exposed {exposed:.0%}", f"{self._sent / 1e6:.1f} MB"]
         if self._round:
-            told.append(f"period {self._round['period']}")
+            words.append(f"period {self._round['period']}")
             if self._round["drift"] is not None:
-                told.append(f"drift {self._round['drift']:.2g}")
-        return "  ".join(told)
+                words.append(f"drift {self._round['drift']:.2g}")
+        return "  ".join(words)

@@ -1,40 +1,40 @@
-"""Tables where there is little room: no word is cut, whatever the width."""
+"""Layouts for narrow terminals. No word is cut, whatever the width."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
 
-EDGES = 3  # columns that a table's lines and blanks take for each of its own, and one more at the end
+EDGES = 3  # characters that borders and blanks add to a column; one more closes the table
 GAP = "  "
 
 
-def widths(columns: Mapping[str, str], rows: Sequence[Sequence[str]], room: int) -> list[int] | None:
-    """Of each column: figures and words stay whole, and text gets what is left; None if that is too much."""
+def column_widths(columns: Mapping[str, str], rows: Sequence[Sequence[str]], room: int) -> list[int] | None:
+    """The width of each column, or None if the table does not fit. Text columns share the spare room."""
     cells = [[heading, *[row[i] for row in rows]] for i, heading in enumerate(columns)]
     kinds = [(column, columns[column[0]] == "right") for column in cells]
     wanted = [max(_length(cell) for cell in column) for column in cells]
     found = [max(map(_length if figure else _longest, column[1:]), default=0) for column, figure in kinds]
     found = [max(least, _longest(column[0])) for least, column in zip(found, cells, strict=True)]
-    found[0] = max(found[0], *[len(word) for cell in cells[0] for word in cell.split()])  # names stay whole
+    found[0] = max(found[0], *[len(word) for cell in cells[0] for word in cell.split()])  # methods stay whole
     left = room - EDGES * len(found) - 1 - sum(found)
     if left < 0:
         return None
     while left and (short := max(w - f for w, f in zip(wanted, found, strict=True))):
-        # What has most to gain grows first, so that no text becomes a long thin column.
+        # The column that lacks most grows first, so that none becomes long and thin.
         found[next(i for i, (w, f) in enumerate(zip(wanted, found, strict=True)) if w - f == short)] += 1
         left -= 1
     return found
 
 
-def layout(title: str, columns: Mapping[str, str], rows: Sequence[Sequence[str]], room: int) -> str:
-    """Each row's name above its figures; one below the other where these do not fit side by side either."""
-    found = _stacked(columns, rows, room) or _listed(columns, rows, room)
-    return "\n".join([*wrapped(title, room), "", *found])
+def lay_out(title: str, columns: Mapping[str, str], rows: Sequence[Sequence[str]], room: int) -> str:
+    """The rows as stacked lines, or as lists if the figures do not fit side by side."""
+    found = _stack(columns, rows, room) or _list(columns, rows, room)
+    return "\n".join([*wrap(title, room), "", *found])
 
 
-def _stacked(columns: Mapping[str, str], rows: Sequence[Sequence[str]], room: int) -> list[str] | None:
-    """The first column on a line of its own, the others below it under their headings."""
+def _stack(columns: Mapping[str, str], rows: Sequence[Sequence[str]], room: int) -> list[str] | None:
+    """The first column on a line of its own, with the figures below it."""
     name, *headings = columns
     if any(columns[heading] != "right" for heading in headings):
         return None
@@ -46,42 +46,42 @@ def _stacked(columns: Mapping[str, str], rows: Sequence[Sequence[str]], room: in
     def line(texts: Sequence[str]) -> str:
         return "".join(GAP + text.rjust(size) for text, size in zip(texts, sizes, strict=True)).rstrip()
 
-    words = [wrapped(heading, size) for heading, size in zip(headings, sizes, strict=True)]
+    words = [wrap(heading, size) for heading, size in zip(headings, sizes, strict=True)]
     deep = max(map(len, words))
     heads = [line([([""] * (deep - len(w)) + w)[level] for w in words]) for level in range(deep)]
     found = [name, *heads, "─" * (len(GAP) * len(sizes) + sum(sizes))]
     for i, row in enumerate(rows):
-        found += [*wrapped(row[0], room, indent=2), line([column[i] for column in cells])]
+        found += [*wrap(row[0], room, indent=2), line([column[i] for column in cells])]
     return found
 
 
-def _listed(columns: Mapping[str, str], rows: Sequence[Sequence[str]], room: int) -> list[str]:
-    """A line for each text, and the figures one after the other."""
+def _list(columns: Mapping[str, str], rows: Sequence[Sequence[str]], room: int) -> list[str]:
+    """One line per text, and all figures on one line."""
     _, *headings = columns
     found: list[str] = []
     for row in rows:
-        found += wrapped(row[0], room, indent=2)
-        told = [(heading, cell) for heading, cell in zip(headings, row[1:], strict=True) if cell.strip()]
-        for heading, cell in told:
+        found += wrap(row[0], room, indent=2)
+        given = [(heading, cell) for heading, cell in zip(headings, row[1:], strict=True) if cell.strip()]
+        for heading, cell in given:
             if columns[heading] != "right":
-                found += wrapped(f"{GAP}{heading}: {_once(cell)}", room, indent=4)
-        # Blanks inside a figure and its name do not part them.
-        figures = [f"{h} {_once(c)}".replace(" ", "\0") for h, c in told if columns[h] == "right"]
+                found += wrap(f"{GAP}{heading}: {_join(cell)}", room, indent=4)
+        # A line never breaks between a heading and its figure.
+        figures = [f"{h} {_join(c)}".replace(" ", "\0") for h, c in given if columns[h] == "right"]
         if figures:
-            lines = wrapped(GAP + (GAP + " ").join(figures), room, indent=2)
+            lines = wrap(GAP + (GAP + " ").join(figures), room, indent=2)
             found += [line.replace("\0", " ") for line in lines]
         found.append("")
     return found[:-1]
 
 
-def _once(cell: str) -> str:
-    """On one line; what all lines say is said once."""
+def _join(cell: str) -> str:
+    """The lines of a cell on one line; equal lines are given once."""
     lines = cell.splitlines()
     return lines[0] if len(set(lines)) == 1 else "; ".join(lines)
 
 
-def wrapped(text: str, room: int, *, indent: int = 0) -> list[str]:
-    """Lines of text, broken at blanks or behind a parenthesis that opens; later ones are indented."""
+def wrap(text: str, room: int, *, indent: int = 0) -> list[str]:
+    """Break text at blanks or after an opening parenthesis, and indent all lines but the first."""
     lines: list[str] = []
     for given in text.splitlines():
         line = ""
@@ -96,7 +96,7 @@ def wrapped(text: str, room: int, *, indent: int = 0) -> list[str]:
 
 
 def _pieces(line: str) -> list[str]:
-    """What is never broken: words up to a parenthesis that opens, with the blanks before them."""
+    """The unbreakable pieces of a line, each with the blanks before it."""
     return re.findall(r"\s*[^\s(]*\(+|\s*[^\s(]+", line)
 
 

@@ -8,31 +8,34 @@ import typer
 Task = Annotated[
     str, typer.Option(help="digits, bytes, images, or a Python file whose function `task` returns a Task.")
 ]
-Model = Annotated[
-    str | None, typer.Option("--model", help="Size of the model: tiny, small, medium or large.")
-]
+Model = Annotated[str | None, typer.Option("--model", help="Model size: tiny, small, medium or large.")]
 Data = Annotated[
-    str | None, typer.Option(help="A text for bytes; a folder or zip of train/CLASS/*.jpg for images.")
+    str | None,
+    typer.Option(help="A text file for bytes; a folder or zip of train/CLASS/*.jpg for images."),
 ]
-Workers = Annotated[int, typer.Option(help="How many workers share the model.")]
+Workers = Annotated[int, typer.Option(help="Number of workers.")]
 Steps = Annotated[int, typer.Option(help="Local steps of each worker.")]
-Batch = Annotated[int | None, typer.Option(help="Samples per worker and step; the task's own by default.")]
-Rate = Annotated[float | None, typer.Option("--lr", help="Peak learning rate; the task's own by default.")]
-Optimizer = Annotated[str | None, typer.Option(help="adamw or sgd; the task's own by default.")]
-Evaluations = Annotated[int, typer.Option(help="How often the held-out loss is taken.")]
+Batch = Annotated[int | None, typer.Option(help="Samples per worker and step; the task has a default.")]
+Rate = Annotated[float | None, typer.Option("--lr", help="Peak learning rate; the task has a default.")]
+Optimizer = Annotated[str | None, typer.Option(help="adamw or sgd; the task has a default.")]
+Seed = Annotated[int, typer.Option(help="Seeds the initial weights and the order of the data.")]
+Evaluations = Annotated[int, typer.Option(help="How many times to measure the held-out loss.")]
 Link = Annotated[
-    str | None, typer.Option(help="Emulate a link of this rate and latency, such as 100mbit or 100mbit,20ms.")
+    str | None, typer.Option(help="Emulate a link with this rate and latency: 100mbit or 100mbit,20ms.")
 ]
 Straggler = Annotated[
     list[str] | None,
-    typer.Option(help="A late worker: rank=1,delay=300ms,every=4, or share=0.1,delay=300ms for any."),
+    typer.Option(
+        help="Make one worker late: rank=1,delay=300ms,every=4; or any worker: share=0.1,delay=300ms."
+    ),
 ]
 Netns = Annotated[
-    bool, typer.Option("--netns", help="Workers in network namespaces on really shaped links (Linux, root).")
+    bool,
+    typer.Option("--netns", help="Run workers in network namespaces on real shaped links (Linux, root)."),
 ]
 Simulate = Annotated[
-    bool, typer.Option("--simulate", help="Workers in one process, in virtual time: exactly repeatable.")
+    bool, typer.Option("--simulate", help="Simulate the workers in one process, in virtual time; repeatable.")
 ]
-Compute = Annotated[str, typer.Option(help="With --simulate: what a step takes, such as 20ms.")]
+Compute = Annotated[str, typer.Option(help="With --simulate: the time of one step, such as 20ms.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
-Out = Annotated[Path | None, typer.Option(help="The folder for logs and the page; runs/... by default.")]
+Out = Annotated[Path | None, typer.Option(help="Folder for logs and report.html; runs/... by default.")]

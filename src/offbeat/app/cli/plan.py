@@ -4,10 +4,9 @@ import typer
 
 from offbeat.app.cli import plan_options as options
 from offbeat.app.cli import show
-from offbeat.app.cli.described import cluster_of, compute_of, failures_of, job_of, network_of
-from offbeat.app.cli.measured import measured
-from offbeat.app.cli.planfile import read_file
-from offbeat.app.cli.planned import as_dict, show_plan
+from offbeat.app.cli.plan_inputs import cluster_of, compute_of, failures_of, job_of, network_of, read_file
+from offbeat.app.cli.plan_measure import measure_all
+from offbeat.app.cli.plan_output import as_dict, show_plan
 from offbeat.app.cli.refusal import reading
 from offbeat.plan import plan
 from offbeat.plan.draw import picture
@@ -54,10 +53,10 @@ def plan_command(
     draw: options.Draw = None,
     json: options.Json = False,
 ) -> None:
-    """Predict the wall-clock of methods on a cluster you describe, before you rent it.
+    """Predict the wall-clock time of methods on a cluster that you describe.
 
-    Nothing is trained: the methods are built among imagined workers, their schedules unrolled, and the
-    clocks of all workers run through what they send and wait for.
+    Nothing is trained. Offbeat builds each method, works out when its rounds happen, and computes how long
+    the workers compute and wait.
 
     Examples:
 
@@ -69,7 +68,7 @@ def plan_command(
     """
     with reading():
         job, where = read_file(cluster, context)
-    found = measured(measure, task, model, data, batch, script)
+    found = measure_all(measure, task, model, data, batch, script)
     with reading():
         where = where or cluster_of(
             found,
@@ -84,12 +83,12 @@ def plan_command(
         return
     console = show.console()
     with reading(), console.status("planning", spinner="dots"):
-        made = plan(methods or METHODS, job, where)
+        result = plan(methods or METHODS, job, where)
     if draw is not None:
         with reading():
-            draw.write_text(picture(made))
+            draw.write_text(picture(result))
     if json:
-        show.as_json(as_dict(made, found))
+        show.print_json(as_dict(result, found))
     else:
-        show_plan(console, made, found, draw)
+        show_plan(console, result, found, draw)
     found.leave()

@@ -1,62 +1,55 @@
-"""The options of `offbeat plan`, panel by panel of its help."""
+"""The options of `offbeat plan`, in the order and panels of its help."""
 
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-CLUSTER, JOB, MEASURE, SHOWN = "The cluster", "The run", "Measuring", "What is shown"
+CLUSTER, JOB, MEASURE, OUTPUT = "Cluster", "Training run", "Measurement", "Output"
 
 
-def _cluster(help: str) -> Any:
-    return typer.Option(help=help, rich_help_panel=CLUSTER)
+def _option(panel: str, help: str, *names: str) -> Any:
+    return typer.Option(*names, help=help, rich_help_panel=panel)
 
 
-def _job(help: str) -> Any:
-    return typer.Option(help=help, rich_help_panel=JOB)
+Methods = Annotated[list[str] | None, typer.Argument(help="Methods, such as 'diloco(every=100)'.")]
 
-
-def _measure(help: str, *names: str) -> Any:
-    return typer.Option(*names, help=help, rich_help_panel=MEASURE)
-
-
-def _shown(help: str, *names: str) -> Any:
-    return typer.Option(*names, help=help, rich_help_panel=SHOWN)
-
-
-Methods = Annotated[list[str] | None, typer.Argument(help="Methods, as expressions.")]
-
-Workers = Annotated[int | None, _cluster("How many.")]
-Step = Annotated[str | None, _cluster("A worker's step: 250ms.")]
-Jitter = Annotated[float, _cluster("Its deviation, as a share of it.")]
-Tail = Annotated[float | None, _cluster("A Pareto tail instead; 3 is mild.")]
+Workers = Annotated[int | None, _option(CLUSTER, "Number of workers.")]
+Step = Annotated[str | None, _option(CLUSTER, "Time of a step: 250ms.")]
+Jitter = Annotated[float, _option(CLUSTER, "Standard deviation of a step, as a share of it.")]
+Tail = Annotated[float | None, _option(CLUSTER, "Give steps a Pareto tail instead; 3 is mild.")]
 Straggler = Annotated[
-    list[str] | None, _cluster("A late worker: rank=1,delay=300ms,every=4, or share=0.1,delay=300ms for any.")
+    list[str] | None,
+    _option(
+        CLUSTER, "Make one worker late: rank=1,delay=300ms,every=4; or any worker: share=0.1,delay=300ms."
+    ),
 ]
-Recorded = Annotated[Path | None, _cluster("Steps of a real run, as JSON.")]
-Link = Annotated[str | None, _cluster("Each worker's link: 1gbit or 1gbit,5ms.")]
-Level = Annotated[list[str] | None, _cluster("Groups that share an uplink, innermost first: 8:100gbit,5us.")]
-Reduce = Annotated[str, _cluster("ring, tree, direct or ideal.")]
-Failures = Annotated[float, _cluster("Failures per worker and hour.")]
-Restart = Annotated[str, _cluster("Until it is back.")]
-Checkpoint = Annotated[str, _cluster("From one checkpoint to the next.")]
-File = Annotated[Path | None, _cluster("A Python file that defines a Cluster, a Job or both.")]
+Recorded = Annotated[Path | None, _option(CLUSTER, "JSON file with the step times of a real run.")]
+Link = Annotated[str | None, _option(CLUSTER, "Link of each worker: 1gbit or 1gbit,5ms.")]
+Level = Annotated[
+    list[str] | None, _option(CLUSTER, "Groups that share an uplink, innermost first: 8:100gbit,5us.")
+]
+Reduce = Annotated[str, _option(CLUSTER, "All-reduce algorithm: ring, tree, direct or ideal.")]
+Failures = Annotated[float, _option(CLUSTER, "Failures per worker and hour.")]
+Restart = Annotated[str, _option(CLUSTER, "Time until a failed worker is back.")]
+Checkpoint = Annotated[str, _option(CLUSTER, "Time between checkpoints.")]
+File = Annotated[Path | None, _option(CLUSTER, "Python file that defines a Cluster, a Job or both.")]
 
-Steps = Annotated[int | None, _job("Steps of each worker.")]
-Parameters = Annotated[str | None, _job("Trainable: 124M.")]
-Dtype = Annotated[str, _job("Of the parameters.")]
-Layers = Annotated[int, _job("Of the model.")]
-Optimizer = Annotated[str, _job("sgd, momentum or adamw.")]
-Rate = Annotated[float, _job("The (highest) rate.")]
-Warmup = Annotated[int, _job("Steps of rising rate.")]
-Cosine = Annotated[bool, _job("The rate falls as a cosine.")]
+Steps = Annotated[int | None, _option(JOB, "Steps of each worker.")]
+Parameters = Annotated[str | None, _option(JOB, "Trainable parameters: 124M.")]
+Dtype = Annotated[str, _option(JOB, "Data type of the parameters.")]
+Layers = Annotated[int, _option(JOB, "Layers of the model.")]
+Optimizer = Annotated[str, _option(JOB, "sgd, momentum or adamw.")]
+Rate = Annotated[float, _option(JOB, "Peak learning rate.")]
+Warmup = Annotated[int, _option(JOB, "Warm-up steps of the learning rate.")]
+Cosine = Annotated[bool, _option(JOB, "Let the learning rate fall as a cosine.")]
 
-Measure = Annotated[bool, _measure("Time the real step, and under torchrun the link.", "--measure")]
-Task = Annotated[str | None, _measure("The task whose step is timed.")]
-Model = Annotated[str | None, _measure("Its size.")]
-Data = Annotated[Path | None, _measure("Its data.")]
-Batch = Annotated[int | None, _measure("Its batch size.")]
-Script = Annotated[str | None, _measure("A training script, with arguments, instead.")]
+Measure = Annotated[bool, _option(MEASURE, "Time the real step and, under torchrun, the link.", "--measure")]
+Task = Annotated[str | None, _option(MEASURE, "Task to time.")]
+Model = Annotated[str | None, _option(MEASURE, "Model size of the task.")]
+Data = Annotated[Path | None, _option(MEASURE, "Data of the task.")]
+Batch = Annotated[int | None, _option(MEASURE, "Batch size of the task.")]
+Script = Annotated[str | None, _option(MEASURE, "Training script to time instead, with its arguments.")]
 
-Draw = Annotated[Path | None, _shown("Write time against bandwidth to this .svg.")]
-Json = Annotated[bool, _shown("Print JSON instead of a table.", "--json")]
+Draw = Annotated[Path | None, _option(OUTPUT, "Plot time against bandwidth to this .svg.")]
+Json = Annotated[bool, _option(OUTPUT, "Print JSON instead of a table.", "--json")]

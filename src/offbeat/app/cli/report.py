@@ -6,20 +6,21 @@ from typing import Annotated
 import typer
 
 from offbeat.app.cli import options
-from offbeat.app.cli.compare import told
-from offbeat.app.cli.refusal import Refused, reading
+from offbeat.app.cli.refusal import reading
+from offbeat.app.cli.result import show_runs
 from offbeat.app.runs.folder import find, setting_of
+from offbeat.base.errors import BadArgument
 
 
 def report(
-    runs: Annotated[list[Path], typer.Argument(help="Folders of runs, or folders that hold some.")],
-    out: Annotated[Path, typer.Option(help="The page to write.")] = Path("report.html"),
+    runs: Annotated[list[Path], typer.Argument(help="Folders of runs, or folders that contain them.")],
+    out: Annotated[Path, typer.Option(help="The HTML file to write.")] = Path("report.html"),
     json: options.Json = False,
 ) -> int:
-    """The table and the page of runs that have been made, computed anew from their logs.
+    """Print the table and write the report of earlier runs, from their logs.
 
-    The page is one file and needs no network. It says where the time went, rank by rank, how the loss fell
-    with time, data and bytes, and the exact commands and versions.
+    The report is one HTML file that needs no network. It shows where the time went on each rank, how the loss
+    fell over time, data and bytes, and the exact commands and versions.
 
     Examples:
 
@@ -29,8 +30,8 @@ def report(
     """
     with reading():
         if out.is_dir():
-            raise Refused(f"--out {str(out)!r}: this is a folder; name the page to write.")
-        found = find(runs)
-        for folder in found:
+            raise BadArgument("out", str(out), "this is a folder; name an HTML file.")
+        folders = find(runs)
+        for folder in folders:
             setting_of(folder)
-    return told(found, out, json=json)
+    return show_runs(folders, out, json=json)

@@ -4,7 +4,6 @@ import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from typing import Any
 
 from rich.console import Console
@@ -14,11 +13,11 @@ from rich.text import Text
 from offbeat.app.cli import narrow
 from offbeat.base.checks import replace_nonfinite
 
-WIDE = 150  # columns, where there is no terminal to ask
+WIDE = 150  # columns, if standard output is not a terminal
 
 
 def console() -> Console:
-    """Standard output, at a width that holds a table where it is no terminal."""
+    """Standard output, wide enough for a table if it is not a terminal."""
     known = sys.stdout.isatty() or "COLUMNS" in os.environ
     return Console(width=None if known else WIDE, highlight=False, soft_wrap=False)
 
@@ -31,34 +30,28 @@ def print_table(
     *,
     lines: bool = False,
 ) -> None:
-    """`columns` are headings and how they stand: "right" for figures, "fold" for text that may be wrapped.
+    """Print a table, or a list if the terminal is too narrow for a table.
 
-    As a table where its words fit into the width, else in one of the layouts for narrow terminals.
+    `columns` maps each heading to its kind: "right" for figures, "fold" for text that may be wrapped.
     """
-    widths = narrow.widths(columns, rows, console.width)
+    widths = narrow.column_widths(columns, rows, console.width)
     if widths is None:
-        told = narrow.layout(title, columns, rows, console.width)
-        console.print(told, markup=False, emoji=False, soft_wrap=True)
+        text = narrow.lay_out(title, columns, rows, console.width)
+        console.print(text, markup=False, emoji=False, soft_wrap=True)
         return
-    shown = Table(title=Text(title), title_justify="left", show_lines=lines)
-    for (heading, stand), width in zip(columns.items(), widths, strict=True):
-        shown.add_column(heading, justify="right" if stand == "right" else "left", width=width)
+    table = Table(title=Text(title), title_justify="left", show_lines=lines)
+    for (heading, kind), width in zip(columns.items(), widths, strict=True):
+        table.add_column(heading, justify="right" if kind == "right" else "left", width=width)
     for row in rows:
-        cells = ["\n".join(narrow.wrapped(cell, width)) for cell, width in zip(row, widths, strict=True)]
-        shown.add_row(*map(Text, cells))
-    console.print(shown)
+        cells = ["\n".join(narrow.wrap(cell, width)) for cell, width in zip(row, widths, strict=True)]
+        table.add_row(*map(Text, cells))
+    console.print(table)
 
 
-def some(count: int, noun: str) -> str:
-    """So many of something: `1 worker`, `4 workers`."""
-    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+def count(number: int, noun: str) -> str:
+    """A number of things: `1 worker`, `4 workers`."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
-def as_json(value: Any) -> None:
-    print(json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False))
-
-
-def plain(row: Any) -> dict[str, Any]:
-    """A dataclass for JSON, which has no infinities."""
-    values: dict[str, Any] = replace_nonfinite(asdict(row))
-    return values
+def print_json(value: Any) -> None:
+    print(json.dumps(replace_nonfinite(value), indent=2, ensure_ascii=False, allow_nan=False))

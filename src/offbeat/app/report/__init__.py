@@ -1,1 +1,1 @@
-"""One page about runs, in a file of its own that needs no network."""
+"""The report of runs: one HTML file that needs no network."""

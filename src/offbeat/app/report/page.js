@@ -4,7 +4,6 @@ const methods = [...new Set(data.runs.map(run => run.method))];
 const color = method => `var(--c${methods.indexOf(method) % 8})`;
 const dash = method => ["", "6 4", "2 3", "8 3 2 3"][Math.floor(methods.indexOf(method) / 8) % 4];
 const byId = id => document.getElementById(id);
-const drawings = [];
 
 function html(tag, attributes = {}, ...children) {
   const node = document.createElement(tag);
@@ -67,8 +66,8 @@ function logTicks(from, to) {
   return [from, to];
 }
 
-function told(ticks) {
-  // With as many digits as tell them apart.
+function labelTicks(ticks) {
+  // Use as many digits as it takes to make the labels differ.
   for (let digits = 3; digits < 9; digits++) {
     const found = ticks.map(t => number(t, digits));
     if (new Set(found).size === found.length) return found;
@@ -80,7 +79,7 @@ function frame(holder, height, x, y, labels, margin) {
   const width = holder.clientWidth, box = { ...{ left: 46, right: 14, top: 10, bottom: 38 }, ...margin };
   const drawing = svg("svg", { viewBox: `0 0 ${width} ${height}`, height, role: "img", "aria-label": `${labels.y} against ${labels.x}` });
   const sx = scale(x.values, box.left, width - box.right, x), sy = scale(y.values, height - box.bottom, box.top, y);
-  const [words, below] = [told(sy.ticks), told(sx.ticks)];
+  const [words, below] = [labelTicks(sy.ticks), labelTicks(sx.ticks)];
   for (const [i, t] of sy.ticks.entries()) {
     drawing.append(svg("line", { class: "grid", x1: box.left, x2: width - box.right, y1: sy.place(t), y2: sy.place(t) }));
     drawing.append(svg("text", { x: box.left - 7, y: sy.place(t) + 4, "text-anchor": "end" }, words[i]));
@@ -155,7 +154,7 @@ function drawTable() {
   byId("table").replaceChildren(html("thead", {}, head), html("tbody", {}, ...rows));
   const left = data.runs.filter(run => !run.complete).length;
   byId("tablenote").textContent = `Means over ranks${data.rows.some(r => r.seeds > 1) ? " and seeds, ± the standard deviation over seeds" : ""}; the reference is ${data.reference ?? "missing"}. ` +
-    "Exposed: a worker stood still for messages. Hidden: messages were in the air behind its work. To ref. loss: until within 5 % of the reference's last." + (left ? ` ${left} run(s) have not finished and are not in the table.` : "");
+    "Exposed: a worker stood still for messages. Hidden: messages were in the air while it worked. To ref. loss: until the loss is within 5 % of the reference's final loss." + (left ? ` ${left} run(s) have not finished and are not in the table.` : "");
 }
 
 let axis = 0;
@@ -207,7 +206,7 @@ function drawPareto() {
 }
 
 function drawShares() {
-  keys(byId("sharekeys"), [["var(--work)", "working"], ["var(--wait)", "standing still for messages"]]);
+  keys(byId("sharekeys"), [["var(--work)", "working"], ["var(--wait)", "exposed: standing still for messages"]]);
   const holder = byId("shares"), width = holder.clientWidth, line = 40, height = data.rows.length * line + 4;
   const drawing = svg("svg", { viewBox: `0 0 ${width} ${height}`, height, role: "img", "aria-label": "seconds working and waiting, by method" });
   const most = Math.max(...data.rows.map(row => row.seconds)), room = width - 58;
@@ -215,7 +214,7 @@ function drawShares() {
     const work = Math.max(0, row.seconds - row.exposed) / most * room, wait = Math.min(row.exposed, row.seconds) / most * room;
     drawing.append(svg("text", { class: "strong", x: 0, y: i * line + 12 }, row.method.length * 6.6 > width ? row.method.slice(0, Math.floor(width / 6.8)) + "…" : row.method));
     const bars = [svg("rect", { x: 0, y: i * line + 18, width: Math.max(0, work), height: 13, fill: "var(--work)", rx: 2 }), svg("rect", { x: work + (work && wait ? 1.5 : 0), y: i * line + 18, width: Math.max(0, wait - 1.5), height: 13, fill: "var(--wait)", rx: 2 })];
-    bars.forEach(bar => tip(bar, `${row.method}\n${(row.seconds - row.exposed).toFixed(2)} s working\n${row.exposed.toFixed(2)} s standing still\n${row.hidden.toFixed(2)} s of messages hidden`));
+    bars.forEach(bar => tip(bar, `${row.method}\n${(row.seconds - row.exposed).toFixed(2)} s working\n${row.exposed.toFixed(2)} s exposed\n${row.hidden.toFixed(2)} s of messages hidden`));
     drawing.append(...bars, svg("text", { x: work + wait + 7, y: i * line + 29 }, `${number(row.seconds)} s`));
   });
   holder.replaceChildren(drawing);
@@ -226,7 +225,7 @@ let shown = Math.max(0, data.runs.findIndex(run => run.method !== data.reference
 function drawTimeline() {
   const run = data.runs[shown], holder = byId("timeline");
   if (!run || !run.ranks.length) return;
-  keys(byId("timekeys"), [["var(--work)", "working"], ["var(--wait)", "standing still"], ["var(--air)", "messages in the air"]]);
+  keys(byId("timekeys"), [["var(--work)", "working"], ["var(--wait)", "exposed"], ["var(--air)", "messages in the air"]]);
   const width = holder.clientWidth, left = 46, line = 34, height = run.ranks.length * line + 30;
   const from = Math.min(...run.ranks.map(r => r.steps[0][0] - r.steps[0][1])), to = Math.max(...run.ranks.map(r => r.steps.at(-1)[0]));
   const place = t => left + (Math.min(to, Math.max(from, t)) - from) / (to - from || 1) * (width - left - 8);
@@ -234,14 +233,14 @@ function drawTimeline() {
   run.ranks.forEach((rank, i) => {
     const y = i * line + 4;
     drawing.append(svg("text", { x: 0, y: y + 14 }, `rank ${i}`));
-    for (const [end, seconds, waited] of rank.steps) {
-      const still = Math.min(waited, seconds), middle = end - still;
+    for (const [end, seconds, exposed] of rank.steps) {
+      const still = Math.min(exposed, seconds), middle = end - still;
       const work = svg("rect", { x: place(end - seconds), y, width: Math.max(0.3, place(middle) - place(end - seconds) - 0.6), height: 18, fill: "var(--work)" });
-      tip(work, `rank ${i}: ${number(1000 * (seconds - still))} ms working, ${number(1000 * still)} ms standing still`);
+      tip(work, `rank ${i}: ${number(1000 * (seconds - still))} ms working, ${number(1000 * still)} ms exposed`);
       drawing.append(work);
       if (still > 0) {
         const wait = svg("rect", { x: place(middle), y, width: Math.max(0.3, place(end) - place(middle)), height: 18, fill: "var(--wait)" });
-        tip(wait, `rank ${i}: ${number(1000 * still)} ms standing still`);
+        tip(wait, `rank ${i}: ${number(1000 * still)} ms exposed`);
         drawing.append(wait);
       }
     }
@@ -250,13 +249,13 @@ function drawTimeline() {
   const time = scale([0, to - from], left, width - 8, { zero: true });
   for (const t of time.ticks) if (time.place(t) < width - 4) drawing.append(svg("text", { x: time.place(t), y: height - 6, "text-anchor": t ? "middle" : "start" }, `${number(t)} s`));
   holder.replaceChildren(drawing);
-  const waits = run.ranks.map((r, i) => `rank ${i} ${(100 * r.waited / (r.seconds || 1)).toFixed(0)} %`).join(", ");
-  byId("timenote").textContent = `${run.method}, seed ${run.seed}: ${run.ranks[0].steps.length} entries from the middle of the run, starting ${number(from)} s into it. Share of the whole run spent standing still: ${waits}.`;
+  const waits = run.ranks.map((r, i) => `rank ${i} ${(100 * r.exposed / (r.seconds || 1)).toFixed(0)} %`).join(", ");
+  byId("timenote").textContent = `${run.method}, seed ${run.seed}: ${run.ranks[0].steps.length} log lines from the middle of the run, from ${number(from)} s on. Exposed share of the whole run: ${waits}.`;
 }
 
 function drawSeries(id, column, label, options) {
   const runs = data.runs.filter(run => run.rounds.some(r => r[column] !== null && (!options.log || r[column] > 0)));
-  if (!runs.length) { byId(id).replaceChildren(html("p", { class: "note" }, "No method here has one.")); return; }
+  if (!runs.length) { byId(id).replaceChildren(html("p", { class: "note" }, "No method here reports it.")); return; }
   const points = run => run.rounds.filter(r => r[column] !== null && (!options.log || r[column] > 0));
   const all = runs.flatMap(points);
   const f = frame(byId(id), 220, { values: all.map(r => r[0]), zero: true }, { values: all.map(r => r[column]), ...options }, { x: "seconds", y: label }, {});

@@ -1,4 +1,4 @@
-"""The page: what the logs say, put into one HTML file together with the script that draws it."""
+"""The report: one HTML file with the data of the logs and the script that draws it."""
 
 from __future__ import annotations
 
@@ -16,33 +16,30 @@ from offbeat.app.runs.summary import Logged, labels, reference_of, summarize
 from offbeat.base.checks import replace_nonfinite
 
 Curve = dict[str, Any]
-"""A name, and points of megabytes sent, loss, accuracy and period."""
+"""A name, and points of (megabytes sent, loss, accuracy, period)."""
 
-BARS = 60  # steps shown of each rank, from the middle of the run
-POINTS = 400  # rounds shown of a run, at most
+BARS = 60  # steps of each rank in the timeline
+POINTS = 400  # rounds of a run in a chart, at most
 
 
 def write_page(runs: Sequence[Logged], path: Path, *, curves: Sequence[Curve] = ()) -> None:
-    """Write the page of these runs; it is there whole, or as it was before."""
+    """Write the page of these runs, in one piece."""
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, render(runs, curves=curves))
 
 
 def render(runs: Sequence[Logged], *, curves: Sequence[Curve] = ()) -> str:
     """The page as text."""
-    parts = {
-        name: (files("offbeat.app.report") / name).read_text()
-        for name in ("page.html", "page.css", "page.js")
-    }
-    data = json.dumps(
-        replace_nonfinite(told(runs, curves=curves)), ensure_ascii=False, allow_nan=False
-    ).replace("</", "<\\/")
-    page = parts["page.html"].replace("/*STYLE*/", parts["page.css"])
-    return page.replace("/*SCRIPT*/", parts["page.js"]).replace("/*DATA*/", data)
+    page, style, script = (
+        (files("offbeat.app.report") / f"page.{kind}").read_text() for kind in ("html", "css", "js")
+    )
+    values = replace_nonfinite(collect(runs, curves=curves))
+    data = json.dumps(values, ensure_ascii=False, allow_nan=False).replace("</", "<\\/")
+    return page.replace("/*STYLE*/", style).replace("/*SCRIPT*/", script).replace("/*DATA*/", data)
 
 
-def told(runs: Sequence[Logged], *, curves: Sequence[Curve] = ()) -> dict[str, Any]:
-    """All that the page shows; with curves it is the page of a study, which shows them, not single runs."""
+def collect(runs: Sequence[Logged], *, curves: Sequence[Curve] = ()) -> dict[str, Any]:
+    """The data of the page. A study passes curves, which the page shows instead of single runs."""
     rows = summarize(runs)
     return {
         "rows": [asdict(row) for row in rows],
@@ -65,14 +62,14 @@ def _run(run: Logged, label: str) -> dict[str, Any]:
         "evals": [
             [e["t"], e["units"] * run.setting.workers, e["sent"], e["loss"], e["step"]] for e in run.evals
         ],
-        "rounds": _thin(_rounds([e for e in first if e["kind"] == "round"])),
+        "rounds": _rounds([e for e in first if e["kind"] == "round"]),
         "ranks": _timeline(run),
     }
 
 
 def _timeline(run: Logged) -> list[dict[str, Any]]:
-    """Of each rank a stretch of steps from the middle, and the messages in the air during it."""
-    shown = []
+    """For each rank, steps from the middle of the run and the messages in the air during them."""
+    ranks = []
     for entries in run.ranks:
         steps = [e for e in entries if e["kind"] == "steps"]
         middle = steps[max(0, len(steps) // 2 - BARS // 2) :][:BARS]
@@ -80,22 +77,19 @@ def _timeline(run: Logged) -> list[dict[str, Any]]:
             continue
         low, high = middle[0]["t"] - middle[0]["seconds"], middle[-1]["t"]
         flights = [[e["began"], e["began"] + e["air"]] for e in entries if e["kind"] == "round"]
-        shown.append(
+        ranks.append(
             {
-                "steps": [[e["t"], e["seconds"], e["waited"]] for e in middle],
+                "steps": [[e["t"], e["seconds"], e["exposed"]] for e in middle],
                 "flights": [[a, b] for a, b in flights if b >= low and a <= high],
                 "seconds": sum(e["seconds"] for e in steps),
-                "waited": sum(e["waited"] for e in steps),
+                "exposed": sum(e["exposed"] for e in steps),
             }
         )
-    return shown
+    return ranks
 
 
 def _rounds(entries: Sequence[Entry]) -> list[list[Any]]:
-    """When each began, how many steps after the one before it, and the drift."""
+    """When each round began, the steps since the round before it, and the drift."""
     before = [0, *[entry["begun_after"] for entry in entries]]
-    return [[e["began"], e["begun_after"] - b, e["drift"]] for e, b in zip(entries, before, strict=False)]
-
-
-def _thin(points: list[list[Any]]) -> list[list[Any]]:
-    return points[:: max(1, -(-len(points) // POINTS))]
+    rounds = [[e["began"], e["begun_after"] - b, e["drift"]] for e, b in zip(entries, before, strict=False)]
+    return rounds[:: max(1, -(-len(rounds) // POINTS))]

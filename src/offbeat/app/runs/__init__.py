@@ -1,1 +1,1 @@
-"""Runs: what is trained, how, and what it leaves behind in a folder. The command line is made of these."""
+"""Training runs: the setting, the workers, the loop, and the logs and checkpoints in a folder."""

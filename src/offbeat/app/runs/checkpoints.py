@@ -1,4 +1,4 @@
-"""Checkpoints of all ranks on disk: a step counts once every rank's file is there."""
+"""Checkpoints of all ranks on disk. A checkpoint is complete once every rank has written its file."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ KEPT = 2
 
 
 class CheckpointStore:
-    """The folder in which the ranks of one run keep their checkpoints."""
+    """The folder where the ranks of one run keep their checkpoints."""
 
     def __init__(self, folder: Path, *, rank: int, workers: int) -> None:
         self.folder, self.rank, self.workers = folder, rank, workers
 
     def save(self, step: int, state: dict[str, Any]) -> None:
-        """Write this rank's file beside, move it to its place, and drop what is older than the last two."""
-        place = self._at(step)
+        """Write this rank's file in one piece, and delete all but the last two checkpoints."""
+        place = self._path(step)
         place.mkdir(parents=True, exist_ok=True)
         beside = place / f".rank-{self.rank}.{os.getpid()}"
         with beside.open("wb") as file:
@@ -35,21 +35,21 @@ class CheckpointStore:
             os.fsync(file.fileno())
         beside.replace(place / f"rank-{self.rank}.pt")
         if self.rank == 0:
-            for old in self.whole()[:-KEPT]:
-                shutil.rmtree(self._at(old), ignore_errors=True)
+            for old in self.steps()[:-KEPT]:
+                shutil.rmtree(self._path(old), ignore_errors=True)
 
-    def whole(self) -> list[int]:
-        """The steps at which every rank has saved, in order."""
-        found = []
+    def steps(self) -> list[int]:
+        """The steps with a complete checkpoint, in order."""
+        steps = []
         for place in self.folder.glob("step-*"):
             files = {file.name for file in place.glob("rank-*.pt")}
             if files == {f"rank-{rank}.pt" for rank in range(self.workers)}:
-                found.append(int(re.sub(r"\D", "", place.name)))
-        return sorted(found)
+                steps.append(int(re.sub(r"\D", "", place.name)))
+        return sorted(steps)
 
     def load(self, step: int) -> dict[str, Any]:
-        """This rank's state. The file's checksums are compared first, which torch does not do."""
-        path = self._at(step) / f"rank-{self.rank}.pt"
+        """This rank's state. Checks the checksums in the file first, which torch does not do."""
+        path = self._path(step) / f"rank-{self.rank}.pt"
         try:
             with zipfile.ZipFile(path) as file:
                 if bad := file.testzip():
@@ -63,5 +63,5 @@ class CheckpointStore:
             ) from error
         return state
 
-    def _at(self, step: int) -> Path:
+    def _path(self, step: int) -> Path:
         return self.folder / f"step-{step:09d}"

@@ -1,4 +1,4 @@
-"""A grid of runs: methods × workers × periods, with the same number of samples in all."""
+"""A grid of runs: methods × workers × periods, each with the same number of samples."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from offbeat.app.runs.setting import Setting
+from offbeat.base.errors import BadArgument
 from offbeat.methods.expression import method
 from offbeat.tasks import Task
 
@@ -20,7 +21,7 @@ class Cell:
 
 
 def with_period(expression: str, every: int) -> str | None:
-    """The method with this period; None if it takes none.
+    """The method with this period; None if it does not take one.
 
     >>> with_period("slowmo(momentum=0.5)", 8)
     'slowmo(momentum=0.5, every=8)'
@@ -38,21 +39,19 @@ def cells(
     periods: Sequence[int],
     samples: int,
 ) -> list[Cell]:
-    """All runs of the grid, each with as many steps as its share of the samples has batches."""
+    """All runs of the grid. The steps of each follow from the number of samples."""
     batch = first.batch or task.batch_size
-    found = []
+    grid = []
     for expression in expressions:
         for count in workers:
             steps = samples // (max(1, count) * batch)
             if steps < 1:
-                raise ValueError(
-                    f"--samples {samples}: {count} workers with batches of {batch} need "
-                    f"{count * batch} for a step."
-                )
+                reason = f"one step of {count} workers with batches of {batch} needs {count * batch}."
+                raise BadArgument("samples", samples, reason)
             for every in periods:
                 given = with_period(expression, every)
                 setting = replace(first, method=given or expression, workers=count, steps=steps)
-                found.append(Cell(setting, expression, every if given else None))
+                grid.append(Cell(setting, expression, every if given else None))
                 if given is None:
                     break
-    return found
+    return grid

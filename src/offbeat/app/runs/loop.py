@@ -20,16 +20,16 @@ from offbeat.app.runs.tally import Tally
 from offbeat.app.runs.torchddp import TorchDDP
 from offbeat.app.runs.trainer import Costs, Trainer
 from offbeat.app.runs.watch import Stopwatch, Watched
-from offbeat.app.runs.wire import wire
 from offbeat.comm.communicator import Communicator
+from offbeat.lab.network import INTERFACE
 from offbeat.tasks import Task
 
 
 class Loop:
-    """Trains by a setting, and writes down what happens.
+    """Trains with a setting and logs what happens.
 
-    The clock stands still during evaluations, and what they send is not counted: they are ours, not the
-    method's. Neither is the start, which gives rank 0's weights to all.
+    Evaluations stop the clock, and their messages are not counted, since they are not part of the method.
+    Neither is the start, which sends rank 0's weights to all.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class Loop:
         assert setting.batch is not None
         self.comm, self.setting, self.task, self.folder = Watched(comm), setting, task, folder
         self.rank, self.real = comm.rank, setting.where != "simulation"
-        self.wire = wire() if setting.where == "netns" else None
+        self.kernel_sent = read_kernel_sent() if setting.where == "netns" else None
         self.model = task.model()
         self.optimizer = setting.optimizer_of(task, self.model)
         self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, setting.rate)
@@ -55,12 +55,12 @@ class Loop:
         self.stop = Stop(folder, rank=self.rank, workers=comm.size, called=called)
         self.step = 0
         self.clock = Stopwatch(comm.now)
-        self.earlier = Costs()  # of the processes before this one
-        self.uncounted = Costs()  # of evaluations and the start, in this one
+        self.earlier = Costs()  # in earlier processes of this run
+        self.uncounted = Costs()  # of evaluations and the start, in this process
 
     def run(self, *, resume: bool = False) -> bool:
-        """Train to the end; False if Ctrl-C came first."""
-        saved = self.store.whole() if resume else []
+        """Train to the end; False after Ctrl-C."""
+        saved = self.store.steps() if resume else []
         cut(log_path(self.folder, self.rank), after=saved[-1] if saved else -1)
         self.record = Record(log_path(self.folder, self.rank))
         self.tally = Tally(self.record, steps=self.setting.steps)
@@ -94,90 +94,84 @@ class Loop:
                 self.stop.forget()
                 return False
         self.trainer.finish()
-        self._rounds(self.clock.read())
+        self._log_rounds(self.clock.read())
         self._evaluate(last=True)
         if self.real:
             self.stop.forget()
         return True
 
     def _meet(self) -> None:
-        """Wait until all ranks are here, off the clock."""
+        """Wait for all ranks, with the clock stopped."""
         self.clock.stop()
         self.comm.tell([self.step]).wait()
         self.clock.go_on()
 
     def _one_step(self) -> None:
-        start, waited = self.clock.read(), self.comm.waited
+        start, waited_before = self.clock.read(), self.comm.waited
         if self.real and (late := self.setting.late(self.rank, self.step)):
             time.sleep(late)
         batch = next(self.batches)
         loss = self.trainer.step(batch).item()
         self.schedule.step()
         self.step += 1
-        end, waited = self.clock.read(), self.comm.waited - waited
-        self.tally.add(self.step, start=start, end=end, waited=waited, loss=loss, units=batch[1].numel())
-        self._rounds(end - waited)
+        end, exposed = self.clock.read(), self.comm.waited - waited_before
+        self.tally.add(self.step, start=start, end=end, exposed=exposed, loss=loss, units=batch[1].numel())
+        self._log_rounds(end - exposed)
 
-    def _rounds(self, ended: float) -> None:
-        for told in self.trainer.rounds(ended):
-            self.record.write("round", step=self.step, t=self.clock.read(), **told)
+    def _log_rounds(self, ended: float) -> None:
+        for values in self.trainer.take_rounds(ended):
+            self.record.write("round", step=self.step, t=self.clock.read(), **values)
 
     def _evaluate(self, *, last: bool = False) -> None:
-        """The loss of the consensus, on rank 0, while the others and the clock wait."""
+        """Log the loss of the consensus. Rank 0 evaluates; the others wait, and the clock is stopped."""
         self.clock.stop()
-        before, found = self.trainer.costs(), {}
+        before, scores = self.trainer.costs(), {}
         with self.trainer.averaged():
             if self.rank == 0:
-                found["loss"] = self.task.evaluate(self.model)
+                scores["loss"] = self.task.evaluate(self.model)
                 if self.task.accuracy is not None:
-                    found["accuracy"] = self.task.accuracy(self.model)
-        # They go on together, at the time of the last to come: waiting here stands for waiting in a round.
-        heard = self.comm.tell([round(self.clock.read() * 1e9)]).wait()
-        self.clock.put(max(word[0] for word in heard) / 1e9)
-        self._rounds(self.clock.read())
+                    scores["accuracy"] = self.task.accuracy(self.model)
+        # All go on together at the time of the last to arrive: waiting here replaces waiting in a round.
+        clocks = self.comm.tell([round(self.clock.read() * 1e9)]).wait()
+        self.clock.put(max(clock[0] for clock in clocks) / 1e9)
+        self._log_rounds(self.clock.read())
         self.uncounted += self.trainer.costs() - before
-        values = {
-            "step": self.step,
-            "t": self.clock.read(),
-            "units": self.tally.units,
-            **asdict(self._costs()),
-        }
+        values = {"step": self.step, "t": self.clock.read(), "units": self.tally.units}
+        values |= asdict(self._costs())
         if self.rank == 0:
-            self.record.write("eval", **values, **found)
+            self.record.write("eval", **values, **scores)
         if last:
-            self.record.write("end", **values, weights=self._checksum(), **self._on_the_wire())
+            self.record.write("end", **values, weights=self._checksum(), **self._kernel_bytes())
         self.clock.go_on()
 
     def _costs(self) -> Costs:
-        """Of training, without evaluations and the start."""
+        """The costs of training, without evaluations and the start."""
         now: Costs = self.trainer.costs()
         return self.earlier + now - self.uncounted
 
-    def _on_the_wire(self) -> dict[str, int]:
-        """All that this process reported as sent, and what the kernel counted, in a network of its own."""
-        now = wire() if self.wire is not None else None
-        if self.wire is None or now is None:
+    def _kernel_bytes(self) -> dict[str, int]:
+        """In a lab: all bytes this process reported as sent, and those that the kernel counted."""
+        if self.kernel_sent is None:
             return {}
-        return {"sent_in_all": self.trainer.costs().sent, "kernel_sent": now - self.wire}
+        sent = (read_kernel_sent() or 0) - self.kernel_sent
+        return {"sent_in_all": self.trainer.costs().sent, "kernel_sent": sent}
 
     def _checksum(self) -> str:
-        """Of the weights: equal runs end with equal ones."""
+        """A checksum of the weights. Equal runs end with equal weights."""
         digest = hashlib.blake2b(digest_size=8)
         for tensor in self.model.state_dict().values():
             digest.update(tensor.detach().cpu().reshape(-1).contiguous().view(torch.uint8).numpy().tobytes())
         return digest.hexdigest()
 
     def _save(self) -> bool:
-        """Whether a checkpoint could be taken here; a method that cannot says so, alike on all ranks."""
+        """Save a checkpoint; False if the method cannot be saved at this step, on all ranks alike."""
         self.clock.stop()
         try:
             sync = self.trainer.state_dict()
         except RuntimeError as error:
             logging.getLogger("offbeat").info("no checkpoint after step %d: %s", self.step, error)
-            return False
-        finally:
             self.clock.go_on()
-        self.clock.stop()
+            return False
         self.tally.write(self.step, self.clock.read())
         state = {
             "step": self.step,
@@ -202,7 +196,17 @@ class Loop:
         self.batches.load_state_dict(state["batches"])
         self.trainer.load_state_dict(state["sync"])
         torch.set_rng_state(state["rng"])
-        self.step, self.earlier = state["step"], Costs(**state["costs"])
-        self.uncounted = self.trainer.costs()  # the words with which ranks agree on what they have loaded
+        self.step, self.earlier = state["step"], Costs(*state["costs"].values())
+        self.uncounted = self.trainer.costs()  # messages that compare what the ranks have loaded
         self.tally.units = state["units"]
         self.clock = Stopwatch(self.comm.now, state["elapsed"])
+
+
+def read_kernel_sent() -> int | None:
+    """The bytes that the kernel has sent on a lab's interface; None outside a lab."""
+    table = Path("/proc/net/dev")
+    for line in table.read_text().splitlines() if table.exists() else []:
+        name, _, counters = line.partition(":")
+        if name.strip() == INTERFACE:
+            return int(counters.split()[8])
+    return None

@@ -1,4 +1,4 @@
-"""A rank's log: one JSON object per line, whole or not there."""
+"""The log of a rank: one JSON object per line."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Entry = dict[str, Any]
 
 
 class Record:
-    """Appends lines; each is written at once, so that a killed process leaves all but perhaps its last."""
+    """Appends lines. Each is written at once, so a killed process loses at most its last."""
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("a", buffering=1)
@@ -24,7 +24,7 @@ class Record:
 
 
 def entries(path: Path) -> Iterator[Entry]:
-    """The lines of a log; one that is torn, as a kill may leave it, and all after it are not there."""
+    """The lines of a log, up to the first one that a kill has torn."""
     if not path.exists():
         return
     with path.open() as file:
@@ -32,13 +32,16 @@ def entries(path: Path) -> Iterator[Entry]:
             if not line.endswith("\n"):
                 return
             try:
-                yield json.loads(line)
+                entry = json.loads(line)
             except ValueError:
                 return
+            if "waited" in entry:  # older logs
+                entry["exposed"] = entry.pop("waited")
+            yield entry
 
 
 def cut(path: Path, *, after: int) -> None:
-    """Forget what was logged after a step: a resumed run writes it anew."""
+    """Drop the lines after a step; the resumed run writes them again."""
     kept = [entry for entry in entries(path) if entry["step"] <= after and entry["kind"] != "end"]
     beside = path.with_name(f".{path.name}")
     beside.write_text("".join(json.dumps(entry) + "\n" for entry in kept))

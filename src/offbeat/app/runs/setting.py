@@ -1,4 +1,4 @@
-"""What one run is: everything that decides its outcome, as plain values."""
+"""The setting of one run: everything that decides its outcome, as plain values."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ MOST = {
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """One run. `batch`, `lr` and `optimizer` are the task's own where they are None."""
+    """The setting of one run. None for `batch`, `lr` and `optimizer` means the task's default."""
 
     method: str
     task: str = "digits"
@@ -51,7 +51,7 @@ class Setting:
     link: str | None = None
     straggler: tuple[str, ...] = ()
     where: Where = "processes"
-    compute: float = 0.02  # virtual seconds of a step, in simulation
+    compute: float = 0.02  # virtual seconds per step, in simulation
 
     def save(self, path: Path) -> None:
         write_whole(path, json.dumps(asdict(self), indent=1))
@@ -64,8 +64,8 @@ class Setting:
     def find_task(self, cache: Path | None = None) -> Task:
         return find_task(self.task, size=self.model, data=self.data, seed=self.seed, cache=cache)
 
-    def filled(self, task: Task) -> Setting:
-        """With the task's own values where none were given, and the method as one would type it."""
+    def fill(self, task: Task) -> Setting:
+        """The setting with the task's defaults filled in and the method written as a call."""
         return replace(
             self,
             method=self.method.strip() + ("" if "(" in self.method else "()"),
@@ -79,7 +79,7 @@ class Setting:
         return make(model.parameters(), self.lr)
 
     def rate(self, step: int) -> float:
-        """The share of the learning rate: a linear warm-up, then a cosine down to a tenth."""
+        """The factor on the learning rate: a linear warm-up, then a cosine down to a tenth."""
         warmup = max(1, min(40, self.steps // 10))
         if step < warmup:
             return (step + 1) / warmup
@@ -89,7 +89,7 @@ class Setting:
         return method(self.method)
 
     def evaluates(self, step: int) -> bool:
-        """Whether the model is evaluated after this step, the last one aside."""
+        """Whether the model is evaluated after this step. The last step is always evaluated."""
         return 0 < step < self.steps and step % max(1, round(self.steps / self.evaluations)) == 0
 
     @cached_property
@@ -98,31 +98,32 @@ class Setting:
         return tuple(parse_straggler(text, workers=self.workers) for text in self.straggler)
 
     def late(self, rank: int, step: int) -> float:
+        """The extra seconds of a rank in a step."""
         return sum(straggler.seconds(rank, step) for straggler in self.stragglers)
 
 
 def write_whole(path: Path, text: str) -> None:
-    """The file is there with all of the text, or as it was before."""
+    """Replace the file in one piece: a reader sees all of the old text or all of the new."""
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     beside.write_text(text)
     beside.replace(path)
 
 
 def check(setting: Setting, task: Task) -> None:
-    """Raise in one sentence if such a run cannot be; nothing is started yet."""
+    """Raise if the run cannot be made. Starts nothing."""
     for name, most in MOST.items():
         value = getattr(setting, name)
         if value is not None:
             check_whole(name, value, 1, most)
     if abs(setting.seed) >= 2**63:
-        raise BadArgument("seed", setting.seed, "a whole number of at most 63 bits is needed.")
+        raise BadArgument("seed", setting.seed, "seed must be below 2**63 in size.")
     if setting.lr is not None:
         check_number("lr", setting.lr, 1e6)
     if setting.optimizer is not None and setting.optimizer not in OPTIMIZERS:
         raise BadArgument("optimizer", setting.optimizer, f"name one of {', '.join(OPTIMIZERS)}.")
     _check_link(setting)
-    _ = setting.stragglers  # parsed here, so that a bad one is refused here
-    full = setting.filled(task)
+    _ = setting.stragglers  # parses them
+    full = setting.fill(task)
     assert full.batch is not None
     for rank in range(setting.workers):
         task.batches(rank, setting.workers, full.batch, setting.seed)
@@ -134,16 +135,14 @@ def _check_link(setting: Setting) -> None:
         return
     link = parse_link(setting.link)
     if setting.where == "netns" and link.latency:
-        raise BadArgument("link", setting.link, "with --netns a link has a rate alone, such as 100mbit.")
+        raise BadArgument("link", setting.link, "with --netns a link has only a rate, such as 100mbit.")
 
 
 def _check_method(setting: Setting, task: Task) -> None:
-    """Build it once for every worker, in simulation, where nothing is sent but the comparison."""
+    """Build the method once for every worker, in simulation."""
     if setting.method == TORCH_DDP:
         if setting.where == "simulation":
-            raise ValueError(
-                "torch_ddp needs processes of its own: leave it out with --simulate, or take ddp."
-            )
+            raise ValueError("torch_ddp cannot be simulated: leave it out, or use ddp.")
         return
     build = setting.build()
 
@@ -155,6 +154,6 @@ def _check_method(setting: Setting, task: Task) -> None:
     try:
         simulate(worker, setting.workers)
     except NotImplementedError:
-        pass  # of what cannot be simulated, real workers tell
+        pass  # cannot be simulated: real workers will report any error
     finally:
         torch.set_rng_state(state)

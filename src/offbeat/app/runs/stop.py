@@ -1,4 +1,4 @@
-"""Ctrl-C: all ranks stop after the same step, and none in the middle of one."""
+"""Ctrl-C: all ranks stop after the same step."""
 
 from __future__ import annotations
 
@@ -6,81 +6,80 @@ import signal
 import threading
 import time
 from pathlib import Path
-from types import FrameType
 
 from offbeat.app.runs.setting import write_whole
 from offbeat.base.errors import PeerLost
 
-LOOK = 0.05  # seconds between looks for the others' files
-PATIENCE = 120.0  # seconds to wait for a word, which takes a living rank two looks, however long its step
+LOOK = 0.05  # seconds between looks for the files of the others
+PATIENCE = 120.0  # seconds to wait for a file; a live rank needs about 0.1, even during a long step
 
 
 class Stop:
-    """Each rank says in a file how many steps it has begun when the signal comes; the largest is the last.
+    """Agrees on the last step. Each rank writes the number of steps it has begun; the largest is the last.
 
-    A thread says it, also for a rank that the signal did not reach, once another has spoken: a rank that is
-    in the middle of a step, or waits inside a round, answers at once. A word once said is never changed, and
-    no step is begun between the look and the word: `after` grants the next step under the thread's lock.
+    A thread writes the file once the signal comes or another rank has written its own, so a rank in the
+    middle of a step or a round answers at once. The number is never changed, and no step begins while the
+    thread writes it: `after` begins the next step under the same lock.
     """
 
     def __init__(
         self, folder: Path, *, rank: int, workers: int, called: threading.Event | None = None
     ) -> None:
-        self._words = [folder / f".stop-{other}" for other in range(workers)]
-        self._mine = self._words[rank]
+        self._files = [folder / f".stop-{other}" for other in range(workers)]
+        self._mine = self._files[rank]
         self._begun = 0
-        self._called = called or threading.Event()  # of a process with several runs, the same in all
-        self._said = False
+        self._called = called or threading.Event()  # shared by all runs of a process
+        self._written = False
         self._lock, self._over = threading.Lock(), threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
 
     def clear(self) -> None:
-        """Take back what an earlier process of this rank said; all ranks do before any listens."""
+        """Delete the file of an earlier process. All ranks do so before any of them listens."""
         self._mine.unlink(missing_ok=True)
 
     def listen(self, step: int) -> None:
-        """From now on Ctrl-C and SIGTERM are heard; so many steps are done, and the next one is begun."""
+        """Listen for Ctrl-C and SIGTERM; `step` steps are done, and the next one has begun."""
         self._begun = step + 1
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGINT, signal.SIGTERM):
-                signal.signal(number, self._hear)
+                signal.signal(number, self.call)
         self._thread.start()
 
-    def _hear(self, number: int, frame: FrameType | None) -> None:
+    def call(self, *signal: object) -> None:
+        """Ask all ranks to stop."""
         self._called.set()
 
     def _watch(self) -> None:
         while not self._over.wait(LOOK):
-            if self._called.is_set() or any(word.exists() for word in self._words):
+            if self._called.is_set() or any(file.exists() for file in self._files):
                 with self._lock:
-                    self._say()
+                    self._write()
                 return
 
-    def _say(self) -> None:
-        if not self._said:
+    def _write(self) -> None:
+        if not self._written:
             write_whole(self._mine, str(self._begun))
-            self._said = True
+            self._written = True
 
     def after(self, step: int) -> bool:
-        """Whether this step, just completed, is the last one; if not, the next is begun."""
+        """Whether the step just completed is the last one. If not, the next one begins."""
         with self._lock:
-            if not (self._called.is_set() or self._said):
+            if not (self._called.is_set() or self._written):
                 self._begun = step + 1
                 return False
-            self._say()
-        return step >= max(self._heard())
+            self._write()
+        return step >= max(self._read_all())
 
-    def _heard(self) -> list[int]:
-        """Everybody's word."""
+    def _read_all(self) -> list[int]:
         deadline = time.monotonic() + PATIENCE
-        while silent := [rank for rank, word in enumerate(self._words) if not word.exists()]:
+        while silent := [rank for rank, file in enumerate(self._files) if not file.exists()]:
             if time.monotonic() > deadline:
                 raise PeerLost(f"Ctrl-C: ranks {silent} have not answered within {PATIENCE:g} s.")
             time.sleep(0.01)
-        return [int(word.read_text()) for word in self._words]
+        return [int(file.read_text()) for file in self._files]
 
     def forget(self) -> None:
-        """Listen no longer, and take the word back; everybody has read it."""
+        """Stop listening and delete the file, which everybody has read."""
         self._over.set()
         if self._thread.is_alive():
             self._thread.join()

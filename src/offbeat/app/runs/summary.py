@@ -1,4 +1,4 @@
-"""The table of a comparison, computed from the logs and nothing else."""
+"""The table of a comparison, computed from the logs."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from offbeat.app.runs.folder import origin_of, setting_of
 from offbeat.app.runs.record import Entry, entries, log_path
 from offbeat.app.runs.setting import TORCH_DDP, Setting
 
-REACHED = 0.05  # a loss this much above the reference's, as a share of it, counts as reached
+REACHED = 0.05  # a loss at most this share above the reference's counts as reached
 
 
 @dataclass(frozen=True)
 class Logged:
-    """One run, as its logs tell it; `ends` has each rank's last line, and is empty if it did not finish."""
+    """The logs of one run. `ends` has the last line of each rank that finished."""
 
     folder: Path
     setting: Setting
@@ -34,7 +34,7 @@ class Logged:
 
 @dataclass(frozen=True)
 class Row:
-    """One method over its seeds; seconds, bytes and rounds are means over ranks and seeds."""
+    """One method over its seeds. Seconds, bytes and rounds are means over ranks and seeds."""
 
     method: str
     seeds: int
@@ -46,10 +46,10 @@ class Row:
     hidden: float  # seconds messages were in the air while it worked
     megabytes: float  # sent by one worker
     rounds: float
-    reached: float | None  # seconds to a loss within 5 % of the reference's last
+    reached: float | None  # seconds to a loss within 5 % of the reference's final loss
     speedup: float | None  # the reference's seconds over these
-    kernel_megabytes: float | None  # what the kernel counted, of all that was sent
-    reported_megabytes: float | None  # what we counted of the same: start and evaluations included
+    kernel_megabytes: float | None  # as the kernel counted, start and evaluations included
+    reported_megabytes: float | None  # as Offbeat counted, start and evaluations included
 
 
 def read(folder: Path) -> Logged:
@@ -67,7 +67,7 @@ def read(folder: Path) -> Logged:
 
 
 def summarize(runs: Sequence[Logged]) -> list[Row]:
-    """A row per setting over its seeds, in the order they first appear; unfinished runs are left out."""
+    """One row per setting over its seeds, in order of appearance, without unfinished runs."""
     found: dict[str, list[Logged]] = {}
     for run, label in zip(runs, labels(runs), strict=True):
         if run.complete:
@@ -77,13 +77,13 @@ def summarize(runs: Sequence[Logged]) -> list[Row]:
 
 
 def labels(runs: Sequence[Logged]) -> list[str]:
-    """What each run is called: its method, its workers and whatever else differs, but for the seed."""
+    """The name of each run: its method, and every other setting that differs, except the seed."""
     names = [field.name for field in fields(Setting) if field.name not in ("method", "seed")]
     differ = [name for name in names if len({getattr(run.setting, name) for run in runs}) > 1]
-    return [run.setting.method + "".join(_told(run.setting, name) for name in differ) for run in runs]
+    return [run.setting.method + "".join(_describe(run.setting, name) for name in differ) for run in runs]
 
 
-def _told(setting: Setting, name: str) -> str:
+def _describe(setting: Setting, name: str) -> str:
     value = getattr(setting, name)
     if name == "workers":
         return f" × {value}"
@@ -91,7 +91,7 @@ def _told(setting: Setting, name: str) -> str:
 
 
 def reference_of(runs: Sequence[Logged]) -> str | None:
-    """The label of what others are measured against: torch's DDP, else our ddp, else the first to finish."""
+    """The label of the reference: torch's DDP, else our ddp, else the first finished run."""
     found = [
         (run.setting.method, label) for run, label in zip(runs, labels(runs), strict=True) if run.complete
     ]
@@ -117,8 +117,8 @@ def _row(method: str, runs: Sequence[Logged], base: Sequence[Logged]) -> Row:
         spread=statistics.stdev(losses) if len(losses) > 1 else None,
         accuracy=statistics.mean(right) if right else None,
         seconds=seconds,
-        exposed=_mean(runs, "waited"),
-        hidden=statistics.mean(max(0.0, end["air"] - end["waited"]) for run in runs for end in run.ends),
+        exposed=_mean(runs, "exposed"),
+        hidden=statistics.mean(max(0.0, end["air"] - end["exposed"]) for run in runs for end in run.ends),
         megabytes=_mean(runs, "sent") / 1e6,
         rounds=_mean(runs, "rounds"),
         reached=None if None in times else statistics.mean(time for time in times if time is not None),
@@ -129,7 +129,7 @@ def _row(method: str, runs: Sequence[Logged], base: Sequence[Logged]) -> Row:
 
 
 def reach(evals: Sequence[Entry], target: float) -> float | None:
-    """When the loss first came down to the target, on a straight line between evaluations."""
+    """When the loss first reached the target, interpolated between evaluations."""
     before: Entry | None = None
     for entry in evals:
         if entry["loss"] <= target:

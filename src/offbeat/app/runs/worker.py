@@ -1,9 +1,9 @@
-"""One worker's process: trains the runs it is given, one after the other.
+"""The process of one worker. It trains the given runs, one after the other.
 
     python -m offbeat.app.runs.worker FOLDER FOLDER ... [--resume] [--tied]
 
-Started by `offbeat.app.runs.launch`, on this machine or in a lab. With `--tied` the worker ends when its
-standard input does, which is when the launcher has ended, however it did.
+`offbeat.app.runs.launch` starts it, on this machine or in a lab. With `--tied` the worker ends when its
+standard input closes, that is, when the launcher has ended for whatever reason.
 """
 
 from __future__ import annotations
@@ -27,28 +27,28 @@ from offbeat.comm.communicator import Communicator
 from offbeat.comm.throttled import Throttled
 from offbeat.comm.torch_backend import Torch
 
-STOPPED = 3  # the exit code of a worker that Ctrl-C ended after its checkpoint
-LOST = 4  # and of one that has lost another, which knows why
+STOPPED = 3  # exit code: Ctrl-C, and the checkpoint is saved
+LOST = 4  # exit code: another worker was lost, and that one knows why
 
 
 def work(folders: Sequence[Path], *, resume: bool) -> bool:
-    """Train in each of the folders; False if Ctrl-C came first. A process group is there."""
+    """Train in each of the folders; False after Ctrl-C. Needs a process group."""
     torch.set_num_threads(1)
     base, called = Torch(), threading.Event()
     for folder in folders:
-        # Ctrl-C in the last step of a run, or after it, came too late for that one.
+        # Ctrl-C after the last step of a run stops the runs after it.
         if any(word[0] for word in base.tell([int(called.is_set())]).wait()):
             return False
         setting = setting_of(folder)
         task = setting.find_task(cache_of(folder))
         torch.manual_seed(setting.seed)
-        if not Loop(slowed(base, setting), setting, task, folder, called=called).run(resume=resume):
+        if not Loop(throttle(base, setting), setting, task, folder, called=called).run(resume=resume):
             return False
     return True
 
 
-def slowed(comm: Communicator, setting: Setting) -> Communicator:
-    """Behind the link of the setting, where the network is not shaped already."""
+def throttle(comm: Communicator, setting: Setting) -> Communicator:
+    """The communicator behind the emulated link of the setting, unless the network itself is shaped."""
     if setting.link is None or setting.where != "processes":
         return comm
     link = parse_link(setting.link)
@@ -56,7 +56,7 @@ def slowed(comm: Communicator, setting: Setting) -> Communicator:
 
 
 def tie() -> None:
-    """End this process at once when its standard input ends."""
+    """End this process as soon as its standard input closes."""
 
     def wait() -> None:
         while os.read(0, 1):

@@ -7,14 +7,19 @@ from typing import Any
 from rich.console import Console
 
 from offbeat.app.cli import show
-from offbeat.app.cli.measured import Found
+from offbeat.app.cli.plan_measure import Found
 from offbeat.base.units import as_bytes, as_rate, as_time
 from offbeat.plan import Flat, Plan, Prediction
 from offbeat.plan.draw import chart
 
+HEADINGS = (
+    "method", "rounds", "sent", "wall-clock", "±", "messages", "stragglers", "hidden", "busy", "copies",
+    "ddp within 5 % from", "ddp as fast at",
+)  # fmt: skip
+
 
 def as_dict(made: Plan, found: Found) -> dict[str, Any]:
-    """For JSON."""
+    """The plan for JSON."""
     measured = None
     if found.step is not None:
         points = [{"bytes": b, "seconds": s} for b, s in found.points]
@@ -29,37 +34,24 @@ def as_dict(made: Plan, found: Found) -> dict[str, Any]:
 
 
 def show_plan(console: Console, made: Plan, found: Found, draw: Path | None) -> None:
-    """The table, the reason and the chart."""
+    """Print the table, the reason and the chart."""
     if found.compute is not None and found.step is not None:
         times = sorted(time for row in found.compute.rows for time in row)
-        told = f"Measured: a step takes {as_time(times[len(times) // 2])} in the middle"
+        text = f"Measured: the median step takes {as_time(times[len(times) // 2])}"
         if found.network is not None:
-            told += f", the link carries {as_rate(min(found.network.links))}"
-        console.print(told + f"; {show.some(found.step.parameters, 'parameter')}.", markup=False)
-    columns = {
-        "method": "fold",
-        "rounds": "right",
-        "sent": "right",
-        "wall-clock": "right",
-        "±": "right",
-        "messages": "right",
-        "stragglers": "right",
-        "hidden": "right",
-        "busy": "right",
-        "copies": "right",
-        "ddp within 5 % from": "right",
-        "ddp as fast at": "right",
-    }
-    title = f"{show.some(made.job.steps, 'step')} on {show.some(made.cluster.workers, 'worker')}"
+            text += f", the link carries {as_rate(min(found.network.links))}"
+        console.print(text + f"; {show.count(found.step.parameters, 'parameter')}.", markup=False)
+    columns = {heading: "fold" if heading == "method" else "right" for heading in HEADINGS}
+    title = f"{show.count(made.job.steps, 'step')} on {show.count(made.cluster.workers, 'worker')}"
     show.print_table(console, title, columns, [_row(p) for p in made.predictions])
     for prediction in made.predictions:
         for note in prediction.notes:
             console.print(f"{prediction.method}: {note}.", markup=False)
     console.print("\n" + made.why + "\n", markup=False)
-    console.print("Wall-clock against the link's bandwidth, both logarithmic:", markup=False)
+    console.print("Wall-clock time against link bandwidth, both logarithmic:", markup=False)
     console.print(chart(made, width=console.width), markup=False, soft_wrap=True)
     if draw is not None:
-        console.print(f"\nDrawn to {draw}.", markup=False)
+        console.print(f"\nPlot: {draw}", markup=False)
 
 
 def _row(p: Prediction) -> list[str]:

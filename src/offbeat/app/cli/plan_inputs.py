@@ -1,10 +1,13 @@
-"""The cluster and the job that the options of `offbeat plan` describe."""
+"""The cluster and the job that the options or the file of `offbeat plan` describe."""
 
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from offbeat.app.cli.measured import Found
+import typer
+
+from offbeat.app.cli.plan_measure import Found
+from offbeat.app.cli.plan_options import CLUSTER, JOB, MEASURE
 from offbeat.app.cli.refusal import option
 from offbeat.base.checks import check_number
 from offbeat.base.units import (
@@ -14,7 +17,7 @@ from offbeat.base.units import (
     parse_seconds,
     parse_straggler,
 )
-from offbeat.plan import Cluster, Cosine, Flat, Job
+from offbeat.plan import Cluster, Cosine, Flat, Job, read
 from offbeat.simulate import (
     Compute,
     Constant,
@@ -27,6 +30,27 @@ from offbeat.simulate import (
     Stragglers,
 )
 from offbeat.simulate.compute import Late
+
+
+def read_file(path: Path | None, context: typer.Context) -> tuple[Job | None, Cluster | None]:
+    """The Job and the Cluster that a Python file defines. Options that contradict the file are refused."""
+    if path is None:
+        return None, None
+    job, cluster = read(path, Job), read(path, Cluster)
+    if job is None and cluster is None:
+        raise ValueError(f"{path} defines neither a Cluster nor a Job.")
+    panels = [*([CLUSTER, MEASURE] if cluster else []), *([JOB] if job else [])]
+    given = [
+        option.opts[0]
+        for option in context.command.params
+        if getattr(option, "rich_help_panel", None) in panels
+        and getattr(context.get_parameter_source(option.name or ""), "name", "") == "COMMANDLINE"
+        and option.opts[0] != "--cluster"
+    ]
+    if given:
+        kinds = " and a ".join(type(value).__name__ for value in (cluster, job) if value)
+        raise ValueError(f"{path} defines a {kinds}: leave out {', '.join(given)}, or change the file.")
+    return job, cluster
 
 
 def compute_of(
@@ -42,7 +66,7 @@ def compute_of(
     if recorded is not None:
         compute = Recorded.read(recorded)
     elif step is not None:
-        compute = _steps(step, jitter, tail)
+        compute = _parse_step(step, jitter, tail)
     for text in straggler:
         late = parse_straggler(text, workers=workers)
         if compute is not None and late.share is not None:
@@ -52,7 +76,7 @@ def compute_of(
     return compute
 
 
-def _steps(step: str, jitter: float, tail: float | None) -> Compute:
+def _parse_step(step: str, jitter: float, tail: float | None) -> Compute:
     with option("--step", step):
         plain = Constant(parse_seconds(step))
     if tail is not None:
@@ -99,14 +123,11 @@ def cluster_of(
 ) -> Cluster:
     if workers is None:
         workers = found.comm.size if found.comm is not None and found.comm.size > 1 else None
-    missing = [
-        name
-        for name, value in (("--workers", workers), ("--step", compute), ("--link", network))
-        if value is None
-    ]
+    needed = {"--workers": workers, "--step": compute, "--link": network}
+    missing = [name for name, value in needed.items() if value is None]
     if missing or workers is None or compute is None or network is None:
-        also = " (or start it with torchrun, to measure the link)" if found.comm is not None else ""
-        raise ValueError(f"A cluster needs {', '.join(missing)}{also}, or a file by --cluster.")
+        also = " (or use torchrun to measure the link)" if found.comm is not None else ""
+        raise ValueError(f"A cluster needs {', '.join(missing)}{also}, or a file with --cluster.")
     with option("--workers", workers):
         return Cluster(workers, compute, network, failures)
 
@@ -123,11 +144,11 @@ def job_of(
     cosine: bool,
 ) -> Job:
     if steps is None:
-        raise ValueError("How long is the run? Give --steps.")
+        raise ValueError("The length of the run is missing: give --steps.")
     if found.step is not None and parameters is None:
         parameters, dtype = str(found.step.parameters), found.step.dtype
     if parameters is None:
-        raise ValueError("How large is the model? Give --parameters, such as 124M.")
+        raise ValueError("The size of the model is missing: give --parameters, such as 124M.")
     with option("--parameters", parameters):
         count = parse_count(parameters)
     given = {"steps": steps, "parameters": count, "dtype": dtype, "layers": layers, "optimizer": optimizer}

@@ -1,4 +1,4 @@
-"""What `offbeat plan --measure` finds out."""
+"""The measurements of `offbeat plan --measure`."""
 
 import os
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from offbeat.tasks import find_task
 
 @dataclass
 class Found:
-    """What was measured, if anything, and with whom."""
+    """The measurements, if any, and the workers that took part."""
 
     comm: Communicator | None = None
     step: Measured | None = None
@@ -35,7 +35,7 @@ class Found:
             dist.destroy_process_group()
 
 
-def measured(
+def measure_all(
     measure: bool,
     task: str | None,
     model: str | None,
@@ -45,24 +45,24 @@ def measured(
 ) -> Found:
     if not measure:
         if task or script:
-            raise Refused("--task and --script are there to be measured: add --measure.")
+            raise Refused("--task and --script need --measure.")
         return Found()
     if (task is None) == (script is None):
-        raise Refused("--measure times one thing: give either --task or --script.")
+        raise Refused("--measure needs either --task or --script.")
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     with reading():
         if script is not None:
             path, *arguments = script.split()
-            step = measure_script(path, arguments)  # before anything else: it may join a group of its own
-        comm = _joined()
+            step = measure_script(path, arguments)  # first: it may join a group of its own
+        comm = _join()
         if task is not None:
             step = measure_task(find_task(task, size=model, data=data, seed=0), comm, batch=batch)
         network, points = measure_link(comm) if comm.size > 1 else (None, [])
     return Found(comm, step, gathered(comm, step), network, tuple(points))
 
 
-def _joined() -> Communicator:
-    """The workers that torchrun, or a lab, has started."""
+def _join() -> Communicator:
+    """Join the workers that torchrun or a lab started."""
     if not dist.is_initialized() and "WORLD_SIZE" in os.environ:
         dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
     return communicator()
