@@ -143,7 +143,7 @@ def test_what_is_no_rate_is_said_in_a_sentence(rate: str) -> None:
 
 
 def test_a_rate_is_positive_text() -> None:
-    for rate in ("0mbit", "1001tbit", "1" + 300 * "0"):
+    for rate in ("0mbit", "1001tbit", "1" + 30 * "0"):
         with pytest.raises(ValueError, match=rf"^rate='{rate}': a rate must be from 1bit to 1000tbit\.$"):
             parse_rate(rate)
     with pytest.raises(TypeError, match=r"^rate=100: a rate is text, such as '100mbit'\.$"):
@@ -151,7 +151,7 @@ def test_a_rate_is_positive_text() -> None:
 
 
 def test_the_examples_of_rates_run() -> None:
-    assert doctest.testmod(offbeat.units) == (0, 6)
+    assert doctest.testmod(offbeat.base.units) == (0, 6)
 
 
 @pytest.mark.parametrize(

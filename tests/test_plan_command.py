@@ -215,8 +215,8 @@ NONSENSE = [
     (("--warmup=-1",), "--warmup -1: warmup must be shorter than steps."),
     (("--straggler", "often"), "--straggler 'often': write rank=1,delay=300ms,every=4"),
     (("--cluster", "nowhere.py"), "nowhere.py: cannot be read"),
-    (("--measure",), "--measure times one thing: give either --task or --script."),
-    (("--task", "digits"), "--task and --script are there to be measured: add --measure."),
+    (("--measure",), "--measure needs either --task or --script."),
+    (("--task", "digits"), "--task and --script need --measure."),
     (("--measure", "--script", "nowhere.py"), "There is no script 'nowhere.py' to measure."),
     (("--failures=-1",), "--failures -1.0: per_hour must be a finite number, 0 or more."),
     (("no_such_method()",), "name one of"),
@@ -239,11 +239,11 @@ def test_nonsense_gets_one_sentence(
 @pytest.mark.parametrize(
     ("without", "sentence"),
     [
-        ("--workers", "A cluster needs --workers, or a file by --cluster."),
-        ("--step", "A cluster needs --step, or a file by --cluster."),
-        ("--link", "A cluster needs --link, or a file by --cluster."),
-        ("--steps", "How long is the run? Give --steps."),
-        ("--parameters", "How large is the model? Give --parameters, such as 124M."),
+        ("--workers", "A cluster needs --workers, or a file with --cluster."),
+        ("--step", "A cluster needs --step, or a file with --cluster."),
+        ("--link", "A cluster needs --link, or a file with --cluster."),
+        ("--steps", "The length of the run is missing: give --steps."),
+        ("--parameters", "The size of the model is missing: give --parameters, such as 124M."),
     ],
 )
 def test_what_is_missing_is_named(capsys: pytest.CaptureFixture[str], without: str, sentence: str) -> None:

@@ -1,1 +1,1 @@
-"""What the command line is made of."""
+"""The command line, the training runs behind it, and the report."""

@@ -14,23 +14,23 @@ def column_widths(columns: Mapping[str, str], rows: Sequence[Sequence[str]], roo
     cells = [[heading, *[row[i] for row in rows]] for i, heading in enumerate(columns)]
     kinds = [(column, columns[column[0]] == "right") for column in cells]
     wanted = [max(_length(cell) for cell in column) for column in cells]
-    found = [max(map(_length if figure else _longest, column[1:]), default=0) for column, figure in kinds]
-    found = [max(least, _longest(column[0])) for least, column in zip(found, cells, strict=True)]
-    found[0] = max(found[0], *[len(word) for cell in cells[0] for word in cell.split()])  # methods stay whole
-    left = room - EDGES * len(found) - 1 - sum(found)
+    widths = [max(map(_length if figure else _longest, column[1:]), default=0) for column, figure in kinds]
+    widths = [max(least, _longest(column[0])) for least, column in zip(widths, cells, strict=True)]
+    widths[0] = max(widths[0], *[len(word) for cell in cells[0] for word in cell.split()])  # whole names
+    left = room - EDGES * len(widths) - 1 - sum(widths)
     if left < 0:
         return None
-    while left and (short := max(w - f for w, f in zip(wanted, found, strict=True))):
+    while left and (short := max(w - f for w, f in zip(wanted, widths, strict=True))):
         # The column that lacks most grows first, so that none becomes long and thin.
-        found[next(i for i, (w, f) in enumerate(zip(wanted, found, strict=True)) if w - f == short)] += 1
+        widths[next(i for i, (w, f) in enumerate(zip(wanted, widths, strict=True)) if w - f == short)] += 1
         left -= 1
-    return found
+    return widths
 
 
 def lay_out(title: str, columns: Mapping[str, str], rows: Sequence[Sequence[str]], room: int) -> str:
     """The rows as stacked lines, or as lists if the figures do not fit side by side."""
-    found = _stack(columns, rows, room) or _list(columns, rows, room)
-    return "\n".join([*wrap(title, room), "", *found])
+    lines = _stack(columns, rows, room) or _list(columns, rows, room)
+    return "\n".join([*wrap(title, room), "", *lines])
 
 
 def _stack(columns: Mapping[str, str], rows: Sequence[Sequence[str]], room: int) -> list[str] | None:
@@ -49,29 +49,29 @@ def _stack(columns: Mapping[str, str], rows: Sequence[Sequence[str]], room: int)
     words = [wrap(heading, size) for heading, size in zip(headings, sizes, strict=True)]
     deep = max(map(len, words))
     heads = [line([([""] * (deep - len(w)) + w)[level] for w in words]) for level in range(deep)]
-    found = [name, *heads, "─" * (len(GAP) * len(sizes) + sum(sizes))]
+    lines = [name, *heads, "─" * (len(GAP) * len(sizes) + sum(sizes))]
     for i, row in enumerate(rows):
-        found += [*wrap(row[0], room, indent=2), line([column[i] for column in cells])]
-    return found
+        lines += [*wrap(row[0], room, indent=2), line([column[i] for column in cells])]
+    return lines
 
 
 def _list(columns: Mapping[str, str], rows: Sequence[Sequence[str]], room: int) -> list[str]:
     """One line per text, and all figures on one line."""
     _, *headings = columns
-    found: list[str] = []
+    lines: list[str] = []
     for row in rows:
-        found += wrap(row[0], room, indent=2)
+        lines += wrap(row[0], room, indent=2)
         given = [(heading, cell) for heading, cell in zip(headings, row[1:], strict=True) if cell.strip()]
         for heading, cell in given:
             if columns[heading] != "right":
-                found += wrap(f"{GAP}{heading}: {_join(cell)}", room, indent=4)
+                lines += wrap(f"{GAP}{heading}: {_join(cell)}", room, indent=4)
         # A line never breaks between a heading and its figure.
         figures = [f"{h} {_join(c)}".replace(" ", "\0") for h, c in given if columns[h] == "right"]
         if figures:
-            lines = wrap(GAP + (GAP + " ").join(figures), room, indent=2)
-            found += [line.replace("\0", " ") for line in lines]
-        found.append("")
-    return found[:-1]
+            together = wrap(GAP + (GAP + " ").join(figures), room, indent=2)
+            lines += [line.replace("\0", " ") for line in together]
+        lines.append("")
+    return lines[:-1]
 
 
 def _join(cell: str) -> str:

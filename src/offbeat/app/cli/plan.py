@@ -1,10 +1,12 @@
 """`offbeat plan`"""
 
+from types import SimpleNamespace
+
 import typer
 
 from offbeat.app.cli import plan_options as options
 from offbeat.app.cli import show
-from offbeat.app.cli.plan_inputs import cluster_of, compute_of, failures_of, job_of, network_of, read_file
+from offbeat.app.cli.plan_inputs import cluster_of, job_of, read_file
 from offbeat.app.cli.plan_measure import measure_all
 from offbeat.app.cli.plan_output import as_dict, show_plan
 from offbeat.app.cli.refusal import reading
@@ -66,18 +68,13 @@ def plan_command(
 
         torchrun --nproc-per-node 4 -m offbeat plan --measure --task digits --steps 1000
     """
+    given = SimpleNamespace(**locals())
     with reading():
         job, where = read_file(cluster, context)
-    found = measure_all(measure, task, model, data, batch, script)
+    found = measure_all(given)
     with reading():
-        where = where or cluster_of(
-            found,
-            workers=workers,
-            compute=compute_of(found, step, jitter, tail, straggler or [], workers, recorded),
-            network=network_of(found, link, level or [], reduce),
-            failures=failures_of(failures, restart, checkpoint),
-        )
-        job = job or job_of(found, steps, parameters, dtype, layers, optimizer, lr, warmup, cosine)
+        where = where or cluster_of(given, found)
+        job = job or job_of(given, found)
     if not found.leads:
         found.leave()
         return

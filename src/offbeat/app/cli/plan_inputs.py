@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
 
 import typer
 
@@ -10,13 +10,7 @@ from offbeat.app.cli.plan_measure import Found
 from offbeat.app.cli.plan_options import CLUSTER, JOB, MEASURE
 from offbeat.app.cli.refusal import option
 from offbeat.base.checks import check_number
-from offbeat.base.units import (
-    parse_count,
-    parse_level,
-    parse_link,
-    parse_seconds,
-    parse_straggler,
-)
+from offbeat.base.units import parse_count, parse_level, parse_link, parse_seconds, parse_straggler
 from offbeat.plan import Cluster, Cosine, Flat, Job, read
 from offbeat.simulate import (
     Compute,
@@ -53,22 +47,34 @@ def read_file(path: Path | None, context: typer.Context) -> tuple[Job | None, Cl
     return job, cluster
 
 
-def compute_of(
-    found: Found,
-    step: str | None,
-    jitter: float,
-    tail: float | None,
-    straggler: list[str],
-    workers: int | None,
-    recorded: Path | None,
-) -> Compute | None:
+def cluster_of(given: SimpleNamespace, found: Found) -> Cluster:
+    """The cluster that the options describe, with measured values where options are missing."""
+    workers, compute, network = given.workers, _compute_of(given, found), _network_of(given, found)
+    if workers is None and found.comm is not None and found.comm.size > 1:
+        workers = found.comm.size
+    restart, checkpoint = (parse_seconds(getattr(given, name), name) for name in ("restart", "checkpoint"))
+    failures = Failures(given.failures, restart, checkpoint)
+    needed = {"--workers": workers, "--step": compute, "--link": network}
+    missing = [name for name, value in needed.items() if value is None]
+    if missing or compute is None or network is None:
+        also = " (or use torchrun to measure the link)" if found.comm is not None else ""
+        raise ValueError(f"A cluster needs {', '.join(missing)}{also}, or a file with --cluster.")
+    return Cluster(workers, compute, network, failures)
+
+
+def _compute_of(given: SimpleNamespace, found: Found) -> Compute | None:
     compute: Compute | None = found.compute
-    if recorded is not None:
-        compute = Recorded.read(recorded)
-    elif step is not None:
-        compute = _parse_step(step, jitter, tail)
-    for text in straggler:
-        late = parse_straggler(text, workers=workers)
+    if given.recorded is not None:
+        compute = Recorded.read(given.recorded)
+    elif given.step is not None:
+        with option("--step", given.step):
+            compute = constant = Constant(parse_seconds(given.step))
+        if given.tail is not None:
+            compute = HeavyTailed(constant.step, given.tail)
+        elif given.jitter:
+            compute = Jittered(constant.step, given.jitter)
+    for text in given.straggler or []:
+        late = parse_straggler(text, workers=given.workers)
         if compute is not None and late.share is not None:
             compute = Stragglers(compute, late.share, late.delay, late.seed)
         elif compute is not None and late.rank is not None:
@@ -76,86 +82,31 @@ def compute_of(
     return compute
 
 
-def _parse_step(step: str, jitter: float, tail: float | None) -> Compute:
-    with option("--step", step):
-        plain = Constant(parse_seconds(step))
-    if tail is not None:
-        with option("--tail", tail):
-            return HeavyTailed(plain.step, tail)
-    if jitter:
-        with option("--jitter", jitter):
-            return Jittered(plain.step, jitter)
-    return plain
-
-
-def network_of(found: Found, link: str | None, levels: list[str], reduce: Any) -> Network | None:
-    if link is None:
-        return found.network if not levels else None
-    with option("--link", link):
-        own = parse_link(link)
-        network = Network(own.latency, own.rate)
-    with option("--reduce", reduce):
-        network = replace(network, reduce=reduce)
-    for level in levels:
+def _network_of(given: SimpleNamespace, found: Found) -> Network | None:
+    if given.link is None:
+        return found.network if not given.level else None
+    link = parse_link(given.link)
+    network = Network(link.latency, link.rate, reduce=given.reduce)
+    for level in given.level or []:
         with option("--level", level):
             size, uplink = parse_level(level)
-            added = Level(size, uplink.rate, uplink.latency)
-            network = replace(network, levels=(*network.levels, added))
+            levels = (*network.levels, Level(size, uplink.rate, uplink.latency))
+            network = replace(network, levels=levels)
     return network
 
 
-def failures_of(per_hour: float, restart: str, checkpoint: str) -> Failures:
-    with option("--failures", per_hour):
-        failures = Failures(per_hour)
-    with option("--restart", restart):
-        failures = replace(failures, restart=parse_seconds(restart))
-    with option("--checkpoint", checkpoint):
-        return replace(failures, checkpoint=parse_seconds(checkpoint))
-
-
-def cluster_of(
-    found: Found,
-    *,
-    workers: int | None,
-    compute: Compute | None,
-    network: Network | None,
-    failures: Failures,
-) -> Cluster:
-    if workers is None:
-        workers = found.comm.size if found.comm is not None and found.comm.size > 1 else None
-    needed = {"--workers": workers, "--step": compute, "--link": network}
-    missing = [name for name, value in needed.items() if value is None]
-    if missing or workers is None or compute is None or network is None:
-        also = " (or use torchrun to measure the link)" if found.comm is not None else ""
-        raise ValueError(f"A cluster needs {', '.join(missing)}{also}, or a file with --cluster.")
-    with option("--workers", workers):
-        return Cluster(workers, compute, network, failures)
-
-
-def job_of(
-    found: Found,
-    steps: int | None,
-    parameters: str | None,
-    dtype: Any,
-    layers: int,
-    optimizer: Any,
-    lr: float,
-    warmup: int,
-    cosine: bool,
-) -> Job:
-    if steps is None:
+def job_of(given: SimpleNamespace, found: Found) -> Job:
+    """The job that the options describe, with the measured model if --parameters is missing."""
+    if given.steps is None:
         raise ValueError("The length of the run is missing: give --steps.")
-    if found.step is not None and parameters is None:
-        parameters, dtype = str(found.step.parameters), found.step.dtype
-    if parameters is None:
+    dtype = given.dtype
+    if given.parameters is not None:
+        count = parse_count(given.parameters, "parameters")
+    elif found.step is not None:
+        count, dtype = found.step.parameters, found.step.dtype
+    else:
         raise ValueError("The size of the model is missing: give --parameters, such as 124M.")
-    with option("--parameters", parameters):
-        count = parse_count(parameters)
-    given = {"steps": steps, "parameters": count, "dtype": dtype, "layers": layers, "optimizer": optimizer}
-    for name, value in given.items():
-        with option(f"--{name}", value):
-            Job(**{"steps": 1, "parameters": 1, name: value})
-    check_number("lr", lr, 1e6)
-    with option("--warmup", warmup):
-        falling = Cosine(lr, steps, warmup)
-    return Job(**given, rate=falling if cosine else Flat(lr))
+    job = Job(given.steps, count, dtype, layers=given.layers, optimizer=given.optimizer)
+    check_number("lr", given.lr, 1e6)
+    cosine = Cosine(given.lr, given.steps, given.warmup)
+    return replace(job, rate=cosine if given.cosine else Flat(given.lr))

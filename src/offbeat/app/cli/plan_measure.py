@@ -2,7 +2,7 @@
 
 import os
 from dataclasses import dataclass
-from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
@@ -35,15 +35,10 @@ class Found:
             dist.destroy_process_group()
 
 
-def measure_all(
-    measure: bool,
-    task: str | None,
-    model: str | None,
-    data: Path | None,
-    batch: int | None,
-    script: str | None,
-) -> Found:
-    if not measure:
+def measure_all(given: SimpleNamespace) -> Found:
+    """Time the task or script and the link, as the options ask."""
+    task, script = given.task, given.script
+    if not given.measure:
         if task or script:
             raise Refused("--task and --script need --measure.")
         return Found()
@@ -56,7 +51,9 @@ def measure_all(
             step = measure_script(path, arguments)  # first: it may join a group of its own
         comm = _join()
         if task is not None:
-            step = measure_task(find_task(task, size=model, data=data, seed=0), comm, batch=batch)
+            step = measure_task(
+                find_task(task, size=given.model, data=given.data, seed=0), comm, batch=given.batch
+            )
         network, points = measure_link(comm) if comm.size > 1 else (None, [])
     return Found(comm, step, gathered(comm, step), network, tuple(points))
 

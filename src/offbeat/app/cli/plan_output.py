@@ -18,22 +18,22 @@ HEADINGS = (
 )  # fmt: skip
 
 
-def as_dict(made: Plan, found: Found) -> dict[str, Any]:
+def as_dict(plan: Plan, found: Found) -> dict[str, Any]:
     """The plan for JSON."""
     measured = None
     if found.step is not None:
         points = [{"bytes": b, "seconds": s} for b, s in found.points]
         measured = {**asdict(found.step), "link": points}
     return {
-        "why": made.why,
-        "job": {**asdict(replace(made.job, rate=Flat(0.0))), "rate": repr(made.job.rate)},
-        "cluster": repr(made.cluster),
+        "why": plan.why,
+        "job": {**asdict(replace(plan.job, rate=Flat(0.0))), "rate": repr(plan.job.rate)},
+        "cluster": repr(plan.cluster),
         "measured": measured,
-        "predictions": [prediction.as_dict() for prediction in made.predictions],
+        "predictions": [prediction.as_dict() for prediction in plan.predictions],
     }
 
 
-def show_plan(console: Console, made: Plan, found: Found, draw: Path | None) -> None:
+def show_plan(console: Console, plan: Plan, found: Found, draw: Path | None) -> None:
     """Print the table, the reason and the chart."""
     if found.compute is not None and found.step is not None:
         times = sorted(time for row in found.compute.rows for time in row)
@@ -42,14 +42,14 @@ def show_plan(console: Console, made: Plan, found: Found, draw: Path | None) -> 
             text += f", the link carries {as_rate(min(found.network.links))}"
         console.print(text + f"; {show.count(found.step.parameters, 'parameter')}.", markup=False)
     columns = {heading: "fold" if heading == "method" else "right" for heading in HEADINGS}
-    title = f"{show.count(made.job.steps, 'step')} on {show.count(made.cluster.workers, 'worker')}"
-    show.print_table(console, title, columns, [_row(p) for p in made.predictions])
-    for prediction in made.predictions:
+    title = f"{show.count(plan.job.steps, 'step')} on {show.count(plan.cluster.workers, 'worker')}"
+    show.print_table(console, title, columns, [_row(p) for p in plan.predictions])
+    for prediction in plan.predictions:
         for note in prediction.notes:
             console.print(f"{prediction.method}: {note}.", markup=False)
-    console.print("\n" + made.why + "\n", markup=False)
+    console.print("\n" + plan.why + "\n", markup=False)
     console.print("Wall-clock time against link bandwidth, both logarithmic:", markup=False)
-    console.print(chart(made, width=console.width), markup=False, soft_wrap=True)
+    console.print(chart(plan, width=console.width), markup=False, soft_wrap=True)
     if draw is not None:
         console.print(f"\nPlot: {draw}", markup=False)
 

@@ -5,7 +5,8 @@ from contextlib import contextmanager
 
 from offbeat.base.errors import BadArgument, shown
 
-OPTIONS = {"size": "model", "hosts": "workers"}  # arguments whose option has another name
+# Arguments whose option has another name.
+OPTIONS = {"size": "model", "hosts": "workers", "per_hour": "failures"}
 
 
 class Refused(Exception):

@@ -68,12 +68,12 @@ def read(folder: Path) -> Logged:
 
 def summarize(runs: Sequence[Logged]) -> list[Row]:
     """One row per setting over its seeds, in order of appearance, without unfinished runs."""
-    found: dict[str, list[Logged]] = {}
+    groups: dict[str, list[Logged]] = {}
     for run, label in zip(runs, labels(runs), strict=True):
         if run.complete:
-            found.setdefault(label, []).append(run)
-    base = found.get(reference_of(runs) or "", [])
-    return [_row(label, alike, base) for label, alike in found.items()]
+            groups.setdefault(label, []).append(run)
+    base = groups.get(reference_of(runs) or "", [])
+    return [_row(label, alike, base) for label, alike in groups.items()]
 
 
 def labels(runs: Sequence[Logged]) -> list[str]:
@@ -92,14 +92,10 @@ def _describe(setting: Setting, name: str) -> str:
 
 def reference_of(runs: Sequence[Logged]) -> str | None:
     """The label of the reference: torch's DDP, else our ddp, else the first finished run."""
-    found = [
-        (run.setting.method, label) for run, label in zip(runs, labels(runs), strict=True) if run.complete
-    ]
-    for wanted in (TORCH_DDP, "ddp()"):
-        for method, label in found:
-            if method == wanted:
-                return label
-    return found[0][1] if found else None
+    pairs = zip(runs, labels(runs), strict=True)
+    done = [(run.setting.method, label) for run, label in pairs if run.complete]
+    preferred = [label for wanted in (TORCH_DDP, "ddp()") for method, label in done if method == wanted]
+    return next(iter([*preferred, *[label for _, label in done]]), None)
 
 
 def _row(method: str, runs: Sequence[Logged], base: Sequence[Logged]) -> Row:
