@@ -23,10 +23,9 @@ from offbeat.app.runs.checkpoints import CheckpointStore
 from offbeat.app.runs.folder import prepare
 from offbeat.app.runs.grid import with_period
 from offbeat.app.runs.launch import launch
-from offbeat.app.runs.record import Record, cut, entries, log_path
+from offbeat.app.runs.record import Record, Tally, cut, entries, log_path
 from offbeat.app.runs.setting import Setting, check
 from offbeat.app.runs.stop import LOOK, Stop
-from offbeat.app.runs.tally import Tally
 from offbeat.app.runs.watch import Stopwatch, Watched
 from offbeat.tasks import digits_task
 

@@ -5,19 +5,13 @@ const color = method => `var(--c${methods.indexOf(method) % 8})`;
 const dash = method => ["", "6 4", "2 3", "8 3 2 3"][Math.floor(methods.indexOf(method) / 8) % 4];
 const byId = id => document.getElementById(id);
 
-function html(tag, attributes = {}, ...children) {
-  const node = document.createElement(tag);
+function fill(node, attributes = {}, ...children) {
   for (const [name, value] of Object.entries(attributes)) node.setAttribute(name, value);
   node.append(...children);
   return node;
 }
-
-function svg(tag, attributes = {}, text) {
-  const node = document.createElementNS("http://www.w3.org/2000/svg", tag);
-  for (const [name, value] of Object.entries(attributes)) node.setAttribute(name, value);
-  if (text !== undefined) node.textContent = text;
-  return node;
-}
+const html = (tag, ...rest) => fill(document.createElement(tag), ...rest);
+const svg = (tag, ...rest) => fill(document.createElementNS("http://www.w3.org/2000/svg", tag), ...rest);
 
 function number(value, digits = 3) {
   if (value === null || value === undefined) return "";

@@ -13,10 +13,9 @@ from typing import Any
 import torch
 
 from offbeat.app.runs.checkpoints import CheckpointStore
-from offbeat.app.runs.record import Record, cut, log_path
+from offbeat.app.runs.record import Record, Tally, cut, log_path
 from offbeat.app.runs.setting import TORCH_DDP, Setting
 from offbeat.app.runs.stop import Stop
-from offbeat.app.runs.tally import Tally
 from offbeat.app.runs.torchddp import TorchDDP
 from offbeat.app.runs.trainer import Costs, Trainer
 from offbeat.app.runs.watch import Stopwatch, Watched

@@ -121,21 +121,14 @@ def check(setting: Setting, task: Task) -> None:
         check_number("lr", setting.lr, 1e6)
     if setting.optimizer is not None and setting.optimizer not in OPTIMIZERS:
         raise BadArgument("optimizer", setting.optimizer, f"name one of {', '.join(OPTIMIZERS)}.")
-    _check_link(setting)
+    if setting.link is not None and parse_link(setting.link).latency and setting.where == "netns":
+        raise BadArgument("link", setting.link, "with --netns a link has only a rate, such as 100mbit.")
     _ = setting.stragglers  # parses them
     full = setting.fill(task)
     assert full.batch is not None
     for rank in range(setting.workers):
         task.batches(rank, setting.workers, full.batch, setting.seed)
     _check_method(full, task)
-
-
-def _check_link(setting: Setting) -> None:
-    if setting.link is None:
-        return
-    link = parse_link(setting.link)
-    if setting.where == "netns" and link.latency:
-        raise BadArgument("link", setting.link, "with --netns a link has only a rate, such as 100mbit.")
 
 
 def _check_method(setting: Setting, task: Task) -> None:
