@@ -14,7 +14,7 @@ from offbeat.engine.exchange import Exchange
 from offbeat.engine.part import Part
 from offbeat.plan.recording import RecordingComm
 from offbeat.simulate import Network
-from offbeat.simulate.collective import hops, own_bytes, uplink_bytes
+from offbeat.simulate.collective import own_bytes, uplink_bytes
 
 _ALIKE = 4  # rounds with groups of their own; later rounds reuse them
 
@@ -144,13 +144,8 @@ def cost(networks: Sequence[Network], groups: Groups, kind: str, given: dict[int
         busy = [
             torch.maximum(b, worst / n.levels[number].bandwidth) for b, n in zip(busy, networks, strict=True)
         ]
-    latencies = [network.latency, *(level.latency for level in network.levels)]
-
-    def delay(*counts: int) -> float:
-        paid = hops(network.reduce, kind, list(counts))
-        return sum(t * s for t, s in zip(paid, latencies, strict=True)) if counts[0] > 1 else 0.0
-
-    return Cost(torch.stack(busy), _each(counts, delay).expand(len(networks), -1))
+    delay = _each(counts, lambda *counts: network.delay_of(kind, list(counts)))
+    return Cost(torch.stack(busy), delay.expand(len(networks), -1))
 
 
 def _slowest(network: Network, groups: Groups) -> Tensor:

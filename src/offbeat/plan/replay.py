@@ -82,7 +82,8 @@ class Clocks:
         for event in events:
             if isinstance(event, Sent):
                 among = self._world if event.everyone else groups
-                self._send(key(event.number), among, *costs.of(event, acts, among), event.control)
+                busy, delay = costs.of(event.kind, acts.sizes[event.number], among)
+                self._send(key(event.number), among, busy, delay, event.control)
             elif isinstance(event, Waited):
                 self._wait(key(event.number))
             elif isinstance(event, Beside):
@@ -132,7 +133,7 @@ class Clocks:
             awake = torch.maximum(self._sidecar, torch.minimum(now, called + costs.announcement))
             late = torch.minimum(now, waitfree.patience(awake, resumed, self._compute))
             start = torch.where(now <= awake, awake, late)
-        busy, delay = costs.priced("mean", waitfree.size, groups)
+        busy, delay = costs.of("mean", waitfree.size, groups)
         if self._width > 1:
             start = torch.maximum(groups.latest(start), groups.latest(self.free))
         self.free = start + busy
@@ -215,22 +216,19 @@ class Costs:
         self._networks, self._alike = networks, alike
         self._known: dict[object, tuple[Tensor, Tensor, Groups]] = {}
 
-    def of(self, event: Sent, acts: Trace, groups: Groups) -> tuple[Tensor, Tensor]:
-        """Seconds for which the links are busy, and the latency after; the worst if workers are alike."""
-        return self.priced(event.kind, acts.sizes[event.number], groups)
-
     @property
     def announcement(self) -> Tensor:
         """Seconds of a short message to everyone."""
         seconds = [network.seconds(8) for network in self._networks]
         return torch.tensor(seconds, dtype=torch.float64)[:, None, None]
 
-    def priced(self, kind: str, size: Size, groups: Groups) -> tuple[Tensor, Tensor]:
+    def of(self, kind: str, size: Size, groups: Groups) -> tuple[Tensor, Tensor]:
+        """Seconds for which the links are busy, and the latency after; the worst if workers are alike."""
         key = (kind, size, None if groups.members is None else id(groups))
         if key not in self._known:
             given = {n: round(size.at(n)) for n in set(groups.sizes.tolist())}
-            priced = cost(self._networks, groups, kind, given)
-            busy, delay = self._at_workers(priced.busy, groups), self._at_workers(priced.delay, groups)
+            seconds = cost(self._networks, groups, kind, given)
+            busy, delay = self._at_workers(seconds.busy, groups), self._at_workers(seconds.delay, groups)
             self._known[key] = (busy, delay, groups)  # the reference keeps its id from being reused
         return self._known[key][:2]
 
