@@ -1,4 +1,4 @@
-"""Know the wall-clock before renting the machines."""
+"""Predict wall-clock time before renting the machines."""
 
 from offbeat.plan.job import Cluster, Cosine, Flat, Job, read
 from offbeat.plan.prediction import Prediction, predict

@@ -1,22 +1,22 @@
-"""How many bytes a worker sends in a run."""
+"""The bytes that a worker sends in a run."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
 from offbeat.comm.collective import traffic
 from offbeat.plan.groups import Groups, alike
 from offbeat.plan.probe import Seen, Trace
-from offbeat.plan.recording import sent_in
+from offbeat.plan.recording import Beside, Event, Repeated, Sent
 from offbeat.plan.unroll import Act, Timeline
 from offbeat.plan.waitfree_model import WaitfreeModel
 
 
 class Amount:
-    """The bytes of one method, from what was seen of it and from its whole course."""
+    """The bytes of one method, from its recorded messages and its timeline."""
 
     def __init__(
         self, seen: Seen, course: Timeline, closing: Trace, workers: int, among: Callable[[Act], Groups]
@@ -25,12 +25,12 @@ class Amount:
         self._steps, self._world = len(course.iterations), Groups(workers)
 
     def bytes_sent(self) -> int:
-        """By one worker, on average, in the whole run."""
+        """Sent by one worker, on average, in the whole run."""
         total = sum(
             self._bytes(acts, self._world) for acts in (self._seen.start, self._seen.meet, self._closing)
         )
         counted: dict[tuple[int, str, int], int] = {}
-        total += self._habitual() + sum(self._rushed(waitfree) for waitfree in self._seen.waitfree_parts)
+        total += self._periodic() + sum(self._waitfree(waitfree) for waitfree in self._seen.waitfree_parts)
         acts = [*self._course.acts, *self._course.flush]
         for act in acts:
             key = (act.place, act.what, alike(act.round))
@@ -42,7 +42,7 @@ class Amount:
                 known[key] = self._bytes(getattr(self._seen.rounds[act.place], act.what), self._among(act))
         return round(total + sum(known[key] * count for key, count in counted.items()))
 
-    def _rushed(self, waitfree: WaitfreeModel) -> float:
+    def _waitfree(self, waitfree: WaitfreeModel) -> float:
         total = 0.0
         for step in range(self._steps):
             if waitfree.held(step):
@@ -51,7 +51,7 @@ class Amount:
                 total += traffic("mean", size, round(waitfree.size.at(size)))
         return total
 
-    def _habitual(self) -> float:
+    def _periodic(self) -> float:
         periodic = self._seen.periodic
         often = Counter(periodic.like(step) for step in range(self._steps)) if periodic else Counter()
         return sum(
@@ -61,10 +61,23 @@ class Amount:
 
     def _bytes(self, acts: Trace, groups: Groups) -> float:
         total = 0.0
-        for event in sent_in(acts.events):
+        for event, times in _count_sent(acts.events):
             among = self._world if event.everyone else groups
             sizes, counts = torch.unique(among.sizes, return_counts=True)
             for size, count in zip(sizes.tolist(), counts.tolist(), strict=True):
                 given = round(acts.sizes[event.number].at(size))
-                total += size * count / among.workers * traffic(event.kind, size, given)
+                total += times * size * count / among.workers * traffic(event.kind, size, given)
         return total
+
+
+def _count_sent(events: Sequence[Event]) -> list[tuple[Sent, int]]:
+    """All messages, including those of task queues, and how often each is sent."""
+    found = []
+    for event in events:
+        if isinstance(event, Sent):
+            found.append((event, 1))
+        elif isinstance(event, Beside):
+            found += _count_sent(event.events)
+        elif isinstance(event, Repeated):
+            found += [(sent, times * event.times) for sent, times in _count_sent(event.events)]
+    return found

@@ -1,4 +1,4 @@
-"""Time against bandwidth: on the terminal, or as a picture."""
+"""Draw time against bandwidth, in the terminal or as SVG."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from offbeat.plan.prediction import Prediction, varied_link
 from offbeat.plan.ranking import Plan
 
 _COLOURS = ("#3b6fb6", "#d1603d", "#4f9d69", "#8e6bb5", "#b0892c", "#c2557f", "#4aa3a8", "#7a7a7a")
-_MARGIN, _LEAST, _MOST = 11, 24, 120  # columns of a chart: left of its curves, of these, of all
+_MARGIN, _LEAST, _MOST = 11, 24, 120  # columns: left of the curves, fewest for curves, most in all
 _WIDTH, _HEIGHT, _LEFT, _TOP, _BOTTOM = 760, 420, 70, 20, 50
 
 
 class Paper:
-    """Logarithmic both ways: from bandwidth and seconds to places between 0 and 1."""
+    """Logarithmic axes: bandwidth and seconds to places between 0 and 1."""
 
     def __init__(self, plan: Plan) -> None:
         points = [point for p in plan.predictions for point in p.curve]
@@ -32,9 +32,9 @@ class Paper:
 
 
 def chart(plan: Plan, *, width: int = 80, height: int = 16) -> str:
-    """The curves as letters, the fastest method here being a; the bar is the link of the plan.
+    """Draw the curves as letters; `a` is the fastest method. The bar marks the plan's own link.
 
-    No line is wider than `width`, but for a name that is, unless this is less than a chart can do with.
+    No line is wider than `width`, except for long names and for widths too small for a chart.
     """
     curves = [p for p in plan.predictions if p.curve]
     if not curves:
@@ -62,7 +62,7 @@ def chart(plan: Plan, *, width: int = 80, height: int = 16) -> str:
 
 
 def picture(plan: Plan) -> str:
-    """The same as a drawing in SVG, which any browser shows."""
+    """Draw the same as SVG."""
     paper = Paper(plan)
     curves = [p for p in plan.predictions if p.curve]
     inner, deep = _WIDTH - _LEFT - 20, _HEIGHT - _TOP - _BOTTOM
@@ -89,8 +89,8 @@ def picture(plan: Plan) -> str:
         parts.append(
             f'<line x1="{_LEFT}" y1="{row}" x2="{_LEFT + 24}" y2="{row}" stroke="{colour}" stroke-width="3"/>'
         )
-        told = f"{escape(prediction.method)}: {as_time(prediction.seconds)} here"
-        parts.append(f'<text x="{_LEFT + 32}" y="{row}" dy="4">{told}</text>')
+        label = f"{escape(prediction.method)}: {as_time(prediction.seconds)} here"
+        parts.append(f'<text x="{_LEFT + 32}" y="{row}" dy="4">{label}</text>')
     if curves:
         here = paper.place(varied_link(plan.cluster.network), 1.0)[0]
         if 0 <= here <= 1:
@@ -113,7 +113,7 @@ text {{ font: 12px system-ui, sans-serif; fill: #666 }}
 
 
 def _at(prediction: Prediction, share: float) -> float:
-    """Seconds between the points of a curve, on logarithmic paper."""
+    """Interpolate the seconds between the points of a curve, on logarithmic axes."""
     where = share * (len(prediction.curve) - 1)
     left = min(int(where), len(prediction.curve) - 2)
     (_, before), (_, after) = prediction.curve[left], prediction.curve[left + 1]
@@ -134,6 +134,6 @@ def _share(value: float, between: tuple[float, float]) -> float:
 
 
 def _decades(values: Sequence[float]) -> list[float]:
-    """Powers of ten, in bits where bandwidths are meant, inside of a range."""
+    """The powers of ten within the range of these values."""
     low, high = math.log10(min(values)), math.log10(max(values))
     return [10.0**power for power in range(math.ceil(low), math.floor(high) + 1)]

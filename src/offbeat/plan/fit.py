@@ -1,4 +1,4 @@
-"""The bytes of the real model's messages, from those of small ones."""
+"""Extrapolate the bytes of the real model's messages from those of small models."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from offbeat.plan.recording import Event, sent_in
 
 @dataclass(frozen=True)
 class Size:
-    """Bytes of a message: some whatever the number of workers, some cut among them."""
+    """Bytes of a message: a fixed part, and a part divided by the number of workers."""
 
     whole: float
     cut: float = 0.0
@@ -19,13 +19,13 @@ class Size:
         return max(0.0, self.whole + self.cut / workers)
 
 
-def message_sizes(told: Sequence[tuple[int, Sequence[Event]]], width: float) -> dict[int, Size]:
-    """Of each message of the first, in a model of this width; `told` are widths and what was sent at each.
+def message_sizes(recorded: Sequence[tuple[int, Sequence[Event]]], width: float) -> dict[int, Size]:
+    """The size of each message in a model of this width, by its number in the first recording.
 
-    A layer's bytes are quadratic in the width (a mean sends all of it, a code of low rank its edges), so the
-    parabola through three widths tells those of any.
+    `recorded` holds widths and the events at each. A layer's bytes are at most quadratic in the width (a mean
+    sends the whole matrix, a low-rank code its edges), so a parabola through three widths gives any other.
     """
-    sent = [(at, sent_in(events)) for at, events in told]
+    sent = [(at, sent_in(events)) for at, events in recorded]
     first = sent[0][1]
     assert all([e.kind for e in events] == [e.kind for e in first] for _, events in sent)
     sizes = {}
@@ -33,12 +33,12 @@ def message_sizes(told: Sequence[tuple[int, Sequence[Event]]], width: float) -> 
         worlds: dict[int, dict[int, float]] = {}
         for at, events in sent:
             worlds.setdefault(events[place].size, {})[at] = float(events[place].given)
-        sizes[event.number] = _by_workers({size: _parabola(points, width) for size, points in worlds.items()})
+        sizes[event.number] = by_workers({size: _parabola(points, width) for size, points in worlds.items()})
     return sizes
 
 
 def _parabola(points: dict[int, float], at: float) -> float:
-    """The value at a place of the lowest polynomial through the points."""
+    """The value there of the polynomial of lowest degree through the points."""
     total = 0.0
     for x, y in points.items():
         for other in points:
@@ -48,8 +48,9 @@ def _parabola(points: dict[int, float], at: float) -> float:
     return total
 
 
-def _by_workers(found: dict[int, float]) -> Size:
-    (few, at_few), *rest = found.items()
+def by_workers(values: dict[int, float]) -> Size:
+    """The size that has these values, one or two, at these numbers of workers."""
+    (few, at_few), *rest = values.items()
     if not rest:
         return Size(at_few)
     many, at_many = rest[0]

@@ -1,4 +1,4 @@
-"""The clocks of a whole run: in full where it is short, otherwise in windows spread over it."""
+"""Run the clocks through a whole run if it is short, otherwise through windows spread over it."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from offbeat.plan.replay import Clocks, Costs
 from offbeat.plan.unroll import Act, Timeline
 from offbeat.simulate import Network
 
-_SECONDS = 1.0  # about what one method may take to plan
+_SECONDS = 1.0  # about how long planning one method may take
 _WINDOWS = 12
 
 
 @dataclass
 class Spent:
-    """Seconds, for each network: the mean over runs, its variance, and where they went."""
+    """Seconds on each network: the mean over runs, the variance, and where they go."""
 
     mean: Tensor
     variance: Tensor
@@ -34,7 +34,7 @@ class Spent:
     flown: Tensor
 
     def add(self, other: Spent, *, computing: float, rounds: float) -> None:
-        """So many stretches like another, each with luck of its own: as to gradients, and as to the rest."""
+        """Add several windows like this one, independent of each other: for gradients, and for rounds."""
         self.mean += computing * other.computed + rounds * (other.mean - other.computed)
         self.computed += computing * other.computed
         for name in ("variance", "skewed", "exposed", "flown"):
@@ -43,7 +43,7 @@ class Spent:
 
 @dataclass(frozen=True)
 class Moment:
-    """The gradient after which something happens, and what."""
+    """What happens after a gradient."""
 
     done: int
     acts: tuple[Act, ...]
@@ -61,13 +61,13 @@ class Forecast:
         self._world = Groups(cluster.workers)
         self._steps = [0, *course.iterations]  # completed before each gradient
         due = {done: tuple(acts) for done, acts in groupby(course.acts, key=lambda a: a.done)}
-        # Parts with a periodic of their own act at every step.
+        # Parts other than exchanges act at every step.
         self._constant = bool(seen.periodic or seen.waitfree_parts)
         when = range(1, job.steps + 1) if self._constant else due
         self._moments = [Moment(done, due.get(done, ())) for done in when]
 
     def spent(self) -> Spent:
-        """Of the whole run, its start and end included."""
+        """Of the whole run, including its start and end."""
         moments, steps = self._moments, self._job.steps
         if not moments or self._price(len(moments), steps) <= 2 * _SECONDS:
             return self._whole()
@@ -93,7 +93,7 @@ class Forecast:
         return int(min(32, max(1, 4e5 / len(self._networks) / self._cluster.workers)))
 
     def _price(self, moments: int, steps: int) -> float:
-        """Seconds that looking at all of it would take, roughly."""
+        """Roughly the seconds it takes to go through this many moments."""
         width = self._cluster.workers if self._cluster.compute.spread else 1
         each = sum(len(m.acts) for m in self._moments) / max(1, len(self._moments)) + 4 * self._constant
         clocks = len(self._networks) * self.runs * width
@@ -110,14 +110,14 @@ class Forecast:
         return _spent(clocks)
 
     def _fixed(self) -> Spent:
-        """The start and the end alone."""
+        """Of the start and the end alone."""
         clocks = self._clocks(1)
         self._do("start", self._seen.start, clocks)
         self._finish(clocks)
         return _spent(clocks)
 
     def _window(self, first: int, last: int) -> Spent:
-        """From one moment to another; those before them bring the workers apart and messages into the air."""
+        """Of these moments. A few before them let workers drift apart and put messages into the air."""
         clocks = self._clocks(self.runs)
         self._go(clocks, max(0, first - self._lead), first)
         clocks.start_here()
@@ -126,7 +126,7 @@ class Forecast:
 
     @cached_property
     def _lead(self) -> int:
-        """Moments without which a window would begin too well."""
+        """How many moments to go through before a window counts."""
         exchanges = [part for part in self._seen.sync.parts if isinstance(part, Exchange)]
         apart = self._constant or any(
             part.delay or part.peers.at(0).size < self._cluster.workers for part in exchanges
@@ -137,7 +137,7 @@ class Forecast:
         return Clocks(self._networks, self._cluster.compute, self._cluster.workers, runs)
 
     def _go(self, clocks: Clocks, first: int, last: int) -> int:
-        """Through these moments; the gradients done afterwards."""
+        """Go through these moments; return the number of gradients done."""
         done = self._moments[first - 1].done if first else 0
         for moment in self._moments[first:last]:
             clocks.compute(self._steps[done : moment.done])
@@ -152,7 +152,7 @@ class Forecast:
         return done
 
     def _repeat(self, step: int, clocks: Clocks) -> None:
-        """What parts do that are no exchanges."""
+        """Let parts other than exchanges do their step."""
         periodic = self._seen.periodic
         acts = Trace(periodic.steps[periodic.like(step)], self._seen.sizes)
         clocks.act(acts, self._world, lambda number: periodic.key(step, number), self._costs)
@@ -172,7 +172,7 @@ class Forecast:
         self._do("last", self.closing(), clocks)
 
     def among(self, act: Act) -> Groups:
-        """With whom an exchange does something."""
+        """The groups in which an exchange acts."""
         key = (act.place, alike(act.round))
         if key not in self._groups:
             found = groups_at(self._seen.sync.parts[act.place], alike(act.round), self._cluster.workers)
@@ -180,11 +180,11 @@ class Forecast:
         return self._groups[key]
 
     def closing(self) -> Trace:
-        """What finish() ends with."""
+        """The last messages of finish()."""
         return self._seen.equal if self._equal_at_the_end() else self._seen.last
 
     def _equal_at_the_end(self) -> bool:
-        """Return whether finish() finds all workers with the same weights."""
+        """Whether finish() finds all workers with the same weights."""
         end = self._course.iterations[-1]
         begun = {(a.place, a.round) for a in self._course.acts if a.what == "begin" and a.iteration == end}
         for act in [*self._course.acts, *self._course.flush]:
@@ -205,7 +205,7 @@ def _spent(clocks: Clocks) -> Spent:
     variance = torch.zeros_like(ends[:, 0])
     if ends.shape[1] > 1:
         variance = ends.var(1)
-    elif clocks.luck:  # of one run, moments of the same kind tell
+    elif clocks.luck:  # with one run, moments of the same kind are the sample
         for paces in clocks.paces.values():
             if len(paces) > 1:
                 variance += torch.stack(paces).var(0)[:, 0] * len(paces)

@@ -1,4 +1,4 @@
-"""Who takes part in a round, and what its messages take, for all groups at once."""
+"""The groups of a round, and the seconds of its messages, for all groups at once."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from offbeat.engine.exchange import Exchange
 from offbeat.engine.part import Part
 from offbeat.plan.recording import RecordingComm
 from offbeat.simulate import Network
-from offbeat.simulate.collective import hops, own_bytes, uplink_bytes
+from offbeat.simulate.collective import own_bytes, uplink_bytes
 
-_ALIKE = 4  # rounds whose groups are drawn anew; later ones have the groups of these
+_ALIKE = 4  # rounds with groups of their own; later rounds reuse them
 
 
 @dataclass(frozen=True)
 class Spans:
-    """Which groups have members behind which uplinks."""
+    """How many members each group has behind each uplink."""
 
     owner: Tensor  # a group
     uplink: Tensor  # one of the uplinks behind which it has members
@@ -39,7 +39,7 @@ class Spans:
 
 @dataclass(frozen=True)
 class Groups:
-    """All workers in one group (`members` is None), or the members of each, filled up with the first."""
+    """All workers in one group (`members` is None), or the members of each, padded with the first."""
 
     workers: int
     members: Tensor | None = None
@@ -69,11 +69,11 @@ class Groups:
         return torch.bincount(self.number, minlength=len(self.members))
 
     def latest(self, times: Tensor) -> Tensor:
-        """The maximum over each worker's group, in its place."""
+        """The maximum over each worker's group, for every worker."""
         if self.members is None:
             return times.amax(-1, keepdim=True)
         if times.shape[-1] == 1:
-            return times  # the same for all
+            return times  # the same for every worker
         shape = self.members.shape
         if self._in_order:
             most = times.reshape(*times.shape[:-1], *shape).amax(-1, keepdim=True)
@@ -83,27 +83,27 @@ class Groups:
 
     @cached_property
     def _in_order(self) -> bool:
-        """Whether the groups are equally many ranks each, one after the other."""
+        """Whether the groups are consecutive ranks, equally many each."""
         return self.members is not None and torch.equal(self.members.flatten(), torch.arange(self.workers))
 
     def spans(self, width: int) -> Spans:
-        """How they lie over uplinks of so many workers each."""
+        """How the groups spread over uplinks of this many workers each."""
         if width not in self._spans:
             self._spans[width] = Spans.of(self.number, torch.arange(self.workers) // width)
         return self._spans[width]
 
     def spread(self, values: Tensor) -> Tensor:
-        """Values of the groups, at their workers."""
+        """The value of its group for every worker."""
         return values if self.members is None else values[..., self.number]
 
 
 def alike(round: int) -> int:
-    """The round whose groups stand for those of this one."""
+    """The round whose groups stand for the groups of this one."""
     return round % _ALIKE
 
 
 def groups_at(part: Part, round: int, workers: int) -> Groups:
-    """With whom a round of this part is held."""
+    """The groups of this round of a part."""
     if not isinstance(part, Exchange):
         return Groups(workers)
     comm = part.peers.at(round)
@@ -113,16 +113,16 @@ def groups_at(part: Part, round: int, workers: int) -> Groups:
 
 @dataclass(frozen=True)
 class Cost:
-    """Seconds for which a message holds the links of each group, and it flies besides: [network, group]."""
+    """Seconds for which a message keeps the links of each group busy, and its latency: [network, group]."""
 
     busy: Tensor
     delay: Tensor
 
 
 def cost(networks: Sequence[Network], groups: Groups, kind: str, given: dict[int, int]) -> Cost:
-    """Of a message that all groups send at once; `given` are the bytes, by the size of the group.
+    """The cost of a message that all groups send at once; `given` is the bytes by the size of the group.
 
-    The networks differ in their bandwidths alone. Groups that share an uplink share its bandwidth.
+    The networks differ only in bandwidth. Groups that share an uplink share its bandwidth.
     """
     network, sizes = networks[0], groups.sizes
     sent = _each([sizes], lambda size: own_bytes(network.reduce, kind, size, given[size]) if size > 1 else 0)
@@ -144,17 +144,12 @@ def cost(networks: Sequence[Network], groups: Groups, kind: str, given: dict[int
         busy = [
             torch.maximum(b, worst / n.levels[number].bandwidth) for b, n in zip(busy, networks, strict=True)
         ]
-    latencies = [network.latency, *(level.latency for level in network.levels)]
-
-    def delay(*counts: int) -> float:
-        paid = hops(network.reduce, kind, list(counts))
-        return sum(t * s for t, s in zip(paid, latencies, strict=True)) if counts[0] > 1 else 0.0
-
-    return Cost(torch.stack(busy), _each(counts, delay).expand(len(networks), -1))
+    delay = _each(counts, lambda *counts: network.delay_of(kind, list(counts)))
+    return Cost(torch.stack(busy), delay.expand(len(networks), -1))
 
 
 def _slowest(network: Network, groups: Groups) -> Tensor:
-    """The bandwidth of the slowest of the workers' own links in each group."""
+    """The bandwidth of the slowest worker's link in each group."""
     if len(network.links) == 1:
         return torch.tensor(network.links, dtype=torch.float64)
     links = torch.tensor(network.links, dtype=torch.float64)
@@ -164,7 +159,7 @@ def _slowest(network: Network, groups: Groups) -> Tensor:
 
 
 def _each(columns: Sequence[Tensor], value: Callable[..., float]) -> Tensor:
-    """A value for each row of whole numbers; equal rows are worked out once."""
+    """Map a function over rows of whole numbers, once per distinct row."""
     key = torch.zeros_like(columns[0])
     for column in columns:
         key = key * (int(column.max()) + 1) + column

@@ -1,4 +1,4 @@
-"""What is trained, and where."""
+"""The job and the cluster of a plan."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Cosine:
-    """A rate that rises in a line over `warmup` steps from `floor` to `peak`, then falls as a cosine."""
+    """A rate that rises linearly from `floor` to `peak` over `warmup` steps, then falls as a cosine."""
 
     peak: float
     steps: int
@@ -45,7 +45,7 @@ class Cosine:
 
 @dataclass(frozen=True)
 class Flat:
-    """A rate that stays."""
+    """A constant rate."""
 
     rate: float
 
@@ -59,10 +59,10 @@ class Flat:
 
 @dataclass(frozen=True)
 class Job:
-    """A run: how many steps each worker makes on how many trainable parameters.
+    """A run: the steps of each worker, and the trainable parameters.
 
-    `rate` is the learning rate of each step, for schedules that go by it. `optimizer` is the local one, whose
-    moments some methods send. `layers` are the equal layers the model is thought to consist of.
+    `rate` gives the learning rate of each step, for schedules that depend on it. `optimizer` is the local
+    one; some methods send its moments. The plan assumes a model of `layers` equal layers.
     """
 
     steps: int

@@ -1,4 +1,4 @@
-"""Real figures instead of guesses: the step of a task or a script, and the link between the workers."""
+"""Measure the step of a task or a script, and the link between the workers."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from offbeat.tasks import Task
 
 _WARM = 3  # steps that are not timed
 _SIZES = tuple(4 * 4**power for power in range(6, 13))  # floats in a sweep of the link: 64 kB to 256 MB
-_ENOUGH = 0.5  # seconds after which no longer message is tried, once it took twice as long as the shortest
+_ENOUGH = 0.5  # seconds of a message after which no longer one is tried, if twice the shortest
 
 
 @dataclass(frozen=True)
 class Measured:
-    """The seconds of this worker's steps, and the parameters they were made with."""
+    """The seconds of this worker's steps, and the number and dtype of its parameters."""
 
     seconds: tuple[float, ...]
     parameters: int
@@ -36,9 +36,10 @@ class Measured:
 
 
 def measure_task(task: Task, comm: Communicator, *, steps: int = 20, batch: int | None = None) -> Measured:
-    """Forward, backward and local step of a task, on all workers at once.
+    """Time forward, backward and local step of a task, on all workers at once.
 
-    Who is ready goes on until all are: workers that share a machine slow each other down as in a real run.
+    A worker that finishes early continues until all have finished: workers that share a machine slow each
+    other down, as in a real run.
     """
     model = task.model()
     optimizer = task.optimizer(model.parameters(), task.lr)
@@ -65,11 +66,11 @@ def measure_task(task: Task, comm: Communicator, *, steps: int = 20, batch: int 
 
 
 class _Enough(BaseException):
-    """So many steps were seen."""
+    """Enough steps were timed."""
 
 
 def measure_script(path: str, arguments: list[str], *, steps: int = 20) -> Measured:
-    """Run a training script until its optimizer has made enough steps, and time them from one to the next."""
+    """Run a training script until its optimizer has made enough steps; time each from the previous one."""
     if not Path(path).is_file():
         raise ValueError(f"There is no script {path!r} to measure.")
     marks: list[float] = []
@@ -98,9 +99,9 @@ def measure_script(path: str, arguments: list[str], *, steps: int = 20) -> Measu
 
 
 def measure_link(comm: Communicator, *, repetitions: int = 3) -> tuple[Network, list[tuple[int, float]]]:
-    """A sweep of all-reduces among all workers, then other collectives; the network that explains them best.
+    """Time all-reduces of growing size, then other collectives, and fit a network to them.
 
-    Returns it with the bytes each worker sent and the seconds that took.
+    Returns the network, with the bytes that each worker sent and the seconds that took.
     """
     points = []
     for number in _SIZES:
@@ -121,7 +122,7 @@ def _mean(comm: Communicator, tensor: Tensor) -> object:
 
 
 def _share(comm: Communicator, kind: str, tensor: Tensor, bandwidth: float) -> float:
-    """Of the bandwidth of an all-reduce, that another collective gets; two at once, as one sends to hide."""
+    """The share of an all-reduce's bandwidth that another collective gets, with two in the air."""
     part = tensor[: tensor.numel() // comm.size]
 
     def send() -> Pending[list[Tensor]]:
@@ -139,11 +140,11 @@ def _share(comm: Communicator, kind: str, tensor: Tensor, bandwidth: float) -> f
 
 
 def _slowest(comm: Communicator, call: Callable[[], object], repetitions: int) -> float:
-    """Seconds of a call: the median, of the worker where it is largest."""
+    """The median seconds of a call, on the slowest worker."""
     call()
     times = []
     for _ in range(repetitions):
-        comm.tell([0]).wait()  # all begin together
+        comm.tell([0]).wait()  # all start together
         start = comm.now()
         call()
         times.append(comm.now() - start)
@@ -151,9 +152,9 @@ def _slowest(comm: Communicator, call: Callable[[], object], repetitions: int) -
 
 
 def _line(points: list[tuple[int, float]]) -> tuple[float, float]:
-    """Seconds at no bytes, and bytes per second: the line through the two longest messages.
+    """Latency and bandwidth from the line through the two longest messages.
 
-    Where it would begin below zero, since a shaped link lets short bursts pass, it is the line from zero to
+    A shaped link lets short bursts pass, so that line may start below zero. Then use the line from zero to
     the longest message.
     """
     (x0, y0), (x1, y1) = points[-2], points[-1]

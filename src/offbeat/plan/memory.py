@@ -1,4 +1,4 @@
-"""How many copies of the model a method keeps."""
+"""Count the copies of the model that a method keeps."""
 
 from __future__ import annotations
 
@@ -12,25 +12,26 @@ from offbeat.engine.synchronizer import Synchronizer
 from offbeat.reduce.code import kept_with
 from offbeat.server.stability import Watch
 
-# A watch is as large in a small model as in a large one.
+# The size of a Watch does not depend on the model.
 _ELSEWHERE = (type, ModuleType, CodeType, BuiltinFunctionType, nn.Module, Watch)
 
 
 def copies(sync: Synchronizer) -> float:
-    """Of the model, in all tensors its parts can reach but the caller's: model, gradients, optimizer."""
+    """The tensors that the parts hold, in copies of the model, without model, gradients and optimizer."""
     theirs = [value for o in sync.optimizers for state in o.state.values() for value in state.values()]
     for p in sync.model.parameters():
         theirs += [p, p.grad]
     known = {t.untyped_storage().data_ptr() for t in theirs if isinstance(t, Tensor)}
     held: dict[int, int] = {}
-    for tensor in _reached(list(sync.parts), set(map(id, sync.optimizers))):
+    for tensor in _reach(list(sync.parts), set(map(id, sync.optimizers))):
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in known:
             held[storage.data_ptr()] = storage.nbytes()
     return sum(held.values()) / sum(p.numel() * p.element_size() for p in sync.model.parameters())
 
 
-def _reached(things: list[object], seen: set[int]) -> list[Tensor]:
+def _reach(things: list[object], seen: set[int]) -> list[Tensor]:
+    """All tensors that can be reached from these objects."""
     found = []
     while things:
         thing = things.pop()
@@ -43,7 +44,7 @@ def _reached(things: list[object], seen: set[int]) -> list[Tensor]:
         if isinstance(thing, Packed):
             found += kept_with(thing)
         for child in gc.get_referents(thing):
-            # A function's globals lead to everything there is.
+            # A function's globals would lead to everything.
             if not (isinstance(child, dict) and "__builtins__" in child):
                 things.append(child)
     return found

@@ -1,4 +1,4 @@
-"""What every named method does and costs: read from its parts."""
+"""A table of what every named method does and costs, read from its parts."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ JOB = Job(STEPS, PARAMETERS, rate=Flat(0.01), optimizer="momentum", layers=16)
 
 @dataclass(frozen=True)
 class Line:
-    """One part of a method: when, with whom, what is sent, how it is applied, and how many steps hide it."""
+    """One part of a method: when, among whom, what is sent, how it is applied, behind how many steps."""
 
     when: str
     among: str
@@ -37,16 +37,16 @@ class Line:
 
 @dataclass(frozen=True)
 class Entry:
-    """One method. The figures are those of `call`, for a model of `PARAMETERS` on `WORKERS`, once the method
-    is under way; schedules that follow drift or loss are taken as they start."""
+    """One method. The figures are for `call` with `PARAMETERS` and `WORKERS`, after any warm-up. Schedules
+    that follow drift or loss keep their first period."""
 
     name: str
     call: str  # the example of its docstring
     summary: str
     lines: tuple[Line, ...]
     bytes_per_step: float  # sent by one worker
-    share_of_ddp: float  # the same, those of ddp being 1
-    copies: float  # of the model, kept beside model, gradients and optimizer: the most at any time
+    share_of_ddp: float  # relative to ddp
+    copies: float  # of the model, besides model, gradients and optimizer, at the peak
     reference: str
 
 
@@ -73,15 +73,15 @@ def reference(name: str) -> str:
 
 def _entry(name: str, base: float) -> Entry:
     call = example(name)
-    found = per_step_cost(call, JOB, WORKERS)
+    cost = per_step_cost(call, JOB, WORKERS)
     return Entry(
         name=name,
         call=str(call),
         summary=(inspect.getdoc(getattr(methods, name)) or "").splitlines()[0],
         lines=tuple(_line(part) for part in _parts(call)),
-        bytes_per_step=found.bytes_per_step,
-        share_of_ddp=found.bytes_per_step / base,
-        copies=found.copies,
+        bytes_per_step=cost.bytes_per_step,
+        share_of_ddp=cost.bytes_per_step / base,
+        copies=cost.copies,
         reference=reference(name),
     )
 
@@ -98,6 +98,6 @@ def _line(part: Part) -> Line:
         what = f"{part.live!r}".replace("params", "parameters").replace("grads", "gradients").split("(")[0]
         sent = what if repr(part.reduce) == "Mean()" else f"{what}, {part.reduce!r}"
         return Line(brief(part.when), among, sent, brief(part.update), str(part.delay))
-    said = (inspect.getdoc(type(part)) or "").splitlines()[0]
-    told = re.sub(r"(params|grads)\(\d+ tensors?\), |, (server=None|among=World\(\))", "", repr(part))
-    return Line(told, among, "", said, "")
+    summary = (inspect.getdoc(type(part)) or "").splitlines()[0]
+    when = re.sub(r"(params|grads)\(\d+ tensors?\), |, (server=None|among=World\(\))", "", repr(part))
+    return Line(when, among, "", summary, "")

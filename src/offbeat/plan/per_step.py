@@ -1,4 +1,4 @@
-"""What a method costs once it is under way, without start, warm-up and end."""
+"""The cost of a method per step, without start, warm-up and end."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from offbeat.plan.job import Job
 from offbeat.plan.probe import Seen, Trace, probe
 from offbeat.plan.unroll import Act, unroll
 
-LEAD = 128  # steps before the window that counts, in which the first rounds are
-WARM = ("warmup", "switch")  # arguments that say how long a method does something else first
+LEAD = 128  # steps that do not count, with the first rounds
+WARM = ("warmup", "switch")  # arguments for how long a method does something else first
 
 
 @dataclass(frozen=True)
 class PerStepCost:
-    """Bytes that a worker sends per step, on average, and the most copies of the model that it keeps."""
+    """Mean bytes that a worker sends per step, and the most copies of the model that it keeps."""
 
     bytes_per_step: float
     copies: float
 
 
 def per_step_cost(call: Call, job: Job, workers: int) -> PerStepCost:
-    """Of the method in this call after its warm-up, over `job.steps` steps; best a multiple of its period."""
+    """The cost of this call after its warm-up, over `job.steps` steps: best a multiple of its period."""
     seen = probe(without_warmup(call), job, workers)
     before, after = (_sent(seen, replace(job, steps=steps), workers) for steps in (LEAD, LEAD + job.steps))
     return PerStepCost((after - before) / job.steps, seen.copies)
 
 
 def without_warmup(call: Call) -> Call:
-    """The call with a warm-up of one step: what comes after it is the same, and seen at once."""
+    """The call with a warm-up of one step. What follows is the same, and is observed sooner."""
     return call.but(**{name: 1 for name in WARM if name in call.arguments})
 
 

@@ -1,21 +1,21 @@
-"""What parts do that are no exchanges: watched step by step until they only repeat themselves."""
+"""The messages of parts other than exchanges: recorded step by step until they repeat."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from offbeat.plan.recording import Beside, Event, Sent, Waited
+from offbeat.plan.recording import Beside, Computed, Event, Repeated, Sent, Waited
 
-_LONGEST = 256  # a rhythm of more steps is not recognised
+_LONGEST = 256  # steps of the longest period that is recognised
 
 
 @dataclass(frozen=True)
 class PeriodicTrace:
-    """The steps that were seen, of which the last `rhythm` are repeated for ever."""
+    """The recorded steps; the last `rhythm` of them repeat for ever."""
 
     steps: tuple[tuple[Event, ...], ...]
-    reports: tuple[int, ...]  # handed in by each step
+    reports: tuple[int, ...]  # made by each step
     rhythm: int
     sent_at: dict[int, tuple[int, int]]  # for each message, the step that sent it and its place there
 
@@ -23,36 +23,37 @@ class PeriodicTrace:
         return any(self.steps)
 
     def like(self, done: int) -> int:
-        """The step seen that a step is like."""
+        """The recorded step that stands for this one."""
         seen = len(self.steps)
         return done if done < seen else seen - self.rhythm + (done - seen) % self.rhythm
 
     def key(self, done: int, number: int) -> object:
-        """What a message is called in another step than the one it was seen in."""
+        """A name for a message of this step, unique in the run."""
         step, place = self.sent_at[number]
         return ("periodic", done - (self.like(done) - step), place)
 
     def rounds(self, steps: int) -> int:
-        """Reports in so many steps."""
+        """The reports made in this many steps."""
         if not self:
             return 0
         return sum(self.reports[self.like(done)] for done in range(steps))
 
 
 def periodic(steps: Sequence[Sequence[Event]], reports: Sequence[int]) -> PeriodicTrace:
+    """Find the period of the recorded steps."""
     sent_at: dict[int, tuple[int, int]] = {}
     for step, events in enumerate(steps):
         for place, number in enumerate(_numbers(events)):
             sent_at[number] = (step, place)
-    # What was in the air before the first step is not waited for.
+    # Waits for messages sent before the first step are dropped.
     known = [
-        tuple(_kept(event, sent_at) for event in events if _is_known(event, sent_at)) for events in steps
+        tuple(_clean(event, sent_at) for event in events if _is_known(event, sent_at)) for events in steps
     ]
     return PeriodicTrace(tuple(known), tuple(reports), _rhythm(known, sent_at), sent_at)
 
 
 def _numbers(events: Sequence[Event]) -> list[int]:
-    """Of messages and jobs that begin here."""
+    """The numbers of messages and jobs that begin here."""
     found = []
     for event in events:
         if isinstance(event, Sent):
@@ -63,18 +64,18 @@ def _numbers(events: Sequence[Event]) -> list[int]:
 
 
 def _is_known(event: Event, sent_at: dict[int, tuple[int, int]]) -> bool:
-    return isinstance(event, Sent | Beside) or (isinstance(event, Waited) and event.number in sent_at)
+    return event.number in sent_at if isinstance(event, Waited) else not isinstance(event, Computed)
 
 
-def _kept(event: Event, sent_at: dict[int, tuple[int, int]]) -> Event:
+def _clean(event: Event, sent_at: dict[int, tuple[int, int]]) -> Event:
     if isinstance(event, Beside):
-        inside = tuple(_kept(inner, sent_at) for inner in event.events if _is_known(inner, sent_at))
+        inside = tuple(_clean(inner, sent_at) for inner in event.events if _is_known(inner, sent_at))
         return Beside(event.number, event.task_queue, inside)
     return event
 
 
 def _rhythm(steps: Sequence[tuple[Event, ...]], sent_at: dict[int, tuple[int, int]]) -> int:
-    """The shortest number of steps after which the last ones repeat those before."""
+    """The shortest period of the last steps."""
     looks = [_look(events, step, sent_at) for step, events in enumerate(steps)]
     for length in range(1, min(_LONGEST, len(looks) // 2) + 1):
         if looks[-length:] == looks[-2 * length : -length]:
@@ -83,7 +84,7 @@ def _rhythm(steps: Sequence[tuple[Event, ...]], sent_at: dict[int, tuple[int, in
 
 
 def _look(events: Sequence[Event], step: int, sent_at: dict[int, tuple[int, int]]) -> tuple[object, ...]:
-    """The events without the numbers of their messages, which are never the same."""
+    """The events without message numbers, which never repeat."""
     looks: list[object] = []
     for event in events:
         if isinstance(event, Sent):
@@ -93,4 +94,6 @@ def _look(events: Sequence[Event], step: int, sent_at: dict[int, tuple[int, int]
             looks.append((step - sent, place))
         elif isinstance(event, Beside):
             looks.append((event.task_queue, _look(event.events, step, sent_at)))
+        elif isinstance(event, Repeated):
+            looks.append((event.times, _look(event.events, step, sent_at)))
     return tuple(looks)

@@ -1,4 +1,4 @@
-"""What a method is predicted to take."""
+"""Predict the time and the bytes of one method."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from offbeat.simulate import Network
 
 @dataclass(frozen=True)
 class Prediction:
-    """One method on one cluster. Seconds are of the whole run, bytes of one worker, bandwidths in bytes per
-    second of the link that is varied: the workers' own, or the uplink of the outermost level."""
+    """One method on one cluster: seconds of the whole run, bytes of one worker. The curve varies the
+    bandwidth of the workers' own links, or of the outermost uplinks, in bytes per second."""
 
     method: str
     rounds: int
@@ -34,12 +34,12 @@ class Prediction:
     computing: float  # mean over the workers
     waiting: float  # for slower workers
     exposed: float  # for messages
-    hidden: float  # communication that cost no waiting
-    failing: float  # failures, restarts and work done again
-    copies: float  # of the model, that the method keeps
+    hidden: float  # communication that nobody waits for
+    failing: float  # failures, restarts and repeated work
+    copies: float  # of the model, kept by the method
     curve: tuple[tuple[float, float], ...]  # bandwidth and seconds
-    break_even: float | None = None  # with a faster link, ddp is no more than 5 % slower
-    ddp_needs: float | None = None  # the bandwidth at which ddp is as fast as this is here
+    break_even: float | None = None  # with a faster link, ddp is at most 5 % slower
+    ddp_needs: float | None = None  # the bandwidth at which ddp is as fast as this method is now
     notes: tuple[str, ...] = ()
 
     @property
@@ -48,11 +48,11 @@ class Prediction:
         return self.computing / self.seconds if math.isfinite(self.seconds) else 0.0
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON: infinite numbers are None."""
-        told = {**asdict(self), "utilisation": self.utilisation}
-        told["curve"] = [{"bandwidth": b, "seconds": s} for b, s in self.curve]
-        told["notes"] = list(self.notes)
-        return {key: replace_nonfinite(value) for key, value in told.items()}
+        """For JSON. Infinite numbers are None."""
+        fields = {**asdict(self), "utilisation": self.utilisation}
+        fields["curve"] = [{"bandwidth": b, "seconds": s} for b, s in self.curve]
+        fields["notes"] = list(self.notes)
+        return {key: replace_nonfinite(value) for key, value in fields.items()}
 
 
 @contextmanager
@@ -68,9 +68,9 @@ def one_thread() -> Iterator[None]:
 
 @one_thread()
 def predict(expression: str, job: Job, cluster: Cluster) -> Prediction:
-    """Build the method among imagined workers, unroll its schedules, and run all clocks through it."""
+    """Record the method on a small model, unroll its schedules, and run all clocks through it."""
     build = method(expression)
-    seen, job, notes = _probed(build, job, cluster)
+    seen, job, notes = _probe_or_sgd(build, job, cluster)
     course = unroll(seen.sync.parts, job)
     _must_meet(seen, course, job)
     networks = varied(cluster)
@@ -97,8 +97,8 @@ def predict(expression: str, job: Job, cluster: Cluster) -> Prediction:
     )
 
 
-def _probed(build: Build, job: Job, cluster: Cluster) -> tuple[Seen, Job, tuple[str, ...]]:
-    """With SGD where the method refuses the job's optimizer."""
+def _probe_or_sgd(build: Build, job: Job, cluster: Cluster) -> tuple[Seen, Job, tuple[str, ...]]:
+    """Probe the method; with SGD if it refuses the job's optimizer."""
     try:
         return probe(build, job, cluster.workers), job, ()
     except (TypeError, ValueError):
@@ -130,7 +130,7 @@ def _must_meet(seen: Seen, course: Timeline, job: Job) -> None:
 
 
 def varied_link(network: Network) -> float:
-    """The bandwidth that the curve goes over."""
+    """The bandwidth that the curve varies."""
     return network.levels[-1].bandwidth if network.levels else min(network.links)
 
 
@@ -147,7 +147,7 @@ def varied(cluster: Cluster) -> list[Network]:
 
 
 def with_link(network: Network, bandwidth: float) -> Network:
-    """The same network with another outermost link; of several links, the slowest becomes so."""
+    """The network with another outermost link; of several links, the slowest gets this bandwidth."""
     if network.levels:
         return replace(
             network, levels=(*network.levels[:-1], replace(network.levels[-1], bandwidth=bandwidth))
@@ -159,7 +159,7 @@ def with_link(network: Network, bandwidth: float) -> Network:
 
 
 def _with_failures(seconds: float, cluster: Cluster) -> float:
-    """Whoever fails, all wait for it: a failure costs the restart and half the way to a checkpoint."""
+    """Everyone waits for a failed worker: the restart, and half the time between checkpoints."""
     failures = cluster.failures
     return seconds * (1 + cluster.workers * failures.per_hour / 3600 * failures.cost)
 

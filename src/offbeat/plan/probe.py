@@ -1,4 +1,4 @@
-"""What a method does, read off its own parts: built on a small model among imagined workers, and watched."""
+"""Build a method on a small model among recorded workers, and observe what its parts send."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from offbeat.engine.exchange import Exchange
 from offbeat.engine.part import Part
 from offbeat.engine.weights import replace_by_mean
 from offbeat.plan.equality import Equality, measure_equality
-from offbeat.plan.fit import Size, message_sizes
+from offbeat.plan.fit import Size, by_workers, message_sizes
 from offbeat.plan.job import Job
 from offbeat.plan.memory import copies
 from offbeat.plan.periodic import PeriodicTrace, periodic
 from offbeat.plan.proxy_model import WIDTHS, ProxyModel, local_optimizer, real_width
-from offbeat.plan.recording import Computed, Event, NullSidecar, RecordingComm, Sent, sent_in
+from offbeat.plan.recording import Computed, Event, NullSidecar, RecordingComm, Repeated, Sent
+from offbeat.plan.ring import extrapolate, fold, pattern
 from offbeat.plan.waitfree_model import NullPart, WaitfreeModel
 from offbeat.server import PushPull
 from offbeat.waitfree.base import Waitfree
 from offbeat.when import Never
 
 Build = Callable[..., Synchronizer]
-_SMALL = 16  # up to so many workers, the imagined ones are as many as the real
-_MANY = 64  # workers who are imagined one by one where few do not tell what many do
-_LOOKS = 32  # steps in which memory is looked at
+_SMALL = 16  # up to this many workers are recorded one by one
+_LOOKS = 32  # steps after which memory is measured
 
 
 @dataclass(frozen=True)
 class Trace:
-    """What a worker sends and waits for, in order, with the bytes of the real model."""
+    """The messages and waits of a worker, in order, with the bytes of the real model."""
 
     events: tuple[Event, ...]
     sizes: dict[int, Size]
@@ -41,7 +41,7 @@ class Trace:
 
 @dataclass(frozen=True)
 class RoundTrace:
-    """One exchange: what it does when a round begins, when it lands, and when the next is planned."""
+    """What one exchange does when a round begins, advances and lands, and when the next one is planned."""
 
     begin: Trace
     advance: Trace  # half-way, if it lands late
@@ -52,23 +52,23 @@ class RoundTrace:
 
 @dataclass(frozen=True)
 class Seen:
-    """What was seen of a method."""
+    """Everything observed of one method."""
 
-    sync: Synchronizer  # among as many workers as there are, on a small model
+    sync: Synchronizer  # among the real number of workers, on a small model
     start: Trace
-    meet: Trace  # the words with which finish() begins
-    equal: Trace  # what it ends with if the workers are equal
-    last: Trace  # what it ends with otherwise: a mean follows
-    rounds: dict[int, RoundTrace]  # of the exchanges, by their place among the parts
-    periodic: PeriodicTrace  # what other parts do, step by step
-    sizes: dict[int, Size]  # of the messages in it
-    waitfree_parts: tuple[WaitfreeModel, ...]  # parts that wait for nobody
+    meet: Trace  # the headers that finish() sends first
+    equal: Trace  # what finish() sends last if the workers are equal
+    last: Trace  # what it sends last otherwise: a mean
+    rounds: dict[int, RoundTrace]  # of each exchange, by its place among the parts
+    periodic: PeriodicTrace  # the other parts, step by step
+    sizes: dict[int, Size]  # of the messages in `periodic`
+    waitfree_parts: tuple[WaitfreeModel, ...]  # the wait-free parts
     copies: float  # of the model
 
 
 @dataclass
 class _Watch:
-    """The raw notes of one synchronizer."""
+    """The events of one synchronizer, in a world of `size` workers with a model of this width."""
 
     size: int
     width: int
@@ -83,17 +83,16 @@ class _Watch:
 
 
 def probe(build: Build, job: Job, workers: int) -> Seen:
-    """Build the method on stand-ins of three sizes among imagined workers, and note what its parts do."""
+    """Build the method on proxy models of three widths, and record what its parts send."""
     sizes = _worlds(build, job, workers)
     watches = [_watch(build, job, size, width) for size in sizes for width in WIDTHS]
-    if len(sizes) > 1 and not _alike(watches):  # such as messages that go round a ring of all
-        if workers > _MANY:
-            raise ValueError(
-                f"Cluster(workers={workers}): the more workers, the more messages this method sends; it can "
-                f"be planned for up to {_MANY}."
-            )
-        watches = [_watch(build, job, workers, width) for width in WIDTHS]
     first = watches[0]
+    steps = [tuple(events) for events in first.steps]
+    widest = {watch.size: watch.copies for watch in watches if watch.width == WIDTHS[-1]}
+    model_copies = max(widest.values())
+    if len(sizes) > 1 and not _alike(watches):
+        steps = _unfold(watches, workers)
+        model_copies = by_workers(widest).at(workers)  # a ring cuts the model among the workers
     width = real_width(job)
 
     def acts(pick: Callable[[_Watch], list[Event]]) -> Trace:
@@ -118,23 +117,39 @@ def probe(build: Build, job: Job, workers: int) -> Seen:
         equal=acts(lambda watch: watch.equal),
         last=acts(lambda watch: watch.last),
         rounds={place: round_of(place) for place in first.rounds},
-        periodic=periodic(first.steps, first.reports),
+        periodic=periodic(steps, first.reports),
         waitfree_parts=tuple(
             WaitfreeModel.of(part, job, workers) for part in sync.parts if isinstance(part, Waitfree)
         ),
         sizes=acts(lambda watch: [event for events in watch.steps for event in events]).sizes,
-        copies=max(watch.copies for watch in watches if watch.width == WIDTHS[-1]),
+        copies=model_copies,
     )
 
 
 def _alike(watches: list[_Watch]) -> bool:
-    """Whether as many messages of the same kinds were sent in all of them."""
-    kinds = [[event.kind for events in watch.steps for event in sent_in(events)] for watch in watches]
-    return all(these == kinds[0] for these in kinds)
+    """Whether the same kinds of messages are sent in all of them."""
+    patterns = [[pattern(events) for events in watch.steps] for watch in watches]
+    return all(other == patterns[0] for other in patterns)
+
+
+def _unfold(watches: list[_Watch], workers: int) -> list[tuple[Event, ...]]:
+    """The steps among all workers, where messages pass round a ring; folds the watches."""
+    for watch in watches:
+        watch.steps = [list(fold(events)) for events in watch.steps]
+    few, more = watches[0], watches[-1]
+    if not _alike(watches):
+        raise ValueError(
+            f"Cluster(workers={workers}): the messages of this method depend on the number of workers; it "
+            f"can be planned for up to {_SMALL}."
+        )
+    return [
+        extrapolate(these, those, (few.size, more.size), workers)
+        for these, those in zip(few.steps, more.steps, strict=True)
+    ]
 
 
 def _worlds(build: Build, job: Job, workers: int) -> list[int]:
-    """Few workers show what many would send; two numbers of them, what depends on it."""
+    """The worlds to record. A small one sends what a large one would; two show what scales with its size."""
     if workers <= _SMALL:
         return [workers]
     found: list[int] = []
@@ -144,14 +159,14 @@ def _worlds(build: Build, job: Job, workers: int) -> list[int]:
                 _made(build, job, size, 8)
                 found.append(size)
             except ValueError:
-                continue  # such as groups that do not fit
+                continue  # for example, groups that do not divide it
     return found if len(found) == 2 else [workers]
 
 
 def _made(
     build: Build, job: Job, size: int, width: int, *, whole: bool = False
 ) -> tuple[Synchronizer, RecordingComm, nn.Module]:
-    """Unless it is to be whole, without what parts do that wait for nobody."""
+    """Build the method. Unless `whole`, wait-free parts are replaced by parts that do nothing."""
     comm = RecordingComm(size)
     model = ProxyModel(job, width)
     sync = build(model, local_optimizer(job, model), group=comm)
@@ -185,7 +200,7 @@ def _watch(build: Build, job: Job, size: int, width: int) -> _Watch:
 
 
 def _waitfree_copies(build: Build, job: Job, size: int, width: int) -> float:
-    """Copies of the model in what parts hold that wait for nobody."""
+    """Copies of the model that wait-free parts keep."""
     sync = _made(build, job, size, width, whole=True)[0]
     for part in sync.parts:
         if isinstance(part, Waitfree) and part.active:
@@ -197,7 +212,7 @@ def _waitfree_copies(build: Build, job: Job, size: int, width: int) -> float:
 def _watch_others(
     build: Build, job: Job, size: int, width: int
 ) -> tuple[list[list[Event]], list[int], list[Event], float]:
-    """Every step of a method whose exchanges never meet, until the other parts repeat themselves."""
+    """Record every step with all exchanges switched off, until the other parts repeat themselves."""
     sync, comm, _ = _made(build, job, size, width)
     reports: list[object] = []
     sync.on_report = reports.append
@@ -227,21 +242,21 @@ def _watch_others(
 
 
 def _steps_to_observe(part: Part) -> int:
-    """Return how many steps show everything the part ever does; every other push takes the same channel."""
+    """How many steps show everything the part ever does: alternate pushes use the same connections."""
     return part.warmup + 5 * part.every + part.in_flight if isinstance(part, PushPull) else 0
 
 
 def _split_finish(events: list[Event]) -> tuple[list[Event], list[Event]]:
-    """Return the headers that begin finish(), and all that follows. The last word is a checksum."""
+    """The headers that begin finish(), and all that follows. The last word is a checksum."""
     headers = [event.number for event in events if isinstance(event, Sent) and event.control][:-1]
-    known = [event for event in events if not isinstance(event, Computed)]
+    known = [event for event in events if not isinstance(event, Computed | Repeated)]
     return [e for e in known if e.number in headers], [e for e in known if e.number not in headers]
 
 
 def _watch_round(
     part: Exchange, comm: RecordingComm, sync: Synchronizer
 ) -> tuple[dict[str, list[Event]], float]:
-    """Its second round: the first may create what later ones have. None is in the air when it begins."""
+    """Record the second round: the first one may create state. No round is in the air when it begins."""
     told: dict[str, list[Event]] = {}
     held, clock = 0.0, Clock(step=1, round=0, lr=1e-3)
     part.observe(1.0)

@@ -9,11 +9,11 @@ from torch import nn
 
 from offbeat.plan.job import Job
 
-WIDTHS = (64, 128, 192)  # bytes are quadratic in the width, so three sizes tell those of any
+WIDTHS = (64, 128, 192)  # bytes are quadratic in the width, so three widths give any other
 
 
 class ProxyModel(nn.Module):
-    """Equal square layers, in the dtype of the job, with a gradient on every weight."""
+    """Equal square layers in the dtype of the job. Every weight has a gradient."""
 
     def __init__(self, job: Job, width: int) -> None:
         super().__init__()
@@ -26,7 +26,7 @@ class ProxyModel(nn.Module):
 
 
 def real_width(job: Job) -> float:
-    """The width at which the stand-in would have as many parameters as the job."""
+    """The width at which the proxy model has as many parameters as the job."""
     return math.sqrt(job.parameters / job.layers)
 
 

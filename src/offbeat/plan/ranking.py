@@ -1,4 +1,4 @@
-"""Methods side by side: which is fastest, and why."""
+"""Compare methods: which is fastest, and why."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from offbeat.plan.job import Cluster, Job
 from offbeat.plan.prediction import Prediction, predict
 
 _DDP = "ddp()"
-_SLACK = 1.05  # as fast, for what break-even is concerned
-_LITTLE = 0.1  # of the run, to win
+_SLACK = 1.05  # counts as equally fast for the break-even bandwidth
+_LITTLE = 0.1  # a share of the run too small to be worth saving
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Predictions, the fastest first, and in one sentence why it is."""
+    """Predictions, fastest first, and one sentence on why the first wins."""
 
     job: Job
     cluster: Cluster
@@ -25,7 +25,7 @@ class Plan:
 
 
 def plan(methods: Sequence[str], job: Job, cluster: Cluster) -> Plan:
-    """Predict what each method takes, and rank them.
+    """Predict the time of each method, and rank them.
 
     job = Job(steps=10_000, parameters=124_000_000)
     cluster = Cluster(8, Jittered(0.5), Network(latency=0.01, bandwidth=1.25e8))
@@ -33,13 +33,13 @@ def plan(methods: Sequence[str], job: Job, cluster: Cluster) -> Plan:
     """
     if not methods:
         raise ValueError("plan(methods=[]): at least one method is needed.")
-    found = {expression: predict(expression, job, cluster) for expression in dict.fromkeys(methods)}
-    ddp = next((p for p in found.values() if p.method == _DDP), None) or predict(_DDP, job, cluster)
-    ranked = sorted((_compared(p, ddp) for p in found.values()), key=lambda p: p.seconds)
-    return Plan(job, cluster, tuple(ranked), _why(ranked, _compared(ddp, ddp)))
+    predicted = {expression: predict(expression, job, cluster) for expression in dict.fromkeys(methods)}
+    ddp = next((p for p in predicted.values() if p.method == _DDP), None) or predict(_DDP, job, cluster)
+    ranked = sorted((_compare(p, ddp) for p in predicted.values()), key=lambda p: p.seconds)
+    return Plan(job, cluster, tuple(ranked), _why(ranked, _compare(ddp, ddp)))
 
 
-def _compared(prediction: Prediction, ddp: Prediction) -> Prediction:
+def _compare(prediction: Prediction, ddp: Prediction) -> Prediction:
     if prediction.method == ddp.method or not prediction.curve:
         return prediction
     gain = [(b, theirs / ours) for (b, ours), (_, theirs) in zip(prediction.curve, ddp.curve, strict=True)]
@@ -51,9 +51,9 @@ def _compared(prediction: Prediction, ddp: Prediction) -> Prediction:
 
 
 def crossing(curve: Sequence[tuple[float, float]], level: float) -> float | None:
-    """Where a falling curve over bandwidth reaches a level; time goes with the inverse of bandwidth.
+    """The bandwidth at which a falling curve reaches a level; time goes with the inverse of bandwidth.
 
-    None where it is not seen to: above it to the end, or below it from the beginning.
+    None if it is above the level to the end, or below it from the beginning.
     """
     for (left, above), (right, below) in pairwise(curve):
         if above > level >= below:
@@ -73,21 +73,21 @@ def _why(ranked: Sequence[Prediction], ddp: Prediction) -> str:
 
 
 def _why_equal(best: Prediction, ddp: Prediction) -> str:
-    """Whether there is nothing to win, or nothing here that wins it."""
+    """Say whether nothing can be saved, or none of these methods saves it."""
     idle = (ddp.exposed + ddp.waiting) / ddp.seconds
     if idle < _LITTLE:
         return (
             f"{best.method} is as good as any: ddp() waits for messages in only "
-            f"{ddp.exposed / ddp.seconds:.0%} of the run, so there is little to win by communicating seldom."
+            f"{ddp.exposed / ddp.seconds:.0%} of the run, so communicating less often saves little."
         )
     return (
         f"{best.method} is as good as any of these, but ddp() waits for messages or slower workers in "
-        f"{idle:.0%} of the run: a method that communicates more seldom may win some of it."
+        f"{idle:.0%} of the run: a method that communicates less often may save some of it."
     )
 
 
 def _reason(best: Prediction, ddp: Prediction) -> str:
-    """Where most of the difference lies."""
+    """Say where most of the difference comes from."""
     messages, slower = ddp.exposed - best.exposed, ddp.waiting - best.waiting
     if slower > messages:
         return (

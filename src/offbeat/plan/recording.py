@@ -53,7 +53,15 @@ class Beside:
     events: tuple[Event, ...]
 
 
-Event = Sent | Waited | Computed | Beside
+@dataclass(frozen=True)
+class Repeated:
+    """The same events several times in a row, such as messages that pass round a ring."""
+
+    times: int
+    events: tuple[Event, ...]
+
+
+Event = Sent | Waited | Computed | Beside | Repeated
 
 
 def sent_in(events: Sequence[Event]) -> list[Sent]:
@@ -62,7 +70,7 @@ def sent_in(events: Sequence[Event]) -> list[Sent]:
     for event in events:
         if isinstance(event, Sent):
             found.append(event)
-        elif isinstance(event, Beside):
+        elif isinstance(event, Beside | Repeated):
             found += sent_in(event.events)
     return found
 

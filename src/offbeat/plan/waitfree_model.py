@@ -1,4 +1,4 @@
-"""Rounds that wait for nobody: the first to come calls all, and who is late finds them held."""
+"""Timing model of wait-free rounds: the first worker to arrive starts one; late workers find it finished."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from offbeat.simulate import Compute
 from offbeat.waitfree import EagerGradients
 from offbeat.waitfree.base import REMEMBERED, Waitfree, allowance
 
-_CYCLE = 8  # rounds whose groups are looked at
+_CYCLE = 8  # rounds with groups of their own
 
 
 class NullPart(Part):
-    """In place of a part that is not to be watched."""
+    """Replaces a part that is modelled, not recorded."""
 
     def __init__(self, part: Part) -> None:
         self.model, self.peers = part.model, part.peers
@@ -32,7 +32,7 @@ class NullPart(Part):
 
 @dataclass(frozen=True)
 class WaitfreeModel:
-    """A part whose rounds, one after every step, are held by sidecars."""
+    """A part whose rounds, one after every step, are run by sidecars."""
 
     part: Waitfree
     size: Size  # bytes of a message
@@ -60,14 +60,14 @@ class WaitfreeModel:
         return self.part.active and (self.part.sidecars or not self.blocking(round))
 
     def patience(self, awake: Tensor, resumed: Tensor, compute: Compute) -> Tensor:
-        """Until when sidecars that were called at `awake` wait for workers that began at `resumed`."""
+        """Until when sidecars called at `awake` wait for workers whose step began at `resumed`."""
         if self.part.grace is not None:
             return awake + self.part.grace
         overdue = resumed + _allowances(compute, resumed.shape[-1])
         return torch.where(resumed <= awake, torch.maximum(awake, overdue), awake)
 
     def initiator(self, round: int) -> int | None:
-        """The worker whose arrival calls; None: the first one's does."""
+        """The worker whose arrival starts the round; None for the first to arrive."""
         if isinstance(self.part, EagerGradients) and self.part.activation == "majority":
             return whole(self.part.seed, round, "initiator") % self.part.peers.everyone.size
         return None
@@ -75,6 +75,6 @@ class WaitfreeModel:
 
 @lru_cache
 def _allowances(compute: Compute, workers: int) -> Tensor:
-    """What a step of every worker may take before it is overdue."""
+    """How long a step of each worker may take before it is overdue."""
     times = compute.seconds(torch.arange(workers)[:, None], torch.arange(REMEMBERED)[None, :])
     return torch.tensor([allowance(row) for row in times.tolist()], dtype=torch.float64)

@@ -108,10 +108,14 @@ class Network:
 
     def delay(self, kind: str, members: Sequence[int]) -> float:
         """The sum of the latencies of one collective."""
+        return self.delay_of(kind, self.counts(members))
+
+    def delay_of(self, kind: str, counts: list[int]) -> float:
+        """The sum of the latencies of one collective, from `counts` of its members."""
         latencies = [self.latency, *(level.latency for level in self.levels)]
-        if not any(latencies):
+        if counts[0] == 1 or not any(latencies):
             return 0.0
-        paid = hops(self.reduce, kind, self.counts(members))
+        paid = hops(self.reduce, kind, counts)
         return sum(times * latency for times, latency in zip(paid, latencies, strict=True) if times)
 
     def busy(self, kind: str, members: Sequence[int], given: int) -> dict[Link, float]:
