@@ -55,7 +55,7 @@ def checksum(tensors: Sequence[Tensor]) -> int:
     are read in pieces: the only extra memory is that of one piece.
     """
     factors: dict[torch.device, Tensor] = {}
-    longest = min(_PIECE, max((tensor.numel() for tensor in tensors), default=0))
+    longest = min(_PIECE, max((local(tensor).numel() for tensor in tensors), default=0))
     total = 0
     for tensor in tensors:
         flat = local(tensor).contiguous().view(-1)
