@@ -258,11 +258,12 @@ def saved(comm: offbeat.Communicator) -> list[str]:
     sync = offbeat.wagma(net, opt, every=3, group=comm)
     for _ in range(6):
         sync.step()
-    state = sync.state_dict()
+    state, weights = sync.state_dict(), {name: t.clone() for name, t in net.state_dict().items()}
     again = offbeat.wagma(net, opt, every=3, group=comm)
     again.load_state_dict(state)
     for _ in range(3):
         again.step()
+    net.load_state_dict(weights)  # a late worker's mean may have rounded them
     again.load_state_dict(state)  # while its threads run
     for _ in range(4):
         again.step()
