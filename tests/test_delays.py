@@ -397,13 +397,11 @@ class Watched:
         self.seen: dict[str, list[int]] = {"begin": [], "advance": [], "land": []}
         for what in ("begin", "land"):
             setattr(self.part, what, functools.partial(self._note, what, getattr(self.part, what)))
+        self.part.advance = lambda: self.seen["advance"].append(self.walk.sync.steps)
 
     def _note(self, what: str, act: Callable[..., None], clock: Clock, *args: Any) -> None:
         self.seen[what].append(clock.step)
         act(clock, *args)
-        if what == "begin":
-            assert self.part._flight is not None
-            vars(self.part._flight)["advance"] = lambda: self.seen["advance"].append(self.walk.sync.steps)
 
     def go(self, steps: int) -> list[float]:
         trace = []

@@ -748,8 +748,8 @@ def test_forgotten_finish_is_no_deadlock() -> None:
 @pytest.mark.parametrize(
     ("expression", "sentence"),
     [
-        ("wagma(group_size=0)", "group_size=0: a number of workers, 1 or more, is needed."),
-        ("wagma(group_size=2.0)", "group_size=2.0: a number of workers, 1 or more, is needed."),
+        ("wagma(group_size=0)", "group_size=0: group_size must be a whole number, at least 1."),
+        ("wagma(group_size=2.0)", "group_size=2.0: group_size must be a whole number, at least 1."),
         ("wagma(every=0)", "steps must be at least 1"),
         ("wagma(grace=-1)", "grace=-1: seconds, 0 or more, or None are needed."),
         ("wagma(late='drop')", 'late=\'drop\': choose one of "join", "add".'),

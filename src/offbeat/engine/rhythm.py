@@ -45,7 +45,8 @@ class Rhythm:
     def plan(self, clock: Clock) -> None:
         """Before a step, if no round is planned: ask the schedule for the next one."""
         self.planned = self.when.next(replace(clock, round=self.round), self.memory)
-        assert self.planned is None or self.planned > clock.step, f"{self.when!r} plans step {self.planned}"
+        past = self.planned is not None and self.planned <= clock.step
+        assert not past, f"{self.when!r} plans step {self.planned} after step {clock.step}"
 
     def acts(self, step: int) -> list[Act]:
         """What happens after this step, in order."""
