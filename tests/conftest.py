@@ -30,6 +30,12 @@ def processes() -> Any:
     return context
 
 
+@pytest.fixture(autouse=True)
+def any_width(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tables have their own width, whatever that of the terminal is: pytest-xdist sets one for its workers."""
+    monkeypatch.delenv("COLUMNS", raising=False)
+
+
 class Pool:
     """Four gloo processes that run functions of a communicator."""
 

@@ -186,8 +186,8 @@ BAD: list[tuple[str, Callable[..., Any], dict[str, Any], type[Exception], str]] 
         build,
         {"method": "streaming_diloco", "every": offbeat.QSR(0.5), "fragments": 1},
         TypeError,
-        "every=QSR(alpha=0.5, base=4, warmup=0, peak=None, total=None, power=2.0): fragments take turns within "
-        "a fixed period; give a number.",
+        "every=QSR(alpha=0.5, base=4, warmup=0, peak=None, total=None, power=2.0): fragments take turns "
+        "within a fixed period; give a number.",
     ),
     (
         "no optimizer",
