@@ -32,7 +32,7 @@ def processes() -> Any:
 
 @pytest.fixture(autouse=True)
 def any_width(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tables have their own width, whatever that of the terminal is: pytest-xdist sets one for its workers."""
+    """Tables have their own width: pytest-xdist sets that of a terminal for its workers."""
     monkeypatch.delenv("COLUMNS", raising=False)
 
 
