@@ -28,7 +28,7 @@ from offbeat.server.stability import stable_product
 
 
 class Vector(nn.Module):
-    """So many weights, each pulled to where a worker wants it at a step, with curvature h."""
+    """Parameters of the given sizes. Each worker pulls them to its own target, with curvature h."""
 
     def __init__(self, *sizes: int, h: float = 1.0) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ def part_of(sync: offbeat.Synchronizer) -> PushPull:
 
 
 # By hand: 2 workers with slopes 1 and 3, lr 1/2, momentum 1/2, k = 2, two steps of warm-up, alpha 2, beta
-# 1/2. v ← v/2 + 2, W ← W − v/2; the pull asked for after a step is used by the next.
+# 1/2. v ← v/2 + 2, W ← W − v/2; a pull requested after a step lands in the next.
 # After each step: base of rank 0 and 1, pulled weights, Λ, server's weights and momentum.
 TRACE = [
     (-1.0, -1.0, -1.0, 0.5, -1.0, 2.0),
@@ -97,7 +97,7 @@ def test_a_trace_worked_by_hand() -> None:
 
 
 class Reference:
-    """The whole method in NumPy: one server that is not cut into slices, and all workers."""
+    """The whole method in NumPy: one unsharded server and all workers."""
 
     def __init__(
         self, workers: int, sizes: Sequence[int], k: int, warmup: int, rule: str, momentum: float
@@ -162,7 +162,7 @@ RULES = {"glu": GLU(), "plain": LocalStep(), "compensated": Compensated(0.25)}
 def test_slices_equal_an_unsharded_server(
     workers: int, k: int, warmup: int, rule: str, momentum: float, nesterov: bool
 ) -> None:
-    """Seven weights in two groups, a rate that falls, vanishes and comes back, and weight decay."""
+    """Seven weights in two groups, a learning rate that falls to 0 and rises again, and weight decay."""
     sizes, decays, steps = (4, 3), (0.1, 0.0), 14
     rates = [(0.0 if t in (5, 6, 7, 8, 9) else 0.1 * 0.9**t) for t in range(steps)]
 
@@ -214,7 +214,7 @@ def live(model: Vector) -> np.ndarray:
 
 @pytest.mark.parametrize("server", [torch.optim.AdamW, functools.partial(torch.optim.Adam, amsgrad=True)])
 def test_another_servers_optimizer_follows_the_users(server: Callable[..., Any]) -> None:
-    """In the warm-up it is the user's own optimizer on mean gradients: betas, rate and decay are theirs."""
+    """In the warm-up it steps like the user's own optimizer on mean gradients, with its options."""
     kind = server if isinstance(server, type) else server.func
 
     def worker(comm: Communicator, method: str, **options: Any) -> np.ndarray:
@@ -279,7 +279,7 @@ def with_a_closure(sync: offbeat.Synchronizer, optimizer: Any, model: Vector, st
 
 
 @pytest.mark.parametrize("local", [by_a_framework, zeroing_inside, with_a_closure])
-def test_whoever_steps_it_is_the_same(local: Callable[..., Any]) -> None:
+def test_it_does_not_matter_who_steps_the_optimizer(local: Callable[..., Any]) -> None:
     expression = "ssd_sgd(every=2, warmup=2)"
     ours, plain = (simulate(lambda comm, f=f: after_steps(comm, f, expression), 2) for f in (local, plainly))
     np.testing.assert_array_equal(ours, plain)
@@ -307,7 +307,7 @@ def test_clipping_happens_before_the_push() -> None:
 
 
 def test_a_step_that_amp_skipped_pushes_zeros() -> None:
-    """An overflow on rank 1 at steps 1 and 4: its gradient counts as zero there, and scalers are its own."""
+    """Rank 1 overflows at steps 1 and 4, where its gradient counts as zero. Each rank has its own scaler."""
 
     def worker(comm: Communicator, amp: bool) -> list[np.ndarray]:
         scaler = torch.amp.GradScaler("cpu", init_scale=16.0)
@@ -353,7 +353,7 @@ def test_a_missing_gradient_counts_as_zero_and_a_sparse_one_is_refused() -> None
         sync.step()
 
 
-def test_only_what_the_optimizer_holds_moves() -> None:
+def test_only_parameters_of_the_optimizer_move() -> None:
     def worker(comm: Communicator) -> list[float]:
         model = Vector(2, 3)
         sync = offbeat.ssd_sgd(
@@ -369,7 +369,7 @@ def test_only_what_the_optimizer_holds_moves() -> None:
 
 
 def test_two_optimizers() -> None:
-    """The rates of each are those of its own weights."""
+    """Each one's learning rate applies to its own weights."""
 
     def worker(comm: Communicator) -> list[float]:
         model = Vector(1, 2)
@@ -390,7 +390,7 @@ def test_two_optimizers() -> None:
     ("workers", "n", "every"), [(2, 10, 1), (4, 40, 5), (4, 37, 2), (3, 7, 4), (1, 5, 2)]
 )
 def test_bytes(workers: int, n: int, every: int) -> None:
-    """(1 + 1/k)·n·(K−1)/K values per step and worker, n padded, and 64 bytes of header to each other one."""
+    """(1 + 1/k)·n·(K−1)/K values per step and worker, n padded, and a 64-byte header to each other worker."""
     warmup, steps = 2, 2 + 3 * every
     padded = -(-n // workers) * workers
 
@@ -449,7 +449,7 @@ def test_a_fast_network_costs_no_time_at_all() -> None:
 
 
 def test_a_step_takes_the_longer_of_computing_and_pushing() -> None:
-    """Pushes of 1.5 behind computations of 1: the next push leaves when the one before has arrived."""
+    """Pushes of 1.5 behind computations of 1: the next push leaves when the previous one has arrived."""
     for in_flight in (1, 2, 3):
         ends = seconds_of_steps(compute=1.0, push=1.5, every=100, steps=8, in_flight=in_flight)
         assert ends[7] - ends[6] == pytest.approx(1.5, rel=1e-2)  # the first ones are not held back
@@ -458,8 +458,8 @@ def test_a_step_takes_the_longer_of_computing_and_pushing() -> None:
     )
 
 
-def test_a_pull_is_asked_for_when_the_push_before_it_arrives() -> None:
-    """Not when the worker comes by: after 0.75 + 0.75 the weights are there, half a step late."""
+def test_a_pull_starts_when_the_push_before_it_arrives() -> None:
+    """It does not wait for the worker: after 0.75 + 0.75 the weights are there, half a step late."""
     ends = seconds_of_steps(compute=1.0, push=0.75, every=4, steps=8)
     assert ends == pytest.approx([1.0, 2.0, 3.0, 4.0, 5.5, 6.5, 7.5, 8.5], rel=1e-3)
 
@@ -473,7 +473,7 @@ def test_a_slow_network_holds_the_worker_back(in_flight: int) -> None:
     assert ends == pytest.approx(expected, rel=1e-2)  # and the header, 0.4 % of a message
 
 
-def test_averaged_asks_the_server_only_without_a_pull_in_the_air() -> None:
+def test_averaged_asks_the_server_only_without_a_pull_in_flight() -> None:
     def worker(comm: Communicator) -> None:
         meter = offbeat.Metered(comm)
         model = Vector(4)
@@ -485,7 +485,7 @@ def test_averaged_asks_the_server_only_without_a_pull_in_the_air() -> None:
             slope(model, comm.rank)
             sync.step()
             before = snapshot(model)
-            part.slots.drain()
+            part._drain()
             sent = meter.sent
             with (
                 patch.object(part._transport, "fetch", wraps=part._transport.fetch) as fetch,
@@ -526,7 +526,7 @@ def saved_in_flight(comm: Communicator, cut: int) -> list[dict[str, Tensor]]:
     return [*trace, snapshot(model)]
 
 
-def test_resumed_processes_go_on_to_the_bit(pool: Pool) -> None:
+def test_resumed_processes_continue_bit_identically(pool: Pool) -> None:
     expected = pool.run(train_whole)
     for cut in (2, 4, 5):  # with pushes in the air, with a pull too, and one step later
         for a, b in zip(pool.run(saved_in_flight, cut), expected, strict=True):
@@ -538,7 +538,7 @@ def train_whole(comm: Communicator) -> list[dict[str, Tensor]]:
 
 
 def two_models(comm: Communicator) -> list[list[np.ndarray]]:
-    """Two servers among the same workers, each with its own task_queue."""
+    """Two servers among the same workers, each with its own task queues."""
     models = [Vector(5), Vector(5)]
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.25, momentum=0.5) for m in models]
     syncs = [
@@ -574,7 +574,7 @@ def one_fails(comm: Communicator) -> None:
             sync.step()
 
 
-def test_who_waits_for_a_lost_worker_learns_of_it(pool: Pool) -> None:
+def test_workers_that_wait_for_a_lost_one_are_told(pool: Pool) -> None:
     answers = pool.attempt(one_fails)
     assert isinstance(answers[2], KeyError)
     for rank in (0, 1, 3):
@@ -583,7 +583,7 @@ def test_who_waits_for_a_lost_worker_learns_of_it(pool: Pool) -> None:
 
 
 class Ending:
-    """A message that ends, well or not, at the very moment at which a slice of waiting is over."""
+    """A message that succeeds or fails exactly when one slice of waiting ends."""
 
     def __init__(self, fails: bool) -> None:
         self.waits, self.fails = 0, fails
@@ -610,7 +610,7 @@ def test_a_message_that_ends_with_a_slice_of_waiting_has_arrived() -> None:
 
 
 class Order:
-    """Jobs that note when they are done."""
+    """Jobs that record when they are done."""
 
     def __init__(self, task_queue: offbeat.comm.background.TaskQueue) -> None:
         self.task_queue, self.done = task_queue, []
@@ -626,7 +626,7 @@ class Order:
 
 
 @pytest.mark.parametrize("kind", ["thread", "world of one", "simulation"])
-def test_a_courier_keeps_the_order_and_stops_at_trouble(kind: str) -> None:
+def test_a_task_queue_keeps_the_order_and_stops_at_an_error(kind: str) -> None:
     def worker(comm: Communicator) -> None:
         task_queue = offbeat.comm.background.ThreadQueue() if kind == "thread" else comm.worker.task_queue()
         order = Order(task_queue)
@@ -698,7 +698,7 @@ def test_another_learning_rate() -> None:
         simulate(worker, 2)
 
 
-def test_one_worker_looks_while_another_steps() -> None:
+def test_one_worker_evaluates_while_another_steps() -> None:
     def worker(comm: Communicator) -> None:
         model = Vector(5)
         sync = offbeat.ssd_sgd(model, torch.optim.SGD(model.parameters(), lr=0.25), warmup=1, group=comm)
@@ -743,17 +743,17 @@ REGION = [
 
 
 @pytest.mark.parametrize(("every", "momentum", "alpha", "beta"), REGION)
-def test_it_warns_once_outside_of_the_stable_region_and_never_inside(
+def test_it_warns_once_outside_the_stable_region_and_never_inside(
     every: int, momentum: float, alpha: float, beta: float
 ) -> None:
     limit = stable_product(every, momentum, alpha, beta)
     assert descend(0.9 * limit, every, momentum, alpha, beta) == []
-    told = descend(1.5 * limit, every, momentum, alpha, beta)
-    assert len(told) == 1
-    assert told[0].startswith(f"PushPull(every={every}) at step ")
-    measured = f"times the curvature of the loss, about 2, is {1.5 * limit:.2g}, and with every={every} "
-    assert f"lr={0.75 * limit:g} {measured}" in told[0]
-    assert told[0].endswith(f"stable only below {limit:.2g}: lower the learning rate or every.")
+    warned = descend(1.5 * limit, every, momentum, alpha, beta)
+    assert len(warned) == 1
+    assert warned[0].startswith(f"PushPull(every={every}) at step ")
+    measured = f"times the curvature of the loss, about 2, is {1.5 * limit:.2g}, but every={every} "
+    assert f"lr={0.75 * limit:g} {measured}" in warned[0]
+    assert warned[0].endswith(f"is stable only below {limit:.2g}: lower the learning rate or every.")
 
 
 def test_the_stable_region_of_synchronous_sgd_is_known() -> None:
@@ -768,35 +768,40 @@ def test_the_stable_region_of_synchronous_sgd_is_known() -> None:
 
 
 BAD: list[tuple[str, dict[str, Any], type[Exception], str]] = [
-    ("ssd_sgd", {"every": 0}, ValueError, "PushPull(every=0): a whole number, 1 or more, is needed."),
-    ("ssd_sgd", {"every": 2.0}, ValueError, "PushPull(every=2.0): a whole number, 1 or more, is needed."),
-    ("od_sgd", {"warmup": -1}, ValueError, "PushPull(warmup=-1): a whole number, 0 or more, is needed."),
-    ("od_sgd", {"in_flight": 0}, ValueError, "PushPull(in_flight=0): a whole number, 1 or more, is needed."),
+    ("ssd_sgd", {"every": 0}, ValueError, "PushPull(every=0): every must be a whole number, at least 1."),
+    ("ssd_sgd", {"every": 2.0}, ValueError, "PushPull(every=2.0): every must be a whole number, at least 1."),
+    ("od_sgd", {"warmup": -1}, ValueError, "PushPull(warmup=-1): warmup must be a whole number, at least 0."),
+    (
+        "od_sgd",
+        {"in_flight": 0},
+        ValueError,
+        "PushPull(in_flight=0): in_flight must be a whole number, at least 1.",
+    ),
     (
         "ssd_sgd",
         {"alpha": -1.0},
         ValueError,
-        "GLU(alpha=-1.0, beta=0.5, lr=None): alpha must be a number, 0 or more.",
+        "GLU(alpha=-1.0, beta=0.5, lr=None): alpha must be a finite number, at least 0.",
     ),
     (
         "ssd_sgd",
         {"local_lr": float("nan")},
         ValueError,
-        "GLU(alpha=2.0, beta=0.5, lr=nan): lr must be a number, 0 or more, or None for the optimizer's.",
+        "GLU(alpha=2.0, beta=0.5, lr=nan): lr must be a finite number, at least 0, or None.",
     ),
-    ("od_sgd", {"lam": -0.5}, ValueError, "Compensated(lam=-0.5): lam must be a number, 0 or more."),
+    ("od_sgd", {"lam": -0.5}, ValueError, "Compensated(lam=-0.5): lam must be a finite number, at least 0."),
     (
         "od_sgd",
         {"server": 3},
         TypeError,
-        "server=3: what makes an optimizer is needed, such as torch.optim.Adam.",
+        "server=3: pass a function that makes an optimizer, such as torch.optim.Adam.",
     ),
     (
         "od_sgd",
         {"server": torch.optim.SGD([torch.zeros(1)])},
         TypeError,
-        "server=SGD(...): this optimizer is already bound to parameters: "
-        "pass what makes one, such as torch.optim.Adam.",
+        "server=SGD(...): this optimizer already has parameters: pass a function that makes one, such as "
+        "torch.optim.Adam.",
     ),
 ]
 
@@ -809,7 +814,7 @@ def test_bad_arguments(method: str, options: dict[str, Any], kind: type[Exceptio
 
 
 @pytest.mark.parametrize("server", [torch.optim.Adafactor, torch.optim.LBFGS, torch.optim.SparseAdam])
-def test_a_server_that_cannot_be_cut_is_refused(server: Any) -> None:
+def test_a_server_that_cannot_be_sharded_is_refused(server: Any) -> None:
     model = Vector(2)
     with pytest.raises(ValueError, match="it does not step the pieces of a tensor as it steps the whole"):
         offbeat.od_sgd(model, torch.optim.SGD(model.parameters(), lr=0.1), server=server)
@@ -820,21 +825,21 @@ def test_a_server_that_cannot_be_cut_is_refused(server: Any) -> None:
     [
         (
             functools.partial(torch.optim.AdamW, lr=0.1),
-            "The optimizer is AdamW: by itself the server steps as torch.optim.SGD without dampening does; "
+            "The optimizer is AdamW, but by default the server steps like torch.optim.SGD without dampening: "
             "for another rule, such as this one, pass server=torch.optim.AdamW.",
         ),
         (
             functools.partial(torch.optim.SGD, lr=0.1, momentum=0.5, dampening=0.5),
-            "The optimizer is SGD(dampening=0.5): by itself the server steps as torch.optim.SGD without "
-            "dampening does; for another rule, such as this one, pass server=torch.optim.SGD.",
+            "The optimizer is SGD(dampening=0.5), but by default the server steps like torch.optim.SGD "
+            "without dampening: for another rule, such as this one, pass server=torch.optim.SGD.",
         ),
         (
             functools.partial(torch.optim.SGD, lr=0.1, maximize=True),
-            "SGD(maximize=True): a server descends: negate the loss instead.",
+            "SGD(maximize=True): a server only minimizes: negate the loss instead.",
         ),
         (
             functools.partial(torch.optim.SGD, lr=0.1, fused=True),
-            "SGD(fused=True): its gradients stay scaled by AMP: build it without fused.",
+            "SGD(fused=True): AMP would leave its gradients scaled: build it unfused.",
         ),
     ],
 )
@@ -844,8 +849,8 @@ def test_optimizers_that_do_not_fit(optimizer: Any, sentence: str) -> None:
         offbeat.ssd_sgd(model, optimizer(model.parameters()))
 
 
-def test_a_rule_that_is_none() -> None:
-    sentence = "PushPull(local=2): a rule is needed, such as GLU(alpha=2.0, beta=0.5)."
+def test_local_must_be_a_rule() -> None:
+    sentence = "PushPull(local=2): local must be a rule, such as GLU(alpha=2.0, beta=0.5)."
     with says(TypeError, sentence):
         PushPull(offbeat.params(Vector(2)), every=2, local=2)
 
@@ -880,16 +885,16 @@ def test_a_server_keeps_its_own_kind_of_weight_decay() -> None:
     assert same(*ends)
 
 
-def test_after_an_error_the_courier_is_gone_and_steps_are_refused() -> None:
+def test_after_an_error_the_task_queue_is_gone_and_steps_are_refused() -> None:
     model = Vector(4)
     sync = offbeat.ssd_sgd(model, torch.optim.SGD(model.parameters(), lr=0.1), group=Solo())
     with pytest.raises(ZeroDivisionError), sync:
         raise ZeroDivisionError
-    with says(RuntimeError, "step(): this run was ended by an error; make a new synchronizer to go on."):
+    with says(RuntimeError, "step(): an error has ended this run; make a new synchronizer to continue."):
         sync.step()
 
 
-def test_a_push_is_under_way_before_a_pull_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_push_is_sent_before_a_pull_is_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
     order = []
     for name in ("_push", "_land"):
         act = getattr(offbeat.PushPull, name)

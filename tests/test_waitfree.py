@@ -1,4 +1,4 @@
-"""Rounds that wait for nobody, in virtual time: who is late, what becomes of it, and what always holds."""
+"""Wait-free rounds in virtual time: who is late, what happens to late steps, and what always holds."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ from offbeat.waitfree.rounds import Rounds
 Compute = Callable[[int, int], float]
 
 
-class Transport(nn.Module):
+class Line(nn.Module):
     """One number; a step of rank k adds 2k + 1."""
 
     def __init__(self) -> None:
@@ -63,7 +63,7 @@ def walk(
     """x on each rank after every step, and each rank's reports of group rounds."""
 
     def worker(comm: offbeat.Communicator) -> Any:
-        model = Transport()
+        model = Line()
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
         sync = offbeat.method(expression)(model, optimizer, group=comm)
         trace = []
@@ -81,7 +81,7 @@ def walk(
 
 
 def slow(rank: int, step: int, seconds: float) -> Compute:
-    """Everybody needs a second for a gradient, one of them once so many."""
+    """Each worker needs a second per gradient; one of them needs more once."""
     return lambda r, s: seconds if (r, s) == (rank, step) else 1.0
 
 
@@ -125,7 +125,7 @@ def test_a_late_worker_whose_steps_are_added_by_hand() -> None:
 
 @pytest.mark.parametrize("seed", range(8))
 def test_with_add_no_step_is_lost(seed: int) -> None:
-    """After a global round everybody is where all steps of all workers lead."""
+    """After a global round each worker holds the sum of all steps of all workers."""
     draw = random.Random(seed)
     workers, every = draw.randint(2, 7), draw.randint(2, 6)
     size, grace = draw.choice([None, 2, 3, workers]), draw.choice([None, 0.0, 0.5])
@@ -149,7 +149,7 @@ def test_after_a_global_round_a_late_worker_contributes_the_mean() -> None:
     assert kinds(reports[1]) == [("fresh", 0), ("late", 1)]
 
 
-def test_a_call_reaches_those_who_first_have_another_round_to_run() -> None:
+def test_a_call_reaches_workers_that_must_run_another_round_first() -> None:
     # Four workers in pairs: rounds 0, 1, 2 with partners rank ^ 1, rank ^ 2, rank ^ 1. Rank 3 needs 3.5 s.
     # 1.0  W' = 1, 3, 5; rank 3 contributes 0: ranks 0 and 1 have 2, rank 2 has 5/2.
     # 2.0  W' = 3, 5, 15/2: ranks 0 and 2 have 21/4; rank 1 with rank 3's 0 has 5/2.
@@ -203,7 +203,7 @@ def test_a_near_tie(grace: str, latency: float, kind: str, waited: float) -> Non
 
 
 def test_by_default_a_round_waits_until_a_worker_is_overdue() -> None:
-    """A tenth over the usual is awaited. Who came later than that is awaited again in the next round."""
+    """A tenth over the usual time is awaited. A later worker is awaited again in the next round."""
     for seconds, late in ((1.08, []), (1.2, [5])):
         _, reports = walk("wagma(group_size=2, every=10)", slow(1, 5, seconds), steps=9)
         assert [report.round for report in reports[1] if report.kind == "late"] == late
@@ -212,14 +212,14 @@ def test_by_default_a_round_waits_until_a_worker_is_overdue() -> None:
         assert waited == pytest.approx(expected)
 
 
-def test_what_is_usual_varies_as_steps_do_and_does_not_know_delays() -> None:
+def test_the_usual_time_follows_the_spread_of_steps_and_ignores_delays() -> None:
     assert allowance([2.0] * 5) == pytest.approx(2.2)
     assert allowance([1.0, 1.1, 1.2, 1.3, 1.4]) == pytest.approx(1.2 + 5 * 0.1)
     assert allowance([1.0, 1.0, 9.0, 1.0, 9.0, 1.0, 1.0]) == pytest.approx(1.1)
 
 
 def test_by_default_steps_that_vary_are_not_late() -> None:
-    """Steps deviate by a tenth; once that is known, nearly nobody is late, whom grace 0 would call so."""
+    """Steps vary by a tenth. Once that is known, almost no worker is late, unlike with grace 0."""
     compute = lambda rank, step: random.Random(f"{rank} {step}").gauss(1, 0.1)  # noqa: E731
 
     def late(expression: str) -> float:
@@ -231,7 +231,7 @@ def test_by_default_steps_that_vary_are_not_late() -> None:
     assert late("wagma(every=10, grace=0)") > 0.4
 
 
-def test_by_default_nobody_waits_for_a_worker_that_is_rounds_behind() -> None:
+def test_by_default_no_worker_waits_for_one_that_is_rounds_behind() -> None:
     _, reports = walk("wagma(group_size=2, every=10)", slow(1, 3, 5.0), steps=9)
     # Rank 0 waits a tenth in round 3, where rank 1 stays away, and not at all in those after it.
     assert [report.seconds_waited for report in reports[0]] == pytest.approx([0.0] * 3 + [0.1] + [0.0] * 5)
@@ -244,7 +244,7 @@ def test_by_default_a_worker_that_is_always_slower_is_awaited_which_costs_no_tim
     def seconds(expression: str) -> float:
         _, reports = walk(expression, compute, steps=8)
         if "grace" not in expression:
-            # In the first period it is rounds behind before anybody knows how long it takes.
+            # In the first period it is rounds behind before its usual time is known.
             assert [report.kind for report in reports[1]][3:] == ["fresh"] * 3
             assert [report.seconds_waited for report in reports[0]][3:] == [1.0] * 3
         return max(offbeat.simulate(lambda comm: last_moment(comm, expression), 2, compute=compute))
@@ -253,7 +253,7 @@ def test_by_default_a_worker_that_is_always_slower_is_awaited_which_costs_no_tim
 
 
 def last_moment(comm: offbeat.Communicator, expression: str) -> float:
-    model = Transport()
+    model = Line()
     sync = offbeat.method(expression)(model, torch.optim.SGD(model.parameters(), lr=1.0), group=comm)
     for _ in range(8):
         sync.step()
@@ -261,12 +261,12 @@ def last_moment(comm: offbeat.Communicator, expression: str) -> float:
 
 
 def test_a_straggler_costs_the_others_nothing_between_global_rounds() -> None:
-    """Each step another worker needs nine seconds: averaging waits for it every time, groups for the sum."""
+    """At each step another worker needs nine seconds. Averaging waits every time, groups once per period."""
     compute = lambda rank, step: 9.0 if step % 4 == rank else 1.0  # noqa: E731
 
     def seconds(expression: str) -> float:
         def worker(comm: offbeat.Communicator) -> float:
-            model = Transport()
+            model = Line()
             optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
             sync = offbeat.method(expression)(model, optimizer, group=comm)
             for _ in range(16):
@@ -295,7 +295,7 @@ def test_eager_sgd_by_hand() -> None:
 
 
 def test_majority_waits_for_a_worker_that_is_drawn() -> None:
-    """Alone or not, the first may have to wait for the one that was drawn; the one drawn waits for nobody."""
+    """The first worker may have to wait for the one that was drawn, which itself never waits."""
     compute = lambda rank, step: 1.0 + rank  # noqa: E731
     for seed in range(8):
         _, reports = walk(
@@ -308,11 +308,11 @@ def test_majority_waits_for_a_worker_that_is_drawn() -> None:
 
 
 def test_groups_mix() -> None:
-    """At rate 0, log K / log S rounds of a butterfly bring everybody the mean of all."""
+    """At rate 0, log K / log S rounds of a butterfly give each worker the mean of all."""
     for workers, size, rounds in ((4, 2, 2), (8, 2, 3), (16, 4, 2), (8, 8, 1), (64, 8, 2)):
 
         def worker(comm: offbeat.Communicator, size: int = size, rounds: int = rounds) -> float:
-            model = Transport()
+            model = Line()
             sync = offbeat.wagma(
                 model, torch.optim.SGD(model.parameters(), lr=0.0), group_size=size, every=99, group=comm
             )
@@ -338,7 +338,7 @@ def butterfly_by_hand(
     return x
 
 
-def test_nobody_late_is_the_butterfly_average_after_every_step() -> None:
+def test_without_late_workers_it_is_the_butterfly_average_after_every_step() -> None:
     target = torch.randn(4, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
     def worker(comm: offbeat.Communicator) -> Tensor:
@@ -360,7 +360,7 @@ def test_nobody_late_is_the_butterfly_average_after_every_step() -> None:
 
 
 def random_compute(seed: int, share: float = 0.3) -> Compute:
-    """Jitter, and now and then a long pause."""
+    """Jitter, and sometimes a long pause."""
 
     def compute(rank: int, step: int) -> float:
         draw = random.Random(f"{seed} {rank} {step}")
@@ -411,7 +411,7 @@ def conserved(
 ) -> tuple[list[tuple[float, float]], list[str]]:
     """All that was produced and all that was applied here, after every step; whole numbers, so exact. And
     how this worker came to its rounds."""
-    model = Transport()
+    model = Line()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     draw = random.Random(comm.rank)
     produced = applied = 0.0
@@ -433,7 +433,7 @@ def conserved(
     return trace, [report.kind for report in sync.reports if isinstance(report, GroupReport)]
 
 
-def test_gradients_nobody_ever_had_stay_none() -> None:
+def test_gradients_that_no_worker_ever_had_stay_none() -> None:
     def worker(comm: offbeat.Communicator) -> list[bool]:
         model = nn.ParameterDict({name: nn.Parameter(torch.ones(2)) for name in "abc"})
         sync = offbeat.eager_sgd(model, torch.optim.SGD(model.parameters(), lr=0.1), every=2, group=comm)
@@ -446,11 +446,11 @@ def test_gradients_nobody_ever_had_stay_none() -> None:
     assert offbeat.simulate(worker, 2) == [[False, False, True]] * 2
 
 
-def test_stragglers_are_visible_to_everybody() -> None:
+def test_stragglers_are_visible_to_all_workers() -> None:
     """Rank 2 needs twice as long as the others."""
 
     def worker(comm: offbeat.Communicator) -> Any:
-        model = Transport()
+        model = Line()
         sync = offbeat.wagma(model, torch.optim.SGD(model.parameters(), lr=1.0), every=8, grace=0, group=comm)
         assert sync.parts[1].attendance == []
         for _ in range(10):
@@ -490,11 +490,11 @@ def test_bytes_are_those_of_the_groups() -> None:
     ("expression", "check"), [("wagma(group_size=2, every=2)", 192), ("eager_sgd(every=2)", 0)]
 )
 def test_the_totals_include_messages_outside_the_rounds(expression: str, check: int) -> None:
-    """Eight numbers for each of the others: the roll, twice, and one word before the threads end. The first
-    global round of `wagma` also compares checksums."""
+    """Eight numbers for each other worker: the attendance, twice, and one message before the threads end. The
+    first global round of `wagma` also compares checksums."""
 
     def worker(comm: offbeat.Communicator) -> None:
-        model = Transport()
+        model = Line()
         sync = offbeat.method(expression)(model, torch.optim.SGD(model.parameters(), lr=1.0), group=comm)
         with sync.averaged():
             started = sync.totals.bytes_sent
@@ -515,7 +515,7 @@ def test_the_totals_include_messages_outside_the_rounds(expression: str, check: 
 
 def test_averaged_is_the_mean_of_all_in_the_middle_of_a_period() -> None:
     def worker(comm: offbeat.Communicator) -> tuple[float, float, float]:
-        model = Transport()
+        model = Line()
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
         sync = offbeat.wagma(model, optimizer, group_size=2, every=8, group=comm)
         for _ in range(3):
@@ -558,7 +558,7 @@ def test_finish_in_the_middle_of_a_period_leaves_all_equal() -> None:
     "expression",
     ["wagma(every=4, grace=0)", "wagma(every=4)", "wagma(every=4, late='add')", "eager_sgd(every=4)"],
 )
-def test_resuming_after_a_global_round_is_exact_also_among_the_late(expression: str) -> None:
+def test_resuming_after_a_global_round_is_exact_even_with_late_workers(expression: str) -> None:
     compute = random_compute(5)
 
     def whole(comm: offbeat.Communicator, cut: bool) -> list[dict[str, Tensor]]:
@@ -587,9 +587,9 @@ def test_resuming_after_a_global_round_is_exact_also_among_the_late(expression: 
         assert all(same(x, y) for x, y in zip(a, b, strict=True))
 
 
-def test_elsewhere_a_checkpoint_is_refused_and_the_run_goes_on() -> None:
+def test_elsewhere_a_checkpoint_is_refused_and_the_run_continues() -> None:
     def worker(comm: offbeat.Communicator) -> None:
-        model = Transport()
+        model = Line()
         with offbeat.wagma(model, torch.optim.SGD(model.parameters(), lr=1.0), every=4, group=comm) as sync:
             sync.state_dict()
             for step in range(1, 10):
@@ -610,7 +610,7 @@ def test_elsewhere_a_checkpoint_is_refused_and_the_run_goes_on() -> None:
 )
 def test_where_nothing_runs_beside_the_workers_any_step_can_be_saved(expression: str, workers: int) -> None:
     def worker(comm: offbeat.Communicator, cut: int | None) -> list[float]:
-        model = Transport()
+        model = Line()
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
         sync = offbeat.method(expression)(model, optimizer, group=comm)
         trace = []
@@ -634,7 +634,7 @@ def test_loading_into_a_running_synchronizer() -> None:
     """The old threads end, new ones begin at the step that was loaded."""
 
     def worker(comm: offbeat.Communicator) -> list[float]:
-        model = Transport()
+        model = Line()
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
         sync = offbeat.wagma(model, optimizer, every=2, group=comm)
         trace = []
@@ -660,7 +660,7 @@ def test_loading_into_a_running_synchronizer() -> None:
 # Errors
 
 
-def test_an_error_in_the_companion_surfaces_in_the_next_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_in_the_sidecar_surfaces_in_the_next_step(monkeypatch: pytest.MonkeyPatch) -> None:
     original = Rounds._run
 
     def fail(self: Rounds, round: int) -> None:
@@ -672,7 +672,7 @@ def test_an_error_in_the_companion_surfaces_in_the_next_step(monkeypatch: pytest
     reached = []
 
     def worker(comm: offbeat.Communicator) -> None:
-        model = Transport()
+        model = Line()
         sync = offbeat.wagma(model, torch.optim.SGD(model.parameters(), lr=1.0), every=8, group=comm)
         for step in range(5):
             sync.step()
@@ -687,7 +687,7 @@ def test_a_worker_that_fails_ends_the_run_of_all() -> None:
     errors = {}
 
     def worker(comm: offbeat.Communicator) -> None:
-        model = Transport()
+        model = Line()
         try:
             with offbeat.wagma(
                 model, torch.optim.SGD(model.parameters(), lr=1.0), every=4, group=comm
@@ -712,11 +712,11 @@ def test_after_an_error_there_is_no_next_step(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(Rounds, "_run", lambda self, round: 1 / 0)
 
     def worker(comm: offbeat.Communicator) -> None:
-        model = Transport()
+        model = Line()
         sync = offbeat.wagma(model, torch.optim.SGD(model.parameters(), lr=1.0), every=4, group=comm)
         with pytest.raises(ZeroDivisionError):
             sync.step()
-        with pytest.raises(RuntimeError, match="ended by an error"):
+        with pytest.raises(RuntimeError, match="an error has ended this run"):
             sync.step()
 
     offbeat.simulate(worker, 2)
@@ -724,7 +724,7 @@ def test_after_an_error_there_is_no_next_step(monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_worker_that_has_no_more_data_is_named() -> None:
     def worker(comm: offbeat.Communicator) -> None:
-        model = Transport()
+        model = Line()
         with offbeat.wagma(model, torch.optim.SGD(model.parameters(), lr=1.0), every=4, group=comm) as sync:
             for _ in range(6 if comm.rank else 5):
                 sync.step()
@@ -734,9 +734,9 @@ def test_a_worker_that_has_no_more_data_is_named() -> None:
         offbeat.simulate(worker, 3)
 
 
-def test_forgotten_finish_is_no_deadlock() -> None:
+def test_a_forgotten_finish_does_not_deadlock() -> None:
     def worker(comm: offbeat.Communicator) -> float:
-        model = Transport()
+        model = Line()
         sync = offbeat.wagma(model, torch.optim.SGD(model.parameters(), lr=1.0), every=4, group=comm)
         for _ in range(6):
             sync.step()
@@ -751,13 +751,13 @@ def test_forgotten_finish_is_no_deadlock() -> None:
         ("wagma(group_size=0)", "group_size=0: group_size must be a whole number, at least 1."),
         ("wagma(group_size=2.0)", "group_size=2.0: group_size must be a whole number, at least 1."),
         ("wagma(every=0)", "steps must be at least 1"),
-        ("wagma(grace=-1)", "grace=-1: seconds, 0 or more, or None are needed."),
-        ("wagma(late='drop')", 'late=\'drop\': choose one of "join", "add".'),
-        ("eager_sgd(every=4, activation='all')", 'activation=\'all\': choose one of "solo", "majority".'),
+        ("wagma(grace=-1)", "grace=-1: grace must be a number of seconds, at least 0, or None."),
+        ("wagma(late='drop')", 'late=\'drop\': choose "join" or "add".'),
+        ("eager_sgd(every=4, activation='all')", 'activation=\'all\': choose "solo" or "majority".'),
     ],
 )
 def test_bad_arguments(expression: str, sentence: str) -> None:
-    model = Transport()
+    model = Line()
     with pytest.raises(ValueError, match=sentence.replace("(", r"\(")):
         offbeat.method(expression)(model, torch.optim.SGD(model.parameters(), lr=1.0), group=offbeat.Solo())
 
@@ -772,24 +772,24 @@ def test_schedules_that_cannot_be_known_and_lossy_codes_are_refused() -> None:
         def __repr__(self) -> str:
             return "Lossy()"
 
-    model = Transport()
+    model = Line()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     exchange = Exchange(params(model), when=Every(4))
-    with pytest.raises(ValueError, match=r"reduce=Lossy\(\): groups sum the weights themselves"):
+    with pytest.raises(ValueError, match=r"reduce=Lossy\(\): groups average the weights themselves"):
         GroupAverage(exchange, reduce=Lossy())
-    with pytest.raises(ValueError, match=r"every=Every\(steps=4\): a whole number of steps"):
+    with pytest.raises(ValueError, match=r"every=Every\(steps=4\): every must be a whole number of steps"):
         EagerGradients(grads(model), every=Every(4))
     assert "reduce=Mean()" in repr(
         offbeat.wagma(model, optimizer, reduce=offbeat.Mean(), group=offbeat.Solo()).parts[1]
     )
 
 
-def line() -> tuple[Transport, torch.optim.Optimizer]:
-    model = Transport()
+def line() -> tuple[Line, torch.optim.Optimizer]:
+    model = Line()
     return model, torch.optim.SGD(model.parameters(), lr=1.0)
 
 
-# What the global rounds are, or could be taken for.
+# Exchanges that can run the global rounds, and others that look similar.
 GLOBAL: dict[str, tuple[bool, Callable[[nn.Module, offbeat.Communicator], Exchange]]] = {
     "mean": (True, lambda m, c: Exchange(params(m), when=Every(4), among=c)),
     "world": (True, lambda m, c: Exchange(params(m), when=Every(4), among=World(c))),
@@ -812,8 +812,8 @@ def test_global_rounds_that_leave_the_workers_different_are_refused() -> None:
         exchange = Exchange(params(model), when=Every(4), among=World(comm), update=Replace(0.5))
         sync = Synchronizer(optimizer, [exchange, GroupAverage(exchange)])
         sentence = (
-            f"GroupAverage({exchange!r}): after every so many steps this exchange must leave the same "
-            "weights on all workers, as Exchange(params(model), when=Every(10)) does."
+            f"GroupAverage({exchange!r}): this exchange must leave equal weights on all workers at a fixed "
+            "period, as Exchange(params(model), when=Every(10)) does."
         )
         for step in range(1, 5):
             model.x.grad = torch.full_like(model.x, float(comm.rank))
@@ -824,7 +824,7 @@ def test_global_rounds_that_leave_the_workers_different_are_refused() -> None:
 
 
 @pytest.mark.parametrize("kind", GLOBAL)
-def test_only_what_makes_everybody_equal_holds_global_rounds(kind: str) -> None:
+def test_only_an_exchange_that_makes_all_workers_equal_runs_global_rounds(kind: str) -> None:
     good, make = GLOBAL[kind]
 
     def worker(comm: offbeat.Communicator) -> set[float]:
@@ -833,8 +833,8 @@ def test_only_what_makes_everybody_equal_holds_global_rounds(kind: str) -> None:
         if not good:
             with says(
                 ValueError,
-                f"GroupAverage({exchange!r}): after every so many steps this exchange must leave the same "
-                "weights on all workers, as Exchange(params(model), when=Every(10)) does.",
+                f"GroupAverage({exchange!r}): this exchange must leave equal weights on all workers at a "
+                "fixed period, as Exchange(params(model), when=Every(10)) does.",
             ):
                 GroupAverage(exchange)
             return set()
@@ -844,7 +844,7 @@ def test_only_what_makes_everybody_equal_holds_global_rounds(kind: str) -> None:
                 sync.step()
                 optimizer.zero_grad()
                 if sync.steps % 4 == 0:
-                    seen = {word[0] for word in comm.tell([int(model.x.item() * 2**20)]).wait()}
+                    seen = {row[0] for row in comm.tell([int(model.x.item() * 2**20)]).wait()}
                     assert len(seen) == 1
         return seen
 
@@ -853,20 +853,20 @@ def test_only_what_makes_everybody_equal_holds_global_rounds(kind: str) -> None:
 
 def test_group_averages_need_an_exchange_among_the_same_workers() -> None:
     def worker(comm: offbeat.Communicator) -> None:
-        exchange = Exchange(params(Transport()), when=Every(4), among=comm)
+        exchange = Exchange(params(Line()), when=Every(4), among=comm)
         others = Butterfly(2, comm.split([[0, 1], [2, 3]]))
         with says(
             ValueError,
-            "GroupAverage(exchange, among=Butterfly(2, seed=0)): its workers are not those of the exchange; "
-            "give both the same group.",
+            "GroupAverage(exchange, among=Butterfly(2, seed=0)): the exchange has other workers; give "
+            "both the same group.",
         ):
             GroupAverage(exchange, among=others)
 
     offbeat.simulate(worker, 4)
-    live = params(Transport())
+    live = params(Line())
     with says(
         TypeError,
-        f"GroupAverage({live!r}): the Exchange that holds the global rounds is needed, such as "
+        f"GroupAverage({live!r}): pass the Exchange that runs the global rounds, such as "
         "Exchange(params(model), when=Every(10)).",
     ):
         GroupAverage(live)
@@ -921,7 +921,7 @@ def test_parts_by_hand_are_the_named_method(late: str, buffers: str) -> None:
 @pytest.mark.parametrize("exchange_first", [True, False])
 @pytest.mark.parametrize("every", [None, 1, 2, 3, 4, 5, 6, 8])
 def test_eager_gradients_rely_on_no_exchange(every: int | None, exchange_first: bool) -> None:
-    """Whatever averages the weights, and when: once all have met, each gradient has reached each worker once.
+    """However the weights are averaged: after a blocking round, each gradient has reached each worker once.
 
     Rank 2 is late for two rounds of each four.
     """

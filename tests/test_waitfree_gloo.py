@@ -1,4 +1,4 @@
-"""Rounds that wait for nobody, among real processes: random delays, kills, and threads that always end."""
+"""Wait-free rounds among real processes: random delays, kills, and threads that always end."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def fuzzed(pipe: Connection, seeds: int) -> list[Watched]:
 
 
 def others() -> list[str]:
-    """Threads of ours that are still alive, but for the one that asks the store as long as there is one."""
+    """Our threads that are still alive, except the one that polls the store."""
     names = [thread.name for thread in threading.enumerate()]
     return [name for name in names if name.startswith("offbeat-") and name != "offbeat-store"]
 
@@ -86,7 +86,7 @@ def test_what_always_holds_under_random_delays(workers: int, seeds: int) -> None
 
 
 def gradients(comm: offbeat.Communicator, expression: str, steps: int) -> Any:
-    """With pauses at random."""
+    """With random pauses."""
     return conserved(comm, expression, steps, lambda step: pauses(7, comm.rank, step))
 
 
@@ -102,7 +102,7 @@ def test_each_gradient_reaches_each_worker_once(pool: Pool, activation: str, gra
 
 
 def kept(comm: offbeat.Communicator, expression: str, steps: int) -> tuple[list[float], list[str]]:
-    """Where this worker is after each step of 2·rank + 1, with pauses at random, and how it came to them."""
+    """Where this worker is after each step of 2·rank + 1, with random pauses, and the kinds of its rounds."""
     x = nn.Parameter(torch.zeros(1000, dtype=torch.float64))
     optimizer = torch.optim.SGD([x], lr=1.0)
     trace = []
@@ -112,7 +112,7 @@ def kept(comm: offbeat.Communicator, expression: str, steps: int) -> tuple[list[
             time.sleep(pauses(11, comm.rank, step))
             sync.step()
             low, high = x.aminmax()
-            assert low == high  # nobody reads what is being written
+            assert low == high  # no thread reads a buffer that is being written
             trace.append(low.item())
     return trace, [report.kind for report in sync.reports if isinstance(report, GroupReport)]
 
@@ -129,7 +129,7 @@ def test_with_add_no_step_is_lost(pool: Pool, grace: float | None) -> None:
 
 
 def endless(pipe: Connection, expression: str, seed: int) -> None:
-    """Steps with pauses at random until somebody is lost."""
+    """Steps with random pauses until a worker is lost."""
     net = nn.Linear(50, 50)
     opt = torch.optim.SGD(net.parameters(), lr=0.1)
     sync = offbeat.method(expression)(net, opt, group=offbeat.Torch(timeout=60))
@@ -173,7 +173,7 @@ def test_a_worker_killed_at_any_moment_is_missed_by_all(expression: str, workers
 
 
 def forgetting(comm: offbeat.Communicator) -> tuple[list[str], list[str]]:
-    """A synchronizer that nobody finishes and nobody knows any more."""
+    """A synchronizer that is never finished and no longer referenced."""
     net = nn.Linear(5, 5)
     sync = offbeat.wagma(net, torch.optim.SGD(net.parameters(), lr=0.1), every=4, group=comm)
     for _ in range(6):
@@ -186,7 +186,7 @@ def forgetting(comm: offbeat.Communicator) -> tuple[list[str], list[str]]:
 
 
 def failing(comm: offbeat.Communicator, interrupt: bool) -> tuple[str, list[str]]:
-    """Rank 1's loop fails; nobody's threads outlive it."""
+    """Rank 1's loop fails; no thread of any rank outlives it."""
     net = nn.Linear(5, 5)
     try:
         with offbeat.wagma(net, torch.optim.SGD(net.parameters(), lr=0.1), every=4, group=comm) as sync:
@@ -273,7 +273,7 @@ def saved(comm: offbeat.Communicator) -> list[str]:
     return kinds
 
 
-def test_loading_and_going_on(pool: Pool) -> None:
+def test_loading_and_continuing(pool: Pool) -> None:
     for kinds in pool.run(saved, fresh=True):
         assert len(kinds) == 2 + 3
 
@@ -312,7 +312,7 @@ ENDS = {  # who does what in the last step, what comes after it, and how both en
 
 
 def started(script: Path) -> list[subprocess.Popen[str]]:
-    """Two workers, each a process of its own that goes through the interpreter's whole end."""
+    """Two workers, each a separate process that shuts its interpreter down completely."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

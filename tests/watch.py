@@ -1,4 +1,4 @@
-"""A run that waits for nobody, with everything written down that must hold for it."""
+"""A wait-free run, with a record of everything that must hold for it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Watched:
 
     @staticmethod
     def check(runs: Sequence[Watched], every: int, steps: int) -> None:
-        """Everybody ran every round once, in order, with the same sums in a group and nothing too old; all
+        """Each worker ran every round once, in order, with the same sums in a group and nothing too old; all
         are equal after a global round, and every result was merged by the rule."""
         expected = [t for t in range(steps) if (t + 1) % every]
         sums: dict[tuple[int, tuple[int, ...]], set[str]] = {}
@@ -78,23 +78,23 @@ def watch(
 
 
 def _watch_merges(part: GroupAverage, seen: Watched) -> None:
-    load, wait_for = part.load, part.await_round
+    open_handover, wait_for = part.open_handover, part.await_round
     used: list[int] = []
 
-    def loaded(first: int, sidecar: Any) -> Any:
-        snapshots = load(first, sidecar)
-        _watch_rounds(part, snapshots, seen)
-        return snapshots
+    def opened(version: int, sidecar: Any) -> Any:
+        handover = open_handover(version, sidecar)
+        _watch_rounds(part, handover, seen)
+        return handover
 
     def awaited(round: int) -> Any:
         live = [p.detach().double() for p in part.live.parameters]
         outcome, kind = wait_for(round)
         if part.late == "add":  # nothing is lost: that is tested of the sum over all workers
             return outcome, kind
-        if outcome.mean is None or outcome.round in used:
+        if outcome.workers == 1 or outcome.round in used:
             expected = live
         else:
-            means = [m.double() for m in outcome.mean.views[: len(live)]]
+            means = [m.double() for m in part._weights._reading.views[: len(live)]]
             weight = 0 if outcome.version == round else 1
             size = outcome.workers
             expected = [(size * m + weight * x) / (size + weight) for m, x in zip(means, live, strict=True)]
@@ -115,17 +115,17 @@ def _watch_merges(part: GroupAverage, seen: Watched) -> None:
                 if not torch.allclose(x.detach().double(), y, rtol=1e-5, atol=1e-6):
                     seen.merges.append(f"round {round}: {x} instead of {y}")
 
-    part.load, part.await_round, part.after = loaded, awaited, compared  # type: ignore[method-assign]
+    part.open_handover, part.await_round, part.after = opened, awaited, compared  # type: ignore[method-assign]
 
 
-def _watch_rounds(part: GroupAverage, snapshots: Any, seen: Watched) -> None:
-    take, bring = snapshots.take, snapshots.bring
+def _watch_rounds(part: GroupAverage, handover: Any, seen: Watched) -> None:
+    take, bring = handover.take, handover.bring
     now: list[tuple[int, int]] = []
 
-    def taken(round: int) -> Any:
-        room, version = take(round)
-        now.append((round, version))
-        return room, version
+    def taken() -> Any:
+        payload, version = take()
+        now.append((part._rounds.done + 1, version))
+        return payload, version
 
     def brought(mean: Any) -> None:
         round, version = now.pop()
@@ -135,7 +135,7 @@ def _watch_rounds(part: GroupAverage, snapshots: Any, seen: Watched) -> None:
         seen.rounds.append((round, members, round - version, digest(flats)))
         bring(mean)
 
-    snapshots.take, snapshots.bring = taken, brought
+    handover.take, handover.bring = taken, brought
 
 
 def _groups(part: GroupAverage, round: int) -> list[tuple[int, ...]]:

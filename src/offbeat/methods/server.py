@@ -9,7 +9,7 @@ from offbeat.base.tensors import params
 from offbeat.engine.synchronizer import Synchronizer
 from offbeat.methods.call import Optimizers, recorded
 from offbeat.server import GLU, Compensated, LocalStep, PushPull
-from offbeat.server.shard import Factory
+from offbeat.server.shard import OptimizerFactory
 
 __all__ = ["od_sgd", "ssd_sgd"]
 
@@ -21,7 +21,7 @@ def od_sgd(
     *,
     warmup: int = 200,
     lam: float = 0.0,
-    server: Factory | None = None,
+    server: OptimizerFactory | None = None,
     in_flight: int = 2,
     group: Group = None,
 ) -> Synchronizer:
@@ -64,7 +64,7 @@ def ssd_sgd(
     alpha: float = 2.0,
     beta: float = 0.5,
     local_lr: float | None = None,
-    server: Factory | None = None,
+    server: OptimizerFactory | None = None,
     in_flight: int = 2,
     group: Group = None,
 ) -> Synchronizer:

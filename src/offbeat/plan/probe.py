@@ -204,7 +204,7 @@ def _waitfree_copies(build: Build, job: Job, size: int, width: int) -> float:
     sync = _made(build, job, size, width, whole=True)[0]
     for part in sync.parts:
         if isinstance(part, Waitfree) and part.active:
-            part.load(0, NullSidecar(part.peers.everyone))
+            part.open_handover(-1, NullSidecar(part.peers.everyone))
     sync.parts = [part for part in sync.parts if isinstance(part, Waitfree)]
     return copies(sync)
 

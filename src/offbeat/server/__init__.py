@@ -1,4 +1,4 @@
-"""A server sharded over the workers: gradients are pushed to it, weights pulled from it."""
+"""A server sharded over the workers: they push gradients to it and pull weights from it."""
 
 from offbeat.server.pushpull import PushPull
 from offbeat.server.rules import GLU, Compensated, LocalRule, LocalStep

@@ -7,48 +7,47 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from offbeat.server.groups import ParamSlice
+    from offbeat.server.replica import ParamSlice
 
 
 class LocalRule:
-    """How a worker moves its own weights, the base, while the server's are on their way. A frozen value."""
+    """How a worker moves its base, its own copy of the weights, between two pulls. A frozen value."""
 
-    compares = False  # whether it looks at the weights the gradient was taken at
+    compares = False  # whether the rule uses the weights the gradient was taken at
 
     @property
     def gains(self) -> tuple[float, float]:
-        """By how much it weighs the worker's gradient and the server's mean step."""
+        """The factors of the worker's gradient and of the server's mean step."""
         raise NotImplementedError
 
-    def move(self, stretch: ParamSlice) -> None:
-        """One step of the base, in place."""
+    def move(self, params: ParamSlice) -> None:
+        """Move `params.base` by one step, in place."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True)
 class LocalStep(LocalRule):
-    """A step of plain SGD with the worker's own gradient.
+    """A plain SGD step with the worker's own gradient.
 
     b ← b − γ (g + wd·b)
     """
 
-    @property
-    def gains(self) -> tuple[float, float]:
-        return 1.0, 0.0
+    gains = (1.0, 0.0)
 
-    def move(self, stretch: ParamSlice) -> None:
-        stretch.descend(stretch.lr)
+    def move(self, params: ParamSlice) -> None:
+        params.descend(params.lr)
 
 
 @dataclass(frozen=True)
 class GLU(LocalRule):
-    """The worker's own gradient, corrected with the server's mean step of the last period.
+    """A step with the worker's own gradient plus the server's mean step of the last period.
 
         b ← b − lr (alpha·g + wd·b + beta·ĝ)        ĝ = (P_prev − P_cur) / Σγ
 
-    P are the weights of the last two pulls, Σγ the server's rates between them. Larger `alpha` trusts the own
-    gradient more, larger `beta` follows the server further. alpha=1 with beta as large as the server's
-    momentum is one heavy-ball step of the server's. `lr` is the optimizer's unless it is given.
+    P_prev and P_cur are the weights of the last two pulls, and Σγ sums the server's learning rates between
+    them. Larger `alpha` trusts the worker's own gradient more; larger `beta` follows the server further.
+    alpha=1 with beta equal to the server's momentum gives one heavy-ball step of the server. `lr` defaults
+    to the optimizer's.
     """
 
     alpha: float = 2.0
@@ -58,47 +57,44 @@ class GLU(LocalRule):
     def __post_init__(self) -> None:
         for name in ("alpha", "beta"):
             if not (math.isfinite(getattr(self, name)) and getattr(self, name) >= 0):
-                raise ValueError(f"{self!r}: {name} must be a number, 0 or more.")
+                raise ValueError(f"{self!r}: {name} must be a finite number, at least 0.")
         if self.lr is not None and not (math.isfinite(self.lr) and self.lr >= 0):
-            raise ValueError(f"{self!r}: lr must be a number, 0 or more, or None for the optimizer's.")
+            raise ValueError(f"{self!r}: lr must be a finite number, at least 0, or None.")
 
     @property
     def gains(self) -> tuple[float, float]:
         return self.alpha, self.beta
 
-    def move(self, stretch: ParamSlice) -> None:
-        lr = stretch.lr if self.lr is None else self.lr
-        stretch.descend(lr, self.alpha)
-        if self.beta and stretch.lr_sum:
-            stretch.base.sub_(stretch.displacement, alpha=lr * self.beta / stretch.lr_sum)
+    def move(self, params: ParamSlice) -> None:
+        lr = params.lr if self.lr is None else self.lr
+        params.descend(lr, self.alpha)
+        if self.beta and params.lr_sum:
+            params.base.sub_(params.displacement, alpha=lr * self.beta / params.lr_sum)
 
 
 @dataclass(frozen=True)
 class Compensated(LocalRule):
-    """A plain step whose gradient is carried over to the weights it is applied to.
+    """A plain SGD step whose gradient is corrected for the weights it is applied to.
 
         b ← b − γ (g + wd·b + lam·g²·(b − x))
 
-    x are the weights the gradient was taken at; where no pull came in between, b is x. Larger `lam` takes the
-    loss for more curved.
+    x are the weights the gradient was taken at, which equal b unless a pull has just landed. Larger `lam`
+    assumes a more strongly curved loss.
     """
 
     lam: float = 0.04
 
     compares = True
+    gains = (1.0, 0.0)
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.lam) and self.lam >= 0):
-            raise ValueError(f"{self!r}: lam must be a number, 0 or more.")
+            raise ValueError(f"{self!r}: lam must be a finite number, at least 0.")
 
-    @property
-    def gains(self) -> tuple[float, float]:
-        return 1.0, 0.0
-
-    def move(self, stretch: ParamSlice) -> None:
-        extra = None
-        if stretch.origin is not None:
-            extra = (stretch.base - stretch.origin).mul_(stretch.gradient).mul_(stretch.gradient)
-        stretch.descend(stretch.lr)
-        if extra is not None:
-            stretch.base.sub_(extra, alpha=stretch.lr * self.lam)
+    def move(self, params: ParamSlice) -> None:
+        correction = None
+        if params.origin is not None:
+            correction = (params.base - params.origin).mul_(params.gradient).mul_(params.gradient)
+        params.descend(params.lr)
+        if correction is not None:
+            params.base.sub_(correction, alpha=params.lr * self.lam)

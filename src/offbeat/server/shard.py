@@ -1,4 +1,4 @@
-"""One rank's share of the server: a slice of the weights, and the optimizer that steps it."""
+"""One rank's shard of the server: a slice of the weights, and the optimizer that steps it."""
 
 from __future__ import annotations
 
@@ -11,42 +11,41 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from offbeat.base.clock import State
-from offbeat.server.groups import Groups, GroupSpan
+from offbeat.server.replica import GroupOptions, GroupSpan
 
-Factory = Callable[[Any], Optimizer]
-Options = list[dict[str, Any]]
+OptimizerFactory = Callable[[Any], Optimizer]
 
-# How a step is computed, not which; the last is all that tells AdamW from Adam.
+# These say how a step is computed, not what it computes. decoupled_weight_decay only tells AdamW from Adam.
 _OWN = {"params", "foreach", "fused", "capturable", "differentiable", "decoupled_weight_decay"}
 
 
 class Shard:
-    """Slice `rank` of vectors that are cut into as many equal slices as there are workers."""
+    """Slice `rank` of flat vectors that are cut into `workers` equal slices. `place` is (rank, workers)."""
 
     def __init__(
         self,
         flats: Sequence[Tensor],
-        runs: Sequence[GroupSpan],
+        spans: Sequence[GroupSpan],
         place: tuple[int, int],
-        server: Factory,
+        server: OptimizerFactory,
         groups: int,
     ) -> None:
         rank, workers = place
         sizes = [flat.numel() // workers for flat in flats]
         self.weights = [flat[rank * n : (rank + 1) * n].clone() for flat, n in zip(flats, sizes, strict=True)]
-        self._pieces: list[tuple[Tensor, int, slice]] = []  # a part of the slice, of which vector, and where
+        self._pieces: list[tuple[Tensor, int, slice]] = []  # weights of one group, their flat and place in it
         members: list[dict[str, Any]] = [{"params": []} for _ in range(groups)]
-        for run in runs:
-            n = sizes[run.flat]
-            low, high = max(run.start - rank * n, 0), min(run.stop - rank * n, n)
+        for span in spans:
+            n = sizes[span.flat]
+            low, high = max(span.start - rank * n, 0), min(span.stop - rank * n, n)
             if low < high:
-                piece = self.weights[run.flat][low:high]
-                self._pieces.append((piece, run.flat, slice(low, high)))
-                members[run.group]["params"].append(piece)
+                piece = self.weights[span.flat][low:high]
+                self._pieces.append((piece, span.flat, slice(low, high)))
+                members[span.group]["params"].append(piece)
         self.optimizer = server(members)
 
-    def apply(self, gradients: Sequence[Tensor], options: Options) -> None:
-        """One step of the server's optimizer, with the mean gradient of this slice."""
+    def apply(self, gradients: Sequence[Tensor], options: GroupOptions) -> None:
+        """Step the server's optimizer with the mean gradient of this slice."""
         for group, now in zip(self.optimizer.param_groups, options, strict=True):
             group.update((key, now[key]) for key in group.keys() & now.keys())
         for piece, flat, place in self._pieces:
@@ -67,8 +66,8 @@ class Shard:
         self.optimizer.load_state_dict(state["optimizer"])
 
 
-def options_of(groups: Groups) -> Options:
-    """What the server's optimizer takes over from the user's, as it is now: the rate, momentum, …"""
+def read_options(groups: GroupOptions) -> GroupOptions:
+    """The current lr, momentum, … of the user's optimizer, which the server's optimizer adopts."""
     return [
         {
             key: float(value) if torch.is_tensor(value) else value
@@ -79,47 +78,41 @@ def options_of(groups: Groups) -> Options:
     ]
 
 
-def check_server(server: Factory | None, optimizers: Sequence[Optimizer]) -> Factory:
-    """What makes the server's optimizer; refuses what cannot step a slice as it would step the whole."""
+def check_server(server: OptimizerFactory | None, optimizers: Sequence[Optimizer]) -> OptimizerFactory:
+    """The factory of the server's optimizer. Refuses optimizers that cannot step a slice on its own."""
     for optimizer in optimizers:
         kind = type(optimizer).__name__
-        if server is None and not _plain(optimizer):
+        dampening = next((g["dampening"] for g in optimizer.param_groups if g.get("dampening")), None)
+        if server is None and (dampening is not None or not isinstance(optimizer, torch.optim.SGD)):
+            call = kind if dampening is None else f"{kind}(dampening={dampening})"
             raise ValueError(
-                f"The optimizer is {_told(optimizer)}: by itself the server steps as torch.optim.SGD without "
-                f"dampening does; for another rule, such as this one, pass server=torch.optim.{kind}."
+                f"The optimizer is {call}, but by default the server steps like torch.optim.SGD without "
+                f"dampening: for another rule, such as this one, pass server=torch.optim.{kind}."
             )
         if any(group.get("maximize") for group in optimizer.param_groups):
-            raise ValueError(f"{kind}(maximize=True): a server descends: negate the loss instead.")
+            raise ValueError(f"{kind}(maximize=True): a server only minimizes: negate the loss instead.")
         if any(group.get("fused") for group in optimizer.param_groups):
-            raise ValueError(f"{kind}(fused=True): its gradients stay scaled by AMP: build it without fused.")
-    factory: Factory = torch.optim.SGD if server is None else server
+            raise ValueError(f"{kind}(fused=True): AMP would leave its gradients scaled: build it unfused.")
+    factory: OptimizerFactory = torch.optim.SGD if server is None else server
     if isinstance(factory, Optimizer):
         raise TypeError(
-            f"server={type(factory).__name__}(...): this optimizer is already bound to parameters: "
-            "pass what makes one, such as torch.optim.Adam."
+            f"server={type(factory).__name__}(...): this optimizer already has parameters: pass a function "
+            "that makes one, such as torch.optim.Adam."
         )
     if not callable(factory):
-        raise TypeError(f"server={server!r}: what makes an optimizer is needed, such as torch.optim.Adam.")
-    if server is not None and not _elementwise(factory):
+        raise TypeError(
+            f"server={server!r}: pass a function that makes an optimizer, such as torch.optim.Adam."
+        )
+    if server is not None and not _steps_elementwise(factory):
         raise ValueError(
             f"server={server!r}: it does not step the pieces of a tensor as it steps the whole, so it cannot "
-            "be cut among the workers: choose one that treats each weight alone, such as torch.optim.Adam."
+            "be sharded: choose an elementwise optimizer, such as torch.optim.Adam."
         )
     return factory
 
 
-def _plain(optimizer: Optimizer) -> bool:
-    sgd = isinstance(optimizer, torch.optim.SGD)
-    return sgd and not any(group["dampening"] for group in optimizer.param_groups)
-
-
-def _told(optimizer: Optimizer) -> str:
-    dampening = next((g["dampening"] for g in optimizer.param_groups if g.get("dampening")), None)
-    return type(optimizer).__name__ + ("" if dampening is None else f"(dampening={dampening})")
-
-
-def _elementwise(server: Factory) -> bool:
-    """Whether two steps of four weights end where those of one and three of them do."""
+def _steps_elementwise(server: OptimizerFactory) -> bool:
+    """Whether two steps of four weights give the same result in one piece and in two."""
     start = torch.tensor([1.0, -2.0, 0.5, 3.0], dtype=torch.float64)
     ends = []
     for cuts in ([4], [1, 3]):

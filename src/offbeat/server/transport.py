@@ -1,4 +1,4 @@
-"""What travels between workers and server: gradients there, weights back."""
+"""Messages between workers and server: gradients are pushed there, weights come back."""
 
 from __future__ import annotations
 
@@ -7,139 +7,182 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 from torch.profiler import record_function
 
 from offbeat.base.clock import Clock, State
+from offbeat.base.packed import Packed
+from offbeat.base.tensors import Live, local
+from offbeat.comm.background import TaskQueue
 from offbeat.comm.communicator import Communicator, Metered, Pending, arrived
 from offbeat.engine.report import Report, naming
-from offbeat.server.shard import Options, Shard
+from offbeat.server.replica import GroupOptions, Slices
+from offbeat.server.shard import Shard
 
-Slices = list[list[Tensor]]  # of each vector, every rank's slice
-_PARTS = 4  # of a slice that is added up
+_PARTS = 4  # of a slice: while one is summed, the others are in flight
+
+
+@dataclass
+class Period:
+    """The pushes since a pull was requested."""
+
+    start: int  # the step of that pull
+    lr_sum: list[float]  # server learning rates summed over the pushes, per parameter group
+    header_bytes: int = 0
+    waited: float = 0.0  # seconds the worker stood still for a free slot
+    began: float = 0.0  # when the first gradient was pushed
 
 
 @dataclass
 class Pull:
-    """All pushes since the pull before, and the weights they led to."""
+    """One round: the pushes of a period, and the weights they led to."""
 
-    clock: Clock  # when it was asked for
-    period: int  # steps since the pull before
-    lr_sum: list[float]  # the server's rates in them, summed, of each parameter group
-    told: int  # bytes of their headers
-    waited: float  # seconds the worker has stood still for them
-    began: float  # when the first of them was pushed
-    weights: Pending[tuple[Slices, int]]  # and the bytes that had been sent by then
+    period: Period
+    clock: Clock  # when the weights were requested
+    weights: Pending[tuple[Slices, int]]  # and all bytes that the transport had sent by then
 
     def report(self, workers: int, norm: float, waited: float, carried: int) -> Report:
+        """`carried` is the number of bytes sent by the transport since the previous report."""
         return Report(
             step=self.clock.step,
             round=self.clock.round,
             workers=workers,
-            bytes_sent=self.told + carried,
-            bytes_received=self.told + carried,
-            seconds_waited=self.waited + waited,
-            seconds_in_air=max(0.0, self.weights.arrived() - self.began),
+            bytes_sent=self.period.header_bytes + carried,
+            bytes_received=self.period.header_bytes + carried,
+            seconds_waited=self.period.waited + waited,
+            seconds_in_air=max(0.0, self.weights.arrived() - self.period.began),
             drift=None,
             norm=norm,
-            period=self.period,
+            period=self.clock.step - self.period.start,
         )
 
     def state_dict(self, reported: int) -> State:
         slices, carried = self.weights.wait()
         return {
-            "step": self.clock.step,
-            "round": self.clock.round,
-            "lr": self.clock.lr,
-            "period": self.period,
-            "lr_sum": list(self.lr_sum),
-            "told": self.told,
+            "start": self.period.start,
+            "lr_sum": list(self.period.lr_sum),
+            "header_bytes": self.period.header_bytes,
+            "clock": [self.clock.step, self.clock.round, self.clock.lr],
             "carried": carried - reported,
             "slices": [[part.clone() for part in parts] for parts in slices],
         }
 
     @classmethod
-    def resumed(cls, state: State, now: float, reported: int) -> Pull:
-        """One that has arrived."""
+    def restore(cls, state: State, now: float, reported: int) -> Pull:
+        """A pull that has already arrived."""
         slices = [[part.clone() for part in parts] for parts in state["slices"]]
-        return cls(
-            clock=Clock(step=state["step"], round=state["round"], lr=state["lr"]),
-            period=state["period"],
-            lr_sum=list(state["lr_sum"]),
-            told=state["told"],
-            waited=0.0,
-            began=now,
-            weights=arrived((slices, reported + state["carried"])),
-        )
+        period = Period(state["start"], list(state["lr_sum"]), state["header_bytes"], began=now)
+        return cls(period, Clock(*state["clock"]), arrived((slices, reported + state["carried"])))
 
 
-class Channel:
-    """A task queue, and a duplicate of the communicator that nobody else uses."""
+class Slot:
+    """Memory for one push, free again once the server has applied it."""
 
-    def __init__(self, comm: Communicator) -> None:
-        self.comm, self.task_queue = Metered(comm.worker.duplicate()), comm.worker.task_queue()
+    def __init__(self, live: Live, like: Packed) -> None:
+        self._live, self._filled = live, set[int]()
+        self.packed = like.over([torch.zeros_like(flat) for flat in like.flats])
+        self.applied: Pending[None] | None = None  # the push that uses this memory
+
+    def await_free(self) -> None:
+        """On a slow network, a fast worker waits here."""
+        if self.applied is not None:
+            self.applied.wait()
+            self.applied = None
+
+    def fill(self, optimizer: Optimizer) -> None:
+        """Copy the current gradients of an optimizer's parameters."""
+        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        views, gradients = [], []
+        for name, p, view in zip(self._live.names, self._live.parameters, self.packed.views, strict=True):
+            if id(p) in held and p.grad is not None:
+                if p.grad.layout != torch.strided:
+                    raise TypeError(f"The gradient of {name!r} is sparse: build its layer with sparse=False.")
+                views.append(view)
+                gradients.append(local(p.grad))
+                self._filled.add(id(view))
+        if views:
+            torch._foreach_copy_(views, gradients)
+
+    def finish(self) -> list[Tensor]:
+        """The gradient of the step, zero where none was filled in."""
+        for view in self.packed.views:
+            if id(view) not in self._filled:
+                view.zero_()
+        self._filled.clear()
+        return self.packed.flats
 
 
 class Transport:
-    """Pushes are applied and pulls fetched strictly in turn, by one task_queue.
+    """Three task queues, each with a duplicate of the communicator.
 
-    Two more bring the gradients, every other one each: while the last words of one push are on their way, the
-    next has the link. What travels on a channel is in the same order on all ranks.
+    The first applies pushes and fetches pulls strictly in order. The other two carry alternate gradients, so
+    the next push uses the link while the previous one finishes. Each duplicate carries its messages in the
+    same order on all ranks.
     """
 
-    def __init__(self, comm: Communicator) -> None:
-        self.server = Channel(comm)
-        self.channels = [Channel(comm), Channel(comm)]
+    def __init__(self) -> None:
+        self._lanes: list[tuple[Metered, TaskQueue]] = []
         self._pushed = 0
+
+    def connect(self, comm: Communicator) -> None:
+        """Open the connections, once; all ranks must take part."""
+        if not self._lanes:
+            self._lanes = [(Metered(comm.worker.duplicate()), comm.worker.task_queue()) for _ in range(3)]
 
     @property
     def sent(self) -> int:
-        """Bytes of the pushes that have been applied, and of the pulls."""
-        return self._pushed + self.server.comm.sent
+        """Bytes of all pulls, and of the pushes that the server has applied."""
+        return self._pushed + self._lanes[0][0].sent
 
     def push(
-        self, flats: Sequence[Tensor], shard: Shard, options: Options, heads: Pending[list[int]], clock: Clock
+        self,
+        gradient: Sequence[Tensor],
+        shard: Shard,
+        options: GroupOptions,
+        heads: Pending[list[int]],
+        clock: Clock,
     ) -> Pending[None]:
-        """Bring a gradient to the server, if all workers are at the same step, and let it be applied."""
-        channel = self.channels[clock.step % len(self.channels)]
+        """Average a gradient and apply it to the shard, if the headers show all workers at the same step."""
+        comm, queue = self._lanes[1 + clock.step % 2]
 
-        def bring() -> tuple[list[Tensor], int]:
+        def average() -> tuple[list[Tensor], int]:
             with record_function("offbeat.push"), naming(clock), torch.no_grad():
                 heads.wait()
-                before = channel.comm.sent
-                return [scattered(flat, channel.comm) for flat in flats], channel.comm.sent - before
+                before = comm.sent
+                return [reduce_scatter(flat, comm) for flat in gradient], comm.sent - before
 
         def apply() -> None:
-            means, sent = brought.wait()
+            means, sent = averaged.wait()
             shard.apply(means, options)
             self._pushed += sent
 
-        brought = channel.task_queue.give(bring)
-        return self.server.task_queue.give(apply)
+        averaged = queue.give(average)
+        return self._lanes[0][1].give(apply)
 
     def fetch(self, shard: Shard, clock: Clock) -> Pending[tuple[Slices, int]]:
-        """The weights after the pushes given so far, and the bytes sent by then."""
+        """The weights after all pushes so far, and the bytes sent by then."""
+        comm, queue = self._lanes[0]
 
-        def bring() -> tuple[Slices, int]:
+        def gather() -> tuple[Slices, int]:
             with record_function("offbeat.pull"), naming(clock), torch.no_grad():
-                return gathered(shard.weights, self.server.comm), self.sent
+                return gather_slices(shard.weights, comm), self.sent
 
-        return self.server.task_queue.give(bring)
+        return queue.give(gather)
 
     def close(self) -> None:
-        for channel in (self.server, *self.channels):
-            channel.task_queue.close()
+        for _, queue in self._lanes:
+            queue.close()
 
     def abandon(self) -> None:
-        for channel in (self.server, *self.channels):
-            channel.task_queue.abandon()
+        for _, queue in self._lanes:
+            queue.abandon()
 
 
-def scattered(flat: Tensor, comm: Communicator) -> Tensor:
-    """The mean of this rank's slice, round the slots: each adds its own to what comes, and passes it on.
+def reduce_scatter(flat: Tensor, comm: Communicator) -> Tensor:
+    """The mean of this rank's slice. Partial sums travel around a ring; each rank adds its own values.
 
-    Everyone talks to one neighbour all the time. In an all-to-all of as many bytes several send to one, and
-    none at its full rate: on links of 100 Mbit/s it took half as long again. Slices go in parts: some fly
-    while another is added up.
+    Each rank sends to one neighbour at a time. In an all-to-all of as many bytes, several ranks send to the
+    same one: on 100 Mbit/s links that takes half as long again.
     """
     if comm.size == 1 or not flat.numel():
         return flat.clone()
@@ -152,15 +195,12 @@ def scattered(flat: Tensor, comm: Communicator) -> Tensor:
     return torch.cat([message.wait() for message in moving]).mul_(1 / comm.size)
 
 
-def gathered(weights: list[Tensor], comm: Communicator) -> Slices:
-    """Every rank's slices, in two parts for the same reason."""
-    messages = [[comm.gather(part) for part in w.chunk(2)] if w.numel() else [] for w in weights]
+def gather_slices(weights: list[Tensor], comm: Communicator) -> Slices:
+    """Every rank's slices, each sent in two halves so that both stay in flight."""
+    messages = [[comm.gather(half) for half in w.chunk(2)] if w.numel() else [] for w in weights]
     slices = []
-    for parts, own in zip(messages, weights, strict=True):
-        heard = [message.wait() for message in parts]
-        slices.append(
-            [torch.cat([half[rank] for half in heard]) for rank in range(comm.size)]
-            if heard
-            else [own] * comm.size
-        )
+    for halves, own in zip(messages, weights, strict=True):
+        gathered = [message.wait() for message in halves]
+        ranks = [torch.cat([half[rank] for half in gathered]) for rank in range(comm.size) if gathered]
+        slices.append(ranks or [own] * comm.size)
     return slices

@@ -1,4 +1,4 @@
-"""Rounds that wait for nobody: whoever is ready calls the others, the late contribute what they last had."""
+"""Wait-free rounds: the first worker to arrive starts a round, late workers contribute older tensors."""
 
 from offbeat.waitfree.attendance import Attendance, GroupReport
 from offbeat.waitfree.eager import EagerGradients

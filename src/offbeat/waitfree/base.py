@@ -1,4 +1,4 @@
-"""What parts that wait for nobody have in common."""
+"""What the wait-free parts have in common."""
 
 from __future__ import annotations
 
@@ -21,77 +21,79 @@ from offbeat.comm.presence import Departure
 from offbeat.engine.part import Part
 from offbeat.engine.report import Report
 from offbeat.reduce import Mean, Reducer
-from offbeat.waitfree.attendance import Attendance, GroupReport, Kind, Tally, attendance
-from offbeat.waitfree.rounds import Load, Outcome, Rounds, Timetable
+from offbeat.waitfree.attendance import Attendance, GroupReport, Kind, Tally, read_attendance
+from offbeat.waitfree.handover import Handover
+from offbeat.waitfree.rounds import Outcome, Rounds, Timetable, is_blocking
 
 logger = logging.getLogger("offbeat")
 
-REMEMBERED = 20  # steps
-_LEAST = 0.1  # of the median step
-_SPREAD = 5.0  # median deviations: three and a half standard ones, if they are normal
+REMEMBERED = 20  # steps whose durations say what is usual
+_MIN_SLACK = 0.1  # of the median step
+_SPREAD = 5.0  # median deviations; 3.4 standard deviations of a normal distribution
 Among = Butterfly | World
 
 
 def allowance(seconds: Sequence[float]) -> float:
-    """What a step may take before it is overdue, by how long the last ones took.
+    """How long a step may take before it is overdue, given the durations of recent steps.
 
-    Medians, so that delays which hit fewer than half of the steps are no part of what is usual.
+    Medians ignore delays that hit fewer than half of the steps.
     """
     usual = statistics.median(seconds)
     spread = statistics.median(abs(second - usual) for second in seconds)
-    return usual + max(_LEAST * usual, _SPREAD * spread)
+    return usual + max(_MIN_SLACK * usual, _SPREAD * spread)
 
 
 class Waitfree(Part):
-    """Round t follows step t + 1. Every `every`-th is blocking: there all workers are at the same step.
+    """A part whose round t follows step t + 1. Every `every`-th round blocks until all workers arrive.
 
-    `grace` is how many seconds a sidecar waits for its own worker after somebody called to a round: larger
-    makes fewer workers late, and keeps the others waiting longer. None: it waits until the worker has taken
-    longer for this step than is usual, unless it is rounds behind: a tenth longer than the median of its last
-    20, or five times their median deviation where that is more.
+    `grace` is how many seconds a sidecar waits for its own worker after another worker has called for a
+    round. Larger values make fewer workers late and keep the others waiting longer. With None, the sidecar
+    waits until the current step is overdue, and does not wait at all for a worker that is rounds behind. A
+    step is overdue when it exceeds the median of the last 20 by a tenth, or by five median deviations if
+    those are more.
     """
 
-    sidecars = False  # whether they hold the blocking rounds too
+    sidecars = False  # whether sidecars also run the blocking rounds
 
     def __init__(
         self, live: Live, *, every: int, among: Among, grace: float | None, reduce: Reducer | None = None
     ) -> None:
         if not is_whole(every, 1):
             raise ValueError(
-                f"every={every!r}: a whole number of steps, 1 or more, is needed, since all must know in "
-                "advance which rounds are global."
+                f"every={every!r}: every must be a whole number of steps, at least 1, because all workers "
+                "must know in advance which rounds are global."
             )
         if grace is not None and not 0 <= grace < float("inf"):
-            raise ValueError(f"grace={grace!r}: seconds, 0 or more, or None are needed.")
+            raise ValueError(f"grace={grace!r}: grace must be a number of seconds, at least 0, or None.")
         if reduce is not None and (not isinstance(reduce, Mean) or reduce.lossy):
             raise ValueError(
-                f"reduce={reduce!r}: groups sum the weights themselves, old ones among them, which "
-                "a lossy code would spoil: use Mean(), or leave reduce out."
+                f"reduce={reduce!r}: groups average the weights themselves, which a lossy code would round: "
+                "use Mean(), or leave reduce out."
             )
-        self.live, self.every, self.grace, self.among = live, every, grace, among
+        self.live, self.model = live, live.model
+        self.every, self.grace, self.among = every, grace, among
         self.peers: Peers = among
-        self.model = live.model
         self.reduce: Reducer = Mean() if reduce is None else reduce
         self._report: Callable[[Report], None] = lambda report: None
         self._sidecar: Sidecar | None = None
         self._rounds: Rounds | None = None
         self._durations: deque[float] = deque(maxlen=REMEMBERED)
-        self._resumed: float | None = None  # when the worker's own work began
-        self._used = -1  # the newest round whose result was used
+        self._resumed: float | None = None  # when the worker's computation last began
+        self._used = -1  # the newest round whose result the worker has used
         self._end: Callable[[], object] = lambda: None
         self._left = False
         self._tally = Tally()
-        self._heard: Pending[list[list[int]]] | None = None
+        self._tallies: Pending[list[list[int]]] | None = None
         self._attendance: list[Attendance] = []
         self.outside = Metered(self.peers.everyone)
         self.saved_every = every if self.active else 1
 
     @property
     def attendance(self) -> list[Attendance]:
-        """Every rank's, up to the last global round; waits for it to arrive. Empty before the first."""
-        if self._heard is not None:
-            self._attendance = attendance(self._heard.wait())
-            self._heard = None
+        """Every rank's attendance up to the last global round. Empty before the first. May wait for it."""
+        if self._tallies is not None:
+            self._attendance = read_attendance(self._tallies.wait())
+            self._tallies = None
         return self._attendance
 
     def bind(self, index: int, optimizers: Sequence[Optimizer], report: Callable[[Report], None]) -> None:
@@ -102,7 +104,7 @@ class Waitfree(Part):
             self._sidecar = self.peers.everyone.worker.sidecar()
             aside = replace(self.among, group=self._sidecar.comm)
             for round in range(aside.cycle):
-                aside.at(round)  # connects to its peers, while everybody is here
+                aside.at(round)  # connects the groups while all workers are here
         return [self.peers.everyone]
 
     @property
@@ -114,7 +116,7 @@ class Waitfree(Part):
         if not self.active:
             return
         if self._left:
-            raise RuntimeError("step(): this run was ended by an error; make a new synchronizer to go on.")
+            raise RuntimeError("step(): an error has ended this run; make a new synchronizer to continue.")
         if self._rounds is None:
             self._open(clock.step)
         assert self._rounds is not None
@@ -123,25 +125,29 @@ class Waitfree(Part):
     def _open(self, first: int) -> None:
         self.communicators()
         assert self._sidecar is not None
-        timetable = Timetable(self.every, replace(self.among, group=self._sidecar.comm), self.sidecars)
-        load = self.load(first, self._sidecar)
-        self._rounds = Rounds(self._sidecar, load, first=first, reduce=self.reduce, timetable=timetable)
-        # The threads know nothing of this part: they end when it is forgotten, or the process ends.
-        self._end = weakref.finalize(self, self._rounds.stop)
+        self._rounds = Rounds(
+            self._sidecar,
+            self.open_handover(first - 1, self._sidecar),
+            first=first,
+            reduce=self.reduce,
+            timetable=Timetable(self.every, replace(self.among, group=self._sidecar.comm), self.sidecars),
+            grace=self.grace,
+        )
+        # The threads hold no reference to this part, so they end when it is collected or the process exits.
+        self._end = weakref.finalize(self, self._sidecar.stop)
         self._used = first - 1
-        self._rounds.grace = self.grace
-        self._expect()
-        self._rounds.start()
+        self._set_due()
+        self._sidecar.start(self._rounds.run)
 
-    def load(self, first: int, sidecar: Sidecar) -> Load:
-        """What worker and sidecar hand to each other from round `first` on."""
+    def open_handover(self, version: int, sidecar: Sidecar) -> Handover:
+        """Memory for the tensors that worker and sidecar pass to each other after round `version`."""
         raise NotImplementedError
 
     def blocking(self, round: int) -> bool:
-        return (round + 1) % self.every == 0
+        return is_blocking(round, self.every)
 
     def await_round(self, round: int) -> tuple[Outcome, Kind]:
-        """The newest round once this one is done, and how this worker came to it. Reports it."""
+        """Wait for a round and report it. Returns the newest round and this worker's part in it."""
         assert self._rounds is not None
         comm = self.peers.everyone
         began = comm.now()
@@ -151,14 +157,8 @@ class Waitfree(Part):
         if outcome.round == self._used:
             kind = "nothing new"
         self._used = outcome.round
-        self._tell(round, outcome, kind, waited)
-        return outcome, kind
-
-    def _tell(self, round: int, outcome: Outcome, kind: Kind, waited: float) -> None:
-        assert self._rounds is not None
-        cost, ages = self._rounds.collect()
-        self._tally.add(kind, waited)
-        self._tally.contributed(ages)
+        cost = self._rounds.collect()
+        self._tally.add(kind, waited, cost.ages)
         self._report(
             GroupReport(
                 step=round + 1,
@@ -175,32 +175,33 @@ class Waitfree(Part):
                 age=outcome.round - outcome.version,
             )
         )
+        return outcome, kind
 
-    def call_the_roll(self) -> None:
-        """At a global round: everybody's tally, on its way."""
+    def share_attendance(self) -> None:
+        """At a global round: send this worker's tally to all workers."""
         logger.debug("%s", self.attendance)
-        self._heard = self._say(self._tally.words())
+        self._tallies = self._send_ints(self._tally.to_ints())
 
-    def _say(self, numbers: Sequence[int]) -> Pending[list[list[int]]]:
-        """Numbers for everybody; their bytes are in the totals, but in no report."""
+    def _send_ints(self, numbers: Sequence[int]) -> Pending[list[list[int]]]:
+        """Send integers to all workers. Their bytes count in the totals but in no report."""
         assert self.outside is not None
         return self.outside.tell(numbers)
 
     def submit(self, round: int, publish: Callable[[], None], *, call: bool, timed: bool) -> None:
-        """What was made for a round becomes the newest; `timed`: nothing else was waited for in the step."""
+        """Publish the contribution to a round. `timed`: the step since `resume` was pure computation."""
         assert self._rounds is not None
         if timed and self._resumed is not None:
             self._durations.append(self.peers.everyone.now() - self._resumed)
         self._rounds.submit(round, publish, call=call)
 
     def resume(self) -> None:
-        """The worker goes back to its computation."""
+        """The worker returns to its computation."""
         assert self._rounds is not None
         self._resumed = self.peers.everyone.now()
         with self._rounds.sidecar.locked():
-            self._expect()
+            self._set_due()
 
-    def _expect(self) -> None:
+    def _set_due(self) -> None:
         """Tell the sidecar when the worker is overdue."""
         assert self._rounds is not None
         if self._durations and self._resumed is not None:
@@ -213,8 +214,8 @@ class Waitfree(Part):
     def flush(self, clock: Clock) -> None:
         if self._rounds is not None:
             self._stop()
-            # Nobody goes before all have stopped listening: the store may go with its host.
-            self._say([]).wait()
+            # No worker exits before all have stopped listening: the store may end with its host.
+            self._send_ints([]).wait()
 
     def leave(self, departure: Departure) -> None:
         self._left = True
