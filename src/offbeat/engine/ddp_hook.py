@@ -34,7 +34,7 @@ def ddp_hook(
         model.register_comm_hook(None, offbeat.ddp_hook(ErrorFeedback(Quantized(4))))
 
     A thread of its own sends bucket after bucket, on connections of Offbeat's own, over gloo too. The first
-    backward pass of a run is averaged exactly, since DDP arranges its buckets anew after it. `group` is that
+    backward pass of a run is averaged exactly, since DDP rearranges its buckets after it. `group` is that
     of the DDP model; with `model` errors name its parameters, not their numbers. All ranks call this.
     """
     return Hook(reducer, model, group)

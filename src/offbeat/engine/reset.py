@@ -22,11 +22,11 @@ def check_reset(optimizers: Sequence[Optimizer], parameters: Sequence[Tensor]) -
 
 
 def reset(optimizer: Optimizer, parameters: Sequence[Tensor]) -> None:
-    """Let the next step be that of an optimizer just built, as far as these parameters are concerned.
+    """Make the next step of these parameters that of a new optimizer.
 
-    The optimizers of `torch.optim` keep their tensors, which are written in place, since a captured graph may
-    use them. Any other loses its state of the parameters and makes it anew in the next step. If it has made
-    some before its first step, it is built once more for the values.
+    The optimizers of `torch.optim` keep their tensors, which are written in place, because a captured graph
+    may use them. Any other optimizer loses its state of the parameters and creates it in the next step. One
+    that creates state in its constructor is built once more, to read the values.
     """
     rule = _RULES.get(type(optimizer))
     groups = {p: group for group in optimizer.param_groups for p in group["params"]}
