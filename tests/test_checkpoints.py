@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import Pool
+from problems import Realistic, data, optimizer_for, snapshot
 from table import METHODS, SAVE_EVERY
 from test_resume import Run
 from torch import Tensor, nn
@@ -228,6 +229,56 @@ def flip(path: Path, wanted: Tensor) -> None:
     at = bytes(whole).index(wanted.numpy().tobytes())
     whole[at + 5] ^= 4
     path.write_bytes(whole)
+
+
+@pytest.mark.slow
+def test_no_flipped_bit_changes_what_is_loaded(tmp_path: Path) -> None:
+    """Wherever it is: in a tensor, in the names, or in the directory of the file."""
+    store, state = CheckpointStore(tmp_path, rank=0, workers=1), {"x": torch.arange(3.0), "n": 5}
+    store.save(3, state)
+    path = tmp_path / "step-000000003/rank-0.pt"
+    whole, refused = path.read_bytes(), 0
+    for bit in range(0, 8 * len(whole), 3):
+        damaged = bytearray(whole)
+        damaged[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(damaged)
+        try:
+            loaded = store.load(3)
+        except offbeat.CheckpointMismatch:
+            refused += 1
+        else:
+            assert loaded["n"] == 5, bit
+            assert torch.equal(loaded["x"], state["x"]), bit
+    assert refused > 100
+
+
+def test_groups_of_different_sizes_are_no_contradiction() -> None:
+    """A worker alone in its group sends nothing, so its code remembers nothing."""
+
+    def worker(comm: offbeat.Communicator) -> None:
+        state: dict[str, Any] = {}
+        weights: dict[str, Tensor] = {}
+        for resumed in (False, True):
+            net = Realistic(comm.rank)
+            opt = optimizer_for(net)
+            exchange = offbeat.Exchange(
+                offbeat.params(net),
+                when=offbeat.Every(2),
+                among=offbeat.Subgroups([[0], [1, 2]], comm),
+                reduce=offbeat.LowRank(1, least=1),
+                update=offbeat.Outer(offbeat.SGD(lr=1.0)),
+            )
+            sync = offbeat.Synchronizer(opt, [exchange])
+            if resumed:
+                net.load_state_dict(weights)
+                sync.load_state_dict(state)
+            for step in range(3):
+                net(data(comm.rank, step)).backward()
+                sync.step()
+                opt.zero_grad()
+            state, weights = sync.state_dict(), snapshot(net)
+
+    offbeat.simulate(worker, 3)
 
 
 def test_a_flipped_bit_and_other_damage_are_found(tmp_path: Path) -> None:

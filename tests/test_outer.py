@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 import torch
+from problems import Dyadic, data, same, snapshot
 from slopes import Slopes, Walk, composed, walked
 from torch import Tensor, nn
 
@@ -442,3 +443,23 @@ def test_a_bound_outer_optimizer(update: Callable[..., offbeat.Update]) -> None:
         match=r"^Outer\(0.7\): a function that makes an optimizer is needed, such as SGD\(lr=0.7\).$",
     ):
         update(0.7)
+
+
+def test_slow_weights_of_one_worker_follow_the_outer_step() -> None:
+    """Everyone counts for more than a group, also where everyone is one worker."""
+
+    def trained(comm: offbeat.Communicator) -> dict[str, Tensor]:
+        net = Dyadic()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.25)
+        sync = offbeat.lookahead_diloco(
+            net, optimizer, every=4, inner=2, alpha=0.5, lr=0.5, momentum=0.5, group=comm
+        )
+        for step in range(10):
+            net(data(0, step)).backward()
+            sync.step()
+            optimizer.zero_grad()
+        return snapshot(net)
+
+    (alone,) = offbeat.simulate(trained, 1)
+    for weights in offbeat.simulate(trained, 2):
+        assert same(weights, alone)

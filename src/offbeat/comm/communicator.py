@@ -31,8 +31,9 @@ class Pending(Generic[T]):
 
     def wait(self) -> T:
         """Wait for the message and return it. Idempotent; raises `PeerLost` if it will never arrive."""
-        if self._wait is not None:
-            self._value = self._wait()
+        wait = self._wait  # read once: another thread may wait, too
+        if wait is not None:
+            self._value = wait()
             self._wait = None
         return self._value
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -15,7 +16,7 @@ from offbeat.among import Peers, World
 from offbeat.base.clock import Clock, State
 from offbeat.base.tensors import Gradients, Live, Share
 from offbeat.comm.communicator import Communicator, Metered
-from offbeat.engine.checkpoint import copied
+from offbeat.engine.checkpoint import OWN, copied
 from offbeat.engine.composition import check_drift, check_reducer, check_update
 from offbeat.engine.extras import BufferRule, MomentRule
 from offbeat.engine.handshake import ROUND, compare_headers, header
@@ -131,7 +132,7 @@ class Exchange(Part):
             return None
         self.tick(clock)
         landed = self._landed_at == clock.step
-        return Landing(frozenset(self.live.names), self._last_peers.size) if landed else None
+        return Landing(frozenset(self.live.names), self._scope) if landed else None
 
     def tick(self, clock: Clock) -> None:
         """Do what the rhythm says for this step: land, advance, begin, and land at once without a delay."""
@@ -257,28 +258,32 @@ class Exchange(Part):
     def anchor(self) -> Anchor | None:
         """The weights that workers set out from; None without an anchor, or before the first period."""
         flats = self._states["update"].get("anchor")
-        return None if flats is None else Anchor(self.payload.own.over(flats), self._sharing)
+        shared = self.update.anchors == "shared"
+        workers = self._last_peers.size if shared else 1
+        return None if flats is None else Anchor(self.payload.own.over(flats), workers)
 
     @property
-    def _sharing(self) -> int:
-        """The number of workers with the same anchor."""
-        return self._last_peers.size if self.update.anchors == "shared" else 1
+    def _scope(self) -> int:
+        """How many workers a landing covers. Everyone counts for more than any group of that size."""
+        return sys.maxsize if isinstance(self.peers, World) else self._last_peers.size
 
     @torch.no_grad()
     def follow(self, landing: Landing) -> None:
         """A message in the air still belongs to the old anchor, which then stays."""
-        if self._sharing < landing.workers and self._round is None and self.anchor is not None:
+        scope = self._scope if self.update.anchors == "shared" else 0
+        if scope < landing.workers and self._round is None and self.anchor is not None:
             self.anchor.follow(self.live.tensors(), landing.names)
 
     def state_dict(self) -> State:
         air = None if self._round is None else self._round.state_dict()  # first: arrivals change states
+        own = {"states": copied(self._states), "air": air}
         return {
             "rhythm": copied(self.rhythm.state_dict()),
             "landed_at": self._landed_at,
             "opened": self.opened,
             "ledger": self._ledger.state_dict(),
-            "states": copied(self._states),
-            "air": air,
+            # Groups of different sizes may hold different tensors: a worker alone in its group sends nothing.
+            **(own if isinstance(self.peers, World) else {OWN: own}),
         }
 
     @torch.no_grad()
@@ -286,8 +291,9 @@ class Exchange(Part):
         self.rhythm.load_state_dict(copied(state["rhythm"]))
         self._landed_at, self.opened = state["landed_at"], state["opened"]
         self._ledger.load_state_dict(state["ledger"])
-        self._states = copied(state["states"])
+        own = state.get(OWN, state)
+        self._states = copied(own["states"])
         self._round = None
-        if state["air"] is not None:
-            comm = Metered(self.peers.at(state["air"]["round"]))
-            self._round = Round.resumed(state["air"], comm, self.payload.packed)
+        if own["air"] is not None:
+            comm = Metered(self.peers.at(own["air"]["round"]))
+            self._round = Round.resumed(own["air"], comm, self.payload.packed)

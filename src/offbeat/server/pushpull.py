@@ -233,7 +233,8 @@ class PushPull(Part):
             "watch": self._watch.state_dict(),
             "pull": None if self._pull is None else self._pull.state_dict(self._reported),
             "period": [self._period.start, list(self._period.lr_sum), self._period.header_bytes],
-            "counts": [self._round, self._clock.step],
+            "round": self._round,
+            "step": self._clock.step,
             "carried": self._transport.sent - self._reported,
         }
 
@@ -251,5 +252,4 @@ class PushPull(Part):
         self._period = Period(start, list(lr_sum), header_bytes, began=now)
         self._reported = self._transport.sent - state["carried"]
         self._pull = state["pull"] and Pull.restore(state["pull"], now, self._reported)
-        self._round, step = state["counts"]
-        self._clock = replace(self._clock, step=step)
+        self._round, self._clock = state["round"], replace(self._clock, step=state["step"])

@@ -62,7 +62,9 @@ class Pull:
             "start": self.period.start,
             "lr_sum": list(self.period.lr_sum),
             "header_bytes": self.period.header_bytes,
-            "clock": [self.clock.step, self.clock.round, self.clock.lr],
+            "step": self.clock.step,
+            "round": self.clock.round,
+            "lr": self.clock.lr,
             "carried": carried - reported,
             "slices": [[part.clone() for part in parts] for parts in slices],
         }
@@ -72,7 +74,8 @@ class Pull:
         """A pull that has already arrived."""
         slices = [[part.clone() for part in parts] for parts in state["slices"]]
         period = Period(state["start"], list(state["lr_sum"]), state["header_bytes"], began=now)
-        return cls(period, Clock(*state["clock"]), arrived((slices, reported + state["carried"])))
+        clock = Clock(step=state["step"], round=state["round"], lr=state["lr"])
+        return cls(period, clock, arrived((slices, reported + state["carried"])))
 
 
 class Slot:

@@ -16,6 +16,15 @@ import torch
 from offbeat.base.errors import CheckpointMismatch
 
 KEPT = 2
+_DAMAGED = (
+    zipfile.BadZipFile,
+    zlib.error,
+    EOFError,
+    pickle.UnpicklingError,
+    RuntimeError,
+    ValueError,
+    OSError,
+)
 
 
 class CheckpointStore:
@@ -60,8 +69,11 @@ class CheckpointStore:
             with zipfile.ZipFile(path) as file:
                 if bad := file.testzip():
                     raise zipfile.BadZipFile(f"wrong checksum of {bad}")
+                # torch writes none. Checksums do not cover them, and a folder would be read as nothing.
+                if any(entry.external_attr for entry in file.infolist()):
+                    raise zipfile.BadZipFile("wrong attributes")
             state: dict[str, Any] = torch.load(path, weights_only=True)
-        except (zipfile.BadZipFile, zlib.error, EOFError, pickle.UnpicklingError, RuntimeError) as error:
+        except _DAMAGED as error:
             reason = str(error).partition("\n")[0]
             raise CheckpointMismatch(
                 f"Rank {self.rank}'s checkpoint {str(path)!r} is damaged ({reason}): "

@@ -119,9 +119,12 @@ def _run_processes(folders: Sequence[Path], workers: int, *, resume: bool) -> bo
             ended = {rank: Ended.of(process) for rank, process in enumerate(crew)}
             for process in crew:
                 process.close()
-    if caught:
-        return all(finished(folder) for folder in folders)
-    return _check(ended)
+    if not caught:
+        return _check(ended)
+    # A worker that Ctrl-C ended before it could listen has not failed; one that could not save has.
+    cut_off = {rank for rank, end in ended.items() if end.code < 0 or "KeyboardInterrupt" in end.stderr}
+    _check({rank: end for rank, end in ended.items() if rank not in cut_off and end.code != LOST})
+    return all(finished(folder) for folder in folders)
 
 
 def _store() -> TCPStore:

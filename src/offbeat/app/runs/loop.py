@@ -19,6 +19,7 @@ from offbeat.app.runs.stop import Stop
 from offbeat.app.runs.torchddp import TorchDDP
 from offbeat.app.runs.trainer import Costs, Trainer
 from offbeat.app.runs.watch import Stopwatch, Watched
+from offbeat.base.errors import OffbeatError
 from offbeat.comm.communicator import Communicator
 from offbeat.lab.network import INTERFACE
 from offbeat.tasks import Task
@@ -168,6 +169,8 @@ class Loop:
         self.clock.stop()
         try:
             sync = self.trainer.state_dict()
+        except OffbeatError:
+            raise
         except RuntimeError as error:
             logging.getLogger("offbeat").info("no checkpoint after step %d: %s", self.step, error)
             self.clock.go_on()
