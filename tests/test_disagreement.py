@@ -27,6 +27,8 @@ ASIDE = [
     "streaming_diloco(every=4, fragments=2, delay=2, reduce=ErrorFeedback(Quantized(4, block=8, least=1)))",
     "eager_sgd(every=4, grace=60.0)",
     "noloco(every=2, lr=0.5, momentum=0.5)",
+    "wagma(group_size=2, every=4, grace=60.0)",
+    "local_sgd(every=4, delay=2, reduce=Quantized(8, block=8, least=1))",
 ]
 BATCHES = "Do all workers have the same number of batches?"
 
