@@ -284,6 +284,7 @@ import torch, torch.distributed as dist
 import offbeat
 
 torch.set_num_threads(1)
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
 dist.init_process_group("gloo")
 net = torch.nn.Linear(20, 20)
 opt = torch.optim.SGD(net.parameters(), lr=0.1)
