@@ -85,7 +85,8 @@ class Walk:
 
     def state(self, part: int = 0) -> dict[str, Any]:
         """What the update of an exchange remembers."""
-        return self.sync.state_dict()["parts"][part]["states"]["update"]
+        saved = self.sync.state_dict()["parts"][part]
+        return saved.get("shard", saved)["states"]["update"]  # a group's own, or everyone's
 
 
 def walked(method: Method, steps: int, *, workers: int = 2, **options: Any) -> list[list[float]]:
