@@ -104,7 +104,7 @@ class Communicator(ABC):
         """At most eight whole numbers from every rank, in rank order, as a control message."""
         assert len(numbers) <= WORDS
         words = torch.tensor([*numbers, *[0] * (WORDS - len(numbers))], dtype=torch.int64)
-        return self.run(GATHER, [words], control=True).then(lambda parts: [part.tolist() for part in parts])
+        return self.run(GATHER, [words], control=True).then(lambda parts: torch.stack(parts).tolist())
 
     @abstractmethod
     def split(self, groups: Sequence[Sequence[int]]) -> Communicator:

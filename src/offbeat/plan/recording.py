@@ -109,6 +109,8 @@ class RecordingComm(Communicator, Worker):
 
         def wait() -> list[Tensor]:
             self.log.events.append(Waited(number))
+            if control:
+                return given * self.size  # nobody writes into words, so that 100 000 need no copies
             with torch.no_grad():
                 return kind.deliver(given, kind.results([given] * self.size, src, [self.rank])[0])
 
