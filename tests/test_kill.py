@@ -179,6 +179,7 @@ def test_a_timeout_while_connecting_names_who_has_not_come(victim: int) -> None:
 def test_a_store_that_went_before_all_connected_is_named() -> None:
     crew = Crew(processes(), 3, stay_away, 0, 60.0)
     assert crew.hear(0, lambda word: word[0] == "here") == ("here", None)
+    time.sleep(3)  # until the others have begun to connect
     crew.kill([0])
     for rank, (kind, what) in enumerate(crew.last_words()):
         if rank:
