@@ -24,6 +24,7 @@ from offbeat import (
     AdaComm,
     Adaptive,
     Clock,
+    Communicator,
     Correct,
     Detached,
     Eager,
@@ -33,8 +34,10 @@ from offbeat import (
     Never,
     Outer,
     Overlap,
+    Packed,
     RandomBlock,
     Rebase,
+    Reducer,
     Replace,
     Schedule,
     SlowMo,
@@ -46,6 +49,7 @@ from offbeat import (
 )
 from offbeat.plan import Cosine, Job
 from offbeat.plan.unroll import unroll
+from offbeat.reduce import Staged
 
 Delay = int | str
 STEPS = 13
@@ -398,6 +402,8 @@ class Watched:
         for what in ("begin", "land"):
             setattr(self.part, what, functools.partial(self._note, what, getattr(self.part, what)))
         self.part.advance = lambda: self.seen["advance"].append(self.walk.sync.steps)
+        begin = self.part.rhythm.begin
+        self.part.rhythm.begin = lambda step, messages: begin(step, 2)  # as if a code had two messages
 
     def _note(self, what: str, act: Callable[..., None], clock: Clock, *args: Any) -> None:
         self.seen[what].append(clock.step)
@@ -508,3 +514,53 @@ def test_a_delay_beyond_regular_periods_is_refused(when: Schedule, shortest: int
         f"delay={delay} with {when!r}: delay must not exceed the period, which can be {shortest}.",
     ):
         Exchange(params(net), when=when, delay=delay)
+
+
+@dataclass(frozen=True)
+class Slow(Reducer):
+    """The mean of so many messages, one after the other; only the last one matters."""
+
+    messages: int
+    ran: list[str] = field(default_factory=list)
+
+    def start(self, payload: Packed, comm: Communicator, clock: Clock, state: dict[str, Any]) -> Any:
+        sent: list[Any] = [comm.mean([torch.zeros(1)])]
+
+        def stage(i: int) -> None:
+            sent[-1].wait()
+            self.ran.append(f"stage {i}")
+            sent.append(comm.mean(payload.flats if i == self.messages - 1 else [torch.zeros(1)]))
+
+        def wait() -> Packed:
+            sent[-1].wait()
+            return payload
+
+        stages = [functools.partial(stage, i) for i in range(1, self.messages)]
+        return Staged(stages, wait, lambda: sent[-1].arrived())
+
+
+@pytest.mark.parametrize(
+    ("messages", "delay", "steps"),
+    [(2, 4, [2]), (2, 3, [2]), (3, 6, [2, 4]), (3, 4, [2, 3]), (4, 8, [2, 4, 6]), (3, 1, [1, 1])],
+)
+def test_a_code_of_n_messages_sends_the_next_after_each_nth_of_the_delay(
+    messages: int, delay: int, steps: list[int]
+) -> None:
+    def worker(comm: offbeat.Communicator) -> tuple[list[int], float]:
+        code = Slow(messages)
+        build = functools.partial(offbeat.local_sgd, every=8, delay=delay, reduce=code)
+        walk = Walk(comm, build, slope=slope)
+        ran = []
+        for step in range(-7, delay + 1):
+            walk.go()
+            ran += [step] * (len(code.ran) - len(ran))
+        assert code.ran == [f"stage {i}" for i in range(1, messages)]
+        return ran, walk.weight
+
+    exact = offbeat.simulate(
+        lambda comm: Walk(comm, functools.partial(offbeat.local_sgd, every=8, delay=delay), slope=slope).go(
+            8 + delay
+        )[-1],
+        2,
+    )
+    assert offbeat.simulate(worker, 2) == [(steps, weight) for weight in exact]

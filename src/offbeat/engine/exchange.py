@@ -15,18 +15,17 @@ from torch.optim import Optimizer
 from offbeat.among import Peers, World
 from offbeat.base.clock import Clock, State
 from offbeat.base.tensors import Gradients, Live, Share
-from offbeat.comm.communicator import Communicator, Metered
+from offbeat.comm.communicator import Communicator
 from offbeat.engine.checkpoint import OWN, copied
 from offbeat.engine.composition import check_drift, check_reducer, check_update
 from offbeat.engine.extras import BufferRule, MomentRule
-from offbeat.engine.handshake import ROUND, compare_headers, header
 from offbeat.engine.optimizers import mark, rates
 from offbeat.engine.part import Landing, Part
 from offbeat.engine.payload import Payload
-from offbeat.engine.report import Ledger, Report, naming
+from offbeat.engine.report import Ledger, Report
 from offbeat.engine.rhythm import Delay, Rhythm
-from offbeat.engine.round import Round, profiled
-from offbeat.reduce import Mean, Reducer
+from offbeat.engine.round import Round
+from offbeat.reduce import Mean, Reducer, Staged
 from offbeat.update.anchor import Anchor
 from offbeat.update.update import Replace, Update
 from offbeat.when import Schedule
@@ -155,28 +154,28 @@ class Exchange(Part):
     def begin(self, clock: Clock, share: Share | None = None) -> None:
         """Send this worker's share of the round: the live tensors, unless it was taken earlier."""
         payload, rhythm, state = self.payload, self.rhythm, self._states["update"]
-        comm = Metered(self.peers.at(rhythm.round))
+        comm = self.peers.at(rhythm.round)
         clock = replace(clock, round=rhythm.round, workers=comm.size, rates=self._rates)
         memory = self._states.get("reduce", state)  # an update that owns its code has one state for both
-        with profiled("offbeat.begin"), naming(clock):
-            began = comm.now()
-            head = header(ROUND, self._index, clock, self._rates_digest, self.peers.everyone.rank)
-            heads = comm.tell([*head, payload.moments.digest()]).then(compare_headers)
-            round = self._round = Round(clock, clock.step - rhythm.began, comm, began, heads)
-            moments = payload.moments.choose(heads.wait, comm)
-            round.waited = comm.now() - began
+        round = self._round = Round(clock, comm, since=rhythm.began)
+        with round.phase("offbeat.begin"):
+            with round.waiting():
+                rank, digest = self.peers.everyone.rank, payload.moments.digest()
+                heads = round.compare(self._index, self._rates_digest, rank, digest)
+                moments = payload.moments.choose(heads.wait, round.comm)
             notes, live = share or (self.live.notes(), self.live.tensors())
             self.update.outgoing(live, payload.own, clock, state)
             payload.read_extras(notes)
-            round.mean = self.reduce.start(payload.packed, comm, clock, memory)
+            round.mean = self.reduce.start(payload.packed, round.comm, clock, memory)
+            round.messages.append(round.mean)
             payload.send_extras(moments, round, late=self.delay != 0)
-        rhythm.begin(clock.step)
+        rhythm.begin(clock.step, 1 + len(round.mean.stages) if isinstance(round.mean, Staged) else 1)
 
     @torch.no_grad()
     def advance(self) -> None:
-        """Half of the delay is over: a reducer with two messages sends the second."""
+        """A reducer of several messages sends the next."""
         if self._round is not None:
-            with naming(self._round.clock):
+            with self._round.phase("offbeat.advance"):
                 self._round.advance()
 
     @torch.no_grad()
@@ -186,7 +185,7 @@ class Exchange(Part):
         assert round is not None
         self.rhythm.land()
         distances: tuple[float | None, float | None] | None = None
-        with profiled("offbeat.land"), naming(round.clock):
+        with round.phase("offbeat.land"):
             round.wait()
             clock = replace(clock, round=round.clock.round, workers=round.comm.size, rates=self._rates)
             live, state = self.live.tensors(), self._states["update"]
@@ -208,7 +207,7 @@ class Exchange(Part):
         lacking = loss is None and "loss" in self.when.needs
         if distances is None or (lacking and not stepped):
             self._ledger.flush_reports(wait=True)  # reports come in the order of their rounds
-            self._ledger.emit(round.report(norm=None))
+            self._ledger.emit(round.report())
             return
         drift, norm = distances
         if lacking:
@@ -217,7 +216,7 @@ class Exchange(Part):
             )
         # What decides when the next round comes must be the same for everyone, not only for its peers.
         comm = self.peers.everyone if self.when.needs else round.comm.comm
-        report = round.report(None if norm is None else math.sqrt(norm))
+        report = round.report(norm=None if norm is None else math.sqrt(norm))
         self._ledger.add(report, round.clock.lr, comm, drift, loss or 0.0)
 
     def flush_reports(self, *, wait: bool) -> None:
@@ -247,12 +246,11 @@ class Exchange(Part):
 
     def _close(self, clock: Clock) -> None:
         """The update's last act, which is a round if it sends something."""
-        comm = Metered(self._last_peers)
-        began = comm.now()
-        self.update.close(self.live.tensors(), self.payload.own, comm, self._states["update"])
-        if comm.sent:
-            clock = replace(clock, round=self.rhythm.round)
-            self._ledger.emit(Report.blocking(clock, comm, began, clock.step - self.rhythm.began))
+        round = Round(replace(clock, round=self.rhythm.round), self._last_peers, since=self.rhythm.began)
+        with round.waiting():
+            self.update.close(self.live.tensors(), self.payload.own, round.comm, self._states["update"])
+        if round.comm.sent:
+            self._ledger.emit(round.report())
 
     @property
     def anchor(self) -> Anchor | None:
@@ -295,5 +293,5 @@ class Exchange(Part):
         self._states = copied(own["states"])
         self._round = None
         if own["air"] is not None:
-            comm = Metered(self.peers.at(own["air"]["round"]))
-            self._round = Round.resumed(own["air"], comm, self.payload.packed)
+            comm = self.peers.at(own["air"]["round"])
+            self._round = Round.resume(own["air"], comm, self.payload.packed)

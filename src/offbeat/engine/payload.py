@@ -59,8 +59,8 @@ class Payload:
         if late:
             round.sent = [value.clone() for value in self._extras(moments)]
         round.followed = self.buffers.follow(round.comm)
-        if moments:
-            round.moments = send_mean(moments, round.comm)
+        round.moments = send_mean(moments, round.comm) if moments else None
+        round.messages += [message for message in (round.followed, round.moments) if message is not None]
 
     def land_extras(self, buffers: Sequence[Tensor], round: Round) -> None:
         """Apply the buffers and moments that have arrived."""

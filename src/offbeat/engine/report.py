@@ -30,12 +30,6 @@ class Report:
     norm: float | None  # length of the change it made here
     period: int  # steps since the round before
 
-    @classmethod
-    def blocking(cls, clock: Clock, comm: Metered, began: float, period: int) -> Report:
-        """Of something sent and waited for since `began`, whose drift is not measured."""
-        seconds, counts = comm.now() - began, (comm.sent, comm.received)
-        return cls(clock.step, clock.round, comm.size, *counts, seconds, seconds, None, None, period)
-
 
 @dataclass
 class Totals:

@@ -17,7 +17,8 @@ class Rhythm:
     """The state machine that the engine drives step by step, and the planner from one act to the next.
 
     At most one round is in the air. It lands `delay` steps after it began; with "round", when the next one
-    begins. It never lands later than that: a period shorter than the delay lands it early.
+    begins. It never lands later than that: a period shorter than the delay lands it early. A round of n
+    messages advances when i/n of its time in the air is over, for i = 1 … n − 1.
     """
 
     def __init__(self, when: Schedule, delay: Delay) -> None:
@@ -28,53 +29,46 @@ class Rhythm:
         self.round = 0  # how many rounds have begun
         self.began = 0  # the step after which the last one began
         self.in_air = False
+        self.lands: int | None = None  # the step after which the round in the air lands, once known
+        self.advances: list[int] = []  # the steps after which it advances
+        self._messages = 1
 
-    @property
-    def lands(self) -> int | None:
-        """The step after which the round in the air lands; None while that is not known."""
-        if not self.in_air or self.delay == "round":
-            return self.planned if self.in_air else None
-        due = self.began + self.delay
-        return due if self.planned is None else min(due, self.planned)
-
-    @property
-    def advances(self) -> int | None:
-        """The step in the middle of that flight, the same for every worker."""
-        return None if self.lands is None else (self.began + self.lands + 1) // 2
+    def _aim(self) -> None:
+        """Work out when the round in the air advances and lands."""
+        due = [self.planned] if self.delay == "round" else [self.began + self.delay, self.planned]
+        self.lands = min((step for step in due if step is not None and self.in_air), default=None)
+        flight, n = (0, 1) if self.lands is None else (self.lands - self.began, self._messages)
+        self.advances = [self.began - (-i * flight // n) for i in range(1, n)]
 
     def plan(self, clock: Clock) -> None:
         """Before a step, if no round is planned: ask the schedule for the next one."""
         self.planned = self.when.next(replace(clock, round=self.round), self.memory)
         past = self.planned is not None and self.planned <= clock.step
         assert not past, f"{self.when!r} plans step {self.planned} after step {clock.step}"
+        self._aim()
 
     def acts(self, step: int) -> list[Act]:
         """What happens after this step, in order."""
-        acts: list[Act] = []
-        if self.in_air:
-            if step == self.lands:
-                acts.append("land")
-            elif step == self.advances:
-                acts.append("advance")
+        acts: list[Act] = ["land"] if step == self.lands else ["advance"] * self.advances.count(step)
         if step == self.planned:
-            acts.append("begin")
-            if self.delay == 0:
-                acts.append("land")
+            acts += ["begin", "land"] if self.delay == 0 else ["begin"]
         return acts
 
     def next_act(self, step: int) -> int | None:
         """The next step after which something happens, as far as is known now."""
-        known = (self.advances, self.lands, self.planned)
+        known = (*self.advances, self.lands, self.planned)
         return min((other for other in known if other is not None and other > step), default=None)
 
-    def begin(self, step: int) -> None:
-        """A round has begun."""
-        self.planned, self.began, self.in_air = None, step, True
+    def begin(self, step: int, messages: int = 2) -> None:
+        """A round of so many messages, one after the other, has begun. The planner takes it for two."""
+        self.planned, self.began, self.in_air, self._messages = None, step, True, messages
         self.round += 1
+        self._aim()
 
     def land(self) -> None:
         """The round in the air has landed."""
         self.in_air = False
+        self._aim()
 
     def state_dict(self) -> State:
         return {
@@ -86,8 +80,10 @@ class Rhythm:
         }
 
     def load_state_dict(self, state: State) -> None:
+        """A round in the air has arrived when it is saved, so it no longer advances."""
         self.planned, self.round, self.began = state["planned"], state["round"], state["began"]
-        self.in_air, self.memory = state["in_air"], state["memory"]
+        self.in_air, self.memory, self._messages = state["in_air"], state["memory"], 1
+        self._aim()
 
 
 def _check_delay(delay: Delay, when: Schedule) -> None:

@@ -1,8 +1,9 @@
-"""One round, from its beginning to its landing."""
+"""One round, from its beginning to its report."""
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -10,82 +11,103 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from offbeat.base.clock import Clock, State
+from offbeat.base.errors import PeerLost
 from offbeat.base.packed import Packed
-from offbeat.comm.communicator import Metered, Pending, arrived
+from offbeat.comm.communicator import Communicator, Metered, Pending, arrived
 from offbeat.engine.checkpoint import copied
-from offbeat.engine.report import Report, naming
+from offbeat.engine.handshake import ROUND, compare_headers, header
+from offbeat.engine.report import Report
 from offbeat.reduce.reducer import Staged
 
 
-def profiled(name: str) -> AbstractContextManager[object]:
-    """A range of this name while a profile is taken; otherwise it would cost as much as ten small sums."""
-    return record_function(name) if torch._C._autograd._profiler_enabled() else nullcontext()
-
-
 class Round:
-    """The messages of one round, and what they cost.
+    """One round of a part as this worker sees it: its workers, its messages, and what they cost.
 
-    A round opens with a header that compares the workers. The mean follows, then rank 0's buffers and the
-    mean of the moments, where there are any.
+    A part opens a round when it begins, compares the workers with a header, adds what it sends to `messages`,
+    and closes the round with a report. `clock` is that of the beginning. `since` is the step of the round
+    before. `comm` counts the bytes of everything that is sent through it.
     """
 
-    def __init__(
-        self, clock: Clock, period: int, comm: Metered, began: float, heads: Pending[list[int]]
-    ) -> None:
-        self.clock = clock  # when it began
-        self.period = period  # steps since the last round
-        self.comm, self.began = comm, began
-        self.heads = heads  # raises if the ranks are not all in this round
+    def __init__(self, clock: Clock, comm: Communicator, *, since: int) -> None:
+        self.clock, self.since, self.comm = clock, since, Metered(comm)
+        self.began = comm.now()
         self.waited = 0.0  # seconds this worker has waited for it
+        self.messages: list[Pending[Any]] = []
         self.mean: Pending[Packed]
         self.followed: Pending[list[Tensor]] | None = None  # rank 0's buffers
         self.moments: Pending[Packed] | None = None
         self.sent: list[Tensor] | None = None  # the extras as they were sent, if the round lands late
 
-    def wait(self) -> None:
-        """Wait for all messages. Raises if the workers are not in the same round."""
+    def compare(self, part: int, rates: int, rank: int, digest: int = 0) -> Pending[list[int]]:
+        """Send a header. The answer raises unless all workers are in this round, and holds their digests.
+
+        `part` is the place of the part in its method. `rates` is a digest of the learning rates. `rank` is
+        this worker's rank among all workers.
+        """
+        head = header(ROUND, part, self.clock, rates, rank)
+        heads = self.comm.tell([*head, digest]).then(compare_headers)
+        self.messages.append(heads)
+        return heads
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Work on this round: a range of this name in a profile. If a worker is lost, the error names the
+        round."""
+        # A range that nobody records would cost as much as ten small sums.
+        with record_function(name) if torch._C._autograd._profiler_enabled() else nullcontext():
+            try:
+                yield
+            except PeerLost as error:
+                raise error.during(self.clock.round, self.clock.step) from error.__cause__
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Count the seconds inside as waited."""
         start = self.comm.now()
-        for message in self._messages():
-            message.wait()
-        self.waited += self.comm.now() - start
+        try:
+            yield
+        finally:
+            self.waited += self.comm.now() - start
+
+    def wait(self) -> None:
+        """Wait for all messages."""
+        with self.waiting():
+            for message in self.messages:
+                message.wait()
 
     def advance(self) -> None:
-        """Run the reducer's next stage, if it has one left."""
-        if not (isinstance(self.mean, Staged) and self.mean.stages):
-            return
-        start = self.comm.now()
-        self.heads.wait()
-        self.mean.advance()
-        self.waited += self.comm.now() - start
+        """Run the next stage of the mean, if one is left."""
+        if isinstance(self.mean, Staged) and self.mean.stages:
+            with self.waiting():
+                self.messages[0].wait()  # the header: nobody sends a stage of another round
+                self.mean.advance()
 
-    def report(self, norm: float | None) -> Report:
-        """What it cost; the drift is not known yet."""
-        return Report(
-            step=self.clock.step,
-            round=self.clock.round,
-            workers=self.comm.size,
-            bytes_sent=self.comm.sent,
-            bytes_received=self.comm.received,
-            seconds_waited=self.waited,
-            seconds_in_air=max(0.0, max(message.arrived() for message in self._messages()) - self.began),
-            drift=None,
-            norm=norm,
-            period=self.period,
-        )
-
-    def _messages(self) -> list[Pending[Any]]:
-        found: list[Pending[Any] | None] = [self.heads, self.mean, self.followed, self.moments]
-        return [message for message in found if message is not None]
+    def report(self, kind: type[Report] = Report, **fields: Any) -> Report:
+        """What the round cost, after `wait`. `fields` replace what it measured, or add to it."""
+        landed = max([message.arrived() for message in self.messages], default=self.began + self.waited)
+        measured = {
+            "step": self.clock.step,
+            "round": self.clock.round,
+            "workers": self.comm.size,
+            "bytes_sent": self.comm.sent,
+            "bytes_received": self.comm.received,
+            "seconds_waited": self.waited,
+            "seconds_in_air": max(0.0, landed - self.began),
+            "drift": None,
+            "norm": None,
+            "period": self.clock.step - self.since,
+        }
+        return kind(**{**measured, **fields})
 
     def state_dict(self) -> State:
         """Wait for the messages, and save them without applying them."""
-        with naming(self.clock):
+        with self.phase("offbeat.wait"):
             self.wait()
         return {
             "step": self.clock.step,
             "round": self.clock.round,
             "lr": self.clock.lr,
-            "period": self.period,
+            "since": self.since,
             "bytes": [self.comm.sent, self.comm.received],
             "mean": [flat.clone() for flat in self.mean.wait().flats],
             "followed": copied(None if self.followed is None else self.followed.wait()),
@@ -94,13 +116,12 @@ class Round:
         }
 
     @classmethod
-    def resumed(cls, state: State, comm: Metered, packed: Packed) -> Round:
+    def resume(cls, state: State, comm: Communicator, packed: Packed) -> Round:
         """A round whose messages have all arrived, the mean in `packed`."""
         for flat, saved in zip(packed.flats, state["mean"], strict=True):
             flat.copy_(saved)
-        comm.sent, comm.received = state["bytes"]
-        clock = Clock(step=state["step"], round=state["round"], lr=state["lr"])
-        round = cls(clock, state["period"], comm, comm.now(), heads=arrived([]))
+        round = cls(Clock(state["step"], state["round"], state["lr"]), comm, since=state["since"])
+        round.comm.sent, round.comm.received = state["bytes"]
         round.mean = arrived(packed)
         if state["followed"] is not None:
             round.followed = arrived(copied(state["followed"]))
