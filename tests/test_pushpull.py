@@ -800,8 +800,8 @@ BAD: list[tuple[str, dict[str, Any], type[Exception], str]] = [
         "od_sgd",
         {"server": torch.optim.SGD([torch.zeros(1)])},
         TypeError,
-        "server=SGD(...): this optimizer already has parameters: pass a function that makes one, such as "
-        "torch.optim.Adam.",
+        "server=SGD(...): this optimizer already has parameters: pass a function that makes an optimizer, "
+        "such as torch.optim.Adam.",
     ),
 ]
 

@@ -72,7 +72,7 @@ def run(comm: offbeat.Communicator, expression: str, model: type[nn.Module]) -> 
         rounds=[part.rhythm.round for part in exchanges],
         landed=[part._landed_at for part in exchanges],
         pulls=len(pulls),
-        late_enough=all(part._round > part.warmup for part in sync.parts if isinstance(part, PushPull)),
+        late_enough=all(p._round.clock.round > p.warmup for p in sync.parts if isinstance(p, PushPull)),
         groups=sum(isinstance(report, GroupReport) for report in sync.reports),
         moments=[len(p.payload.moments.found()) for p in exchanges if p.payload.moments.rule != "keep"],
         lossy=[part.reduce for part in exchanges if part.reduce.lossy],

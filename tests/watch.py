@@ -63,7 +63,7 @@ def watch(
     opt = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
     sync = offbeat.method(expression)(net, opt, group=comm)
     part = next(part for part in sync.parts if isinstance(part, GroupAverage))
-    _watch_merges(part, seen)
+    _watch_handover(part, seen)
     for step in range(steps):
         net(torch.randn(4, 5)).square().mean().backward()
         time.sleep(pause(step))
@@ -77,45 +77,46 @@ def watch(
     return seen
 
 
-def _watch_merges(part: GroupAverage, seen: Watched) -> None:
-    open_handover, wait_for = part.open_handover, part.await_round
+def _watch_handover(part: GroupAverage, seen: Watched) -> None:
+    open_handover = part.open_handover
+
+    def opened(version: int, sidecar: Any) -> None:
+        open_handover(version, sidecar)
+        _watch_rounds(part, part.handover, seen)
+        _watch_merges(part, part.handover, seen)
+
+    part.open_handover = opened  # type: ignore[method-assign]
+
+
+def _watch_merges(part: GroupAverage, handover: Any, seen: Watched) -> None:
+    fetch, merge = handover.fetch, handover.merge
     used: list[int] = []
+    newest: list[GroupReport] = []
 
-    def opened(version: int, sidecar: Any) -> Any:
-        handover = open_handover(version, sidecar)
-        _watch_rounds(part, handover, seen)
-        return handover
+    def fetched() -> None:
+        newest.append(part._rounds.newest)
+        fetch()
 
-    def awaited(round: int) -> Any:
-        live = [p.detach().double() for p in part.live.parameters]
-        outcome, kind = wait_for(round)
+    def merged(tensors: Sequence[Tensor], workers: int, kind: Any) -> None:
+        round, report = handover.version, newest.pop()
+        version = report.round - report.age
+        expected = live = [p.detach().double() for p in part.live.parameters]
+        if workers > 1 and report.round not in used:
+            means = [m.double() for m in handover._reading.views[: len(live)]]
+            weight = 0 if version == round else 1
+            size = workers + weight
+            expected = [(workers * m + weight * x) / size for m, x in zip(means, live, strict=True)]
+        if report.round < round or version > round:
+            seen.merges.append(f"round {round} got {report.round} with version {version}")
+        used.append(report.round)
+        merge(tensors, workers, kind)
         if part.late == "add":  # nothing is lost: that is tested of the sum over all workers
-            return outcome, kind
-        if outcome.workers == 1 or outcome.round in used:
-            expected = live
-        else:
-            means = [m.double() for m in part._weights._reading.views[: len(live)]]
-            weight = 0 if outcome.version == round else 1
-            size = outcome.workers
-            expected = [(size * m + weight * x) / (size + weight) for m, x in zip(means, live, strict=True)]
-        if outcome.round < round or outcome.version > round:
-            seen.merges.append(f"round {round} got {outcome.round} with version {outcome.version}")
-        used.append(outcome.round)
-        pending.append((round, expected))
-        return outcome, kind
+            return
+        for x, y in zip(part.live.parameters, expected, strict=True):
+            if not torch.allclose(x.detach().double(), y, rtol=1e-5, atol=1e-6):
+                seen.merges.append(f"round {round}: {x} instead of {y}")
 
-    pending: list[tuple[int, list[Tensor]]] = []
-    after = part.after
-
-    def compared(clock: Any) -> None:
-        after(clock)
-        while pending:
-            round, expected = pending.pop()
-            for x, y in zip(part.live.parameters, expected, strict=True):
-                if not torch.allclose(x.detach().double(), y, rtol=1e-5, atol=1e-6):
-                    seen.merges.append(f"round {round}: {x} instead of {y}")
-
-    part.open_handover, part.await_round, part.after = opened, awaited, compared  # type: ignore[method-assign]
+    handover.fetch, handover.merge = fetched, merged
 
 
 def _watch_rounds(part: GroupAverage, handover: Any, seen: Watched) -> None:

@@ -4,10 +4,27 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import NamedTuple
 
-if TYPE_CHECKING:
-    from offbeat.server.replica import ParamSlice
+from torch import Tensor
+
+
+class ParamSlice(NamedTuple):
+    """Weights of one parameter group, as a local rule sees them."""
+
+    base: Tensor  # the rule moves it in place
+    gradient: Tensor
+    displacement: Tensor  # the weights of the previous pull minus those of the last one
+    lr_sum: float  # server learning rates between those two pulls, summed
+    origin: Tensor | None  # the weights the gradient was taken at, if they are not the base
+    lr: float
+    decay: float
+
+    def descend(self, lr: float, gain: float = 1.0) -> None:
+        """base ← base − lr (gain·gradient + decay·base)."""
+        if self.decay:
+            self.base.mul_(1 - lr * self.decay)
+        self.base.sub_(self.gradient, alpha=lr * gain)
 
 
 class LocalRule:
@@ -56,9 +73,9 @@ class GLU(LocalRule):
 
     def __post_init__(self) -> None:
         for name in ("alpha", "beta"):
-            if not (math.isfinite(getattr(self, name)) and getattr(self, name) >= 0):
+            if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"{self!r}: {name} must be a finite number, at least 0.")
-        if self.lr is not None and not (math.isfinite(self.lr) and self.lr >= 0):
+        if self.lr is not None and not 0 <= self.lr < math.inf:
             raise ValueError(f"{self!r}: lr must be a finite number, at least 0, or None.")
 
     @property
@@ -88,13 +105,13 @@ class Compensated(LocalRule):
     gains = (1.0, 0.0)
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.lam) and self.lam >= 0):
+        if not 0 <= self.lam < math.inf:
             raise ValueError(f"{self!r}: lam must be a finite number, at least 0.")
 
     def move(self, params: ParamSlice) -> None:
-        correction = None
-        if params.origin is not None:
-            correction = (params.base - params.origin).mul_(params.gradient).mul_(params.gradient)
+        if params.origin is None:
+            params.descend(params.lr)
+            return
+        correction = (params.base - params.origin).mul_(params.gradient).mul_(params.gradient)
         params.descend(params.lr)
-        if correction is not None:
-            params.base.sub_(correction, alpha=params.lr * self.lam)
+        params.base.sub_(correction, alpha=params.lr * self.lam)

@@ -1,42 +1,111 @@
-"""One rank's shard of the server: a slice of the weights, and the optimizer that steps it."""
+"""A worker's own weights, the server's weights on one rank, and the optimizer that steps those."""
 
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from offbeat.base.clock import State
-from offbeat.server.replica import GroupOptions, GroupSpan
+from offbeat.base.packed import Packed
+from offbeat.server.rules import LocalRule, ParamSlice
 
 OptimizerFactory = Callable[[Any], Optimizer]
+Flats = Sequence[Tensor]
+GroupOptions = list[dict[str, Any]]  # lr, momentum, … of each parameter group
 
 # These say how a step is computed, not what it computes. decoupled_weight_decay only tells AdamW from Adam.
 _OWN = {"params", "foreach", "fused", "capturable", "differentiable", "decoupled_weight_decay"}
 
 
-class Shard:
-    """Slice `rank` of flat vectors that are cut into `workers` equal slices. `place` is (rank, workers)."""
+class GroupSpan(NamedTuple):
+    """Values `start` to `stop` of a flat vector, all in the same parameter group."""
 
-    def __init__(
-        self,
-        flats: Sequence[Tensor],
-        spans: Sequence[GroupSpan],
-        place: tuple[int, int],
-        server: OptimizerFactory,
-        groups: int,
-    ) -> None:
-        rank, workers = place
-        sizes = [flat.numel() // workers for flat in flats]
-        self.weights = [flat[rank * n : (rank + 1) * n].clone() for flat, n in zip(flats, sizes, strict=True)]
+    flat: int
+    start: int
+    stop: int
+    group: int
+
+    def view(self, flats: Flats) -> Tensor:
+        return flats[self.flat][self.start : self.stop]
+
+
+class Replica:
+    """The weights a worker moves (`base`), those it last pulled, and the displacement between two pulls."""
+
+    def __init__(self, base: Packed, parameters: Flats, optimizers: Sequence[Optimizer]) -> None:
+        groups = [group["params"] for optimizer in optimizers for group in optimizer.param_groups]
+        self.base, self.spans = base, _find_spans(base, parameters, groups)
+        self.pulled = [flat.clone() for flat in base.flats]
+        self.displacement = [torch.zeros_like(flat) for flat in base.flats]
+        self.lr_sum = [0.0] * len(groups)  # server learning rates over that displacement, by parameter group
+
+    def rebase(self, weights: list[Tensor], lr_sum: list[float]) -> float:
+        """Set the base to pulled weights, whose memory is kept. Returns the length of that change."""
+        self.displacement, self.pulled, self.lr_sum = self.pulled, weights, lr_sum
+        moved = 0.0
+        for base, pulled, displacement in zip(self.base.flats, weights, self.displacement, strict=True):
+            displacement.sub_(pulled)
+            change = float(torch.linalg.vector_norm(base.sub_(pulled), dtype=torch.float64))
+            moved += change * change  # ** would raise on overflow
+            base.copy_(pulled)
+        return math.sqrt(moved)
+
+    def step(self, rule: LocalRule, gradient: Flats, options: GroupOptions, origin: Flats | None) -> None:
+        """Take one local step."""
+        for span in self.spans:
+            now = options[span.group]
+            rule.move(
+                ParamSlice(
+                    base=span.view(self.base.flats),
+                    gradient=span.view(gradient),
+                    displacement=span.view(self.displacement),
+                    lr_sum=self.lr_sum[span.group],
+                    origin=None if origin is None else span.view(origin),
+                    lr=now["lr"],
+                    decay=now.get("weight_decay", 0.0),
+                )
+            )
+
+    def state_dict(self) -> State:
+        flats = {"base": self.base.flats, "pulled": self.pulled, "displacement": self.displacement}
+        return {**copy.deepcopy(flats), "lr_sum": list(self.lr_sum)}
+
+    def load_state_dict(self, state: State) -> None:
+        values = [*state["base"], *state["pulled"], *state["displacement"]]
+        for flat, saved in zip([*self.base.flats, *self.pulled, *self.displacement], values, strict=True):
+            flat.copy_(saved)
+        self.lr_sum = list(state["lr_sum"])
+
+
+def _find_spans(packed: Packed, parameters: Flats, groups: Sequence[Flats]) -> list[GroupSpan]:
+    """The fewest spans that cover all parameters of the groups, in order."""
+    group_of = {id(p): i for i, group in enumerate(groups) for p in group}
+    spans: list[GroupSpan] = []
+    for (flat, start, n), p in sorted(zip(packed.spans, parameters, strict=True), key=lambda row: row[0]):
+        group = group_of.get(id(p), -1)  # -1: no optimizer holds it
+        last = spans[-1] if spans else None
+        if last and (last.flat, last.stop, last.group) == (flat, start, group):
+            spans[-1] = last._replace(stop=start + n)
+        elif n:
+            spans.append(GroupSpan(flat, start, start + n, group))
+    return [span for span in spans if span.group >= 0]
+
+
+class Shard:
+    """The server's weights on one rank: slice `rank` of a replica's vectors, cut into `workers` slices."""
+
+    def __init__(self, replica: Replica, rank: int, workers: int, server: OptimizerFactory) -> None:
+        self.weights = [flat.chunk(workers)[rank].clone() for flat in replica.base.flats]
         self._pieces: list[tuple[Tensor, int, slice]] = []  # weights of one group, their flat and place in it
-        members: list[dict[str, Any]] = [{"params": []} for _ in range(groups)]
-        for span in spans:
-            n = sizes[span.flat]
+        members: list[dict[str, Any]] = [{"params": []} for _ in replica.lr_sum]
+        for span in replica.spans:
+            n = self.weights[span.flat].numel()
             low, high = max(span.start - rank * n, 0), min(span.stop - rank * n, n)
             if low < high:
                 piece = self.weights[span.flat][low:high]
@@ -44,7 +113,7 @@ class Shard:
                 members[span.group]["params"].append(piece)
         self.optimizer = server(members)
 
-    def apply(self, gradients: Sequence[Tensor], options: GroupOptions) -> None:
+    def apply(self, gradients: Flats, options: GroupOptions) -> None:
         """Step the server's optimizer with the mean gradient of this slice."""
         for group, now in zip(self.optimizer.param_groups, options, strict=True):
             group.update((key, now[key]) for key in group.keys() & now.keys())
@@ -55,10 +124,8 @@ class Shard:
             piece.grad = None
 
     def state_dict(self) -> State:
-        return {
-            "weights": [weight.clone() for weight in self.weights],
-            "optimizer": copy.deepcopy(self.optimizer.state_dict()),
-        }
+        optimizer = copy.deepcopy(self.optimizer.state_dict())
+        return {"weights": [weight.clone() for weight in self.weights], "optimizer": optimizer}
 
     def load_state_dict(self, state: State) -> None:
         for weight, saved in zip(self.weights, state["weights"], strict=True):
@@ -66,15 +133,12 @@ class Shard:
         self.optimizer.load_state_dict(state["optimizer"])
 
 
-def read_options(groups: GroupOptions) -> GroupOptions:
-    """The current lr, momentum, … of the user's optimizer, which the server's optimizer adopts."""
+def read_options(optimizers: Sequence[Optimizer]) -> GroupOptions:
+    """The current lr, momentum, … of the user's optimizers, which the server's optimizer adopts."""
     return [
-        {
-            key: float(value) if torch.is_tensor(value) else value
-            for key, value in group.items()
-            if key not in _OWN
-        }
-        for group in groups
+        {key: float(v) if torch.is_tensor(v) else v for key, v in group.items() if key not in _OWN}
+        for optimizer in optimizers
+        for group in optimizer.param_groups
     ]
 
 
@@ -93,22 +157,20 @@ def check_server(server: OptimizerFactory | None, optimizers: Sequence[Optimizer
             raise ValueError(f"{kind}(maximize=True): a server only minimizes: negate the loss instead.")
         if any(group.get("fused") for group in optimizer.param_groups):
             raise ValueError(f"{kind}(fused=True): AMP would leave its gradients scaled: build it unfused.")
-    factory: OptimizerFactory = torch.optim.SGD if server is None else server
-    if isinstance(factory, Optimizer):
-        raise TypeError(
-            f"server={type(factory).__name__}(...): this optimizer already has parameters: pass a function "
-            "that makes one, such as torch.optim.Adam."
-        )
-    if not callable(factory):
-        raise TypeError(
-            f"server={server!r}: pass a function that makes an optimizer, such as torch.optim.Adam."
-        )
-    if server is not None and not _steps_elementwise(factory):
+    if server is None:
+        return torch.optim.SGD
+    advice = "pass a function that makes an optimizer, such as torch.optim.Adam."
+    if isinstance(server, Optimizer):
+        kind = type(server).__name__
+        raise TypeError(f"server={kind}(...): this optimizer already has parameters: {advice}")
+    if not callable(server):
+        raise TypeError(f"server={server!r}: {advice}")
+    if not _steps_elementwise(server):
         raise ValueError(
             f"server={server!r}: it does not step the pieces of a tensor as it steps the whole, so it cannot "
             "be sharded: choose an elementwise optimizer, such as torch.optim.Adam."
         )
-    return factory
+    return server
 
 
 def _steps_elementwise(server: OptimizerFactory) -> bool:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from offbeat.base.clock import Clock, State
 from offbeat.server.rules import LocalRule
+from offbeat.server.shard import Replica
 
 _MOST, _LEAST = 64, 16  # pulls that the curvature is fitted to
 _SAMPLE = 1 << 16  # weights that are examined
@@ -25,31 +26,30 @@ def stable_product(every: int, momentum: float, alpha: float, beta: float) -> fl
     the server's weight and velocity, and the worker's base. The run diverges where the spectral radius of the
     map exceeds 1. The map depends on lr and h through lr·h alone.
     """
+
+    def diverges(product: float) -> bool:
+        """With learning rate 1. The map takes (P_prev, P_cur, W, v, x) to the same after one period."""
+        before, pulled, weight, velocity, x = torch.eye(5, dtype=torch.float64)
+        before, pulled, base = pulled, weight, weight
+        for _ in range(every):
+            gradient = product * x
+            base = base - alpha * gradient - beta * (before - pulled) / every
+            velocity = momentum * velocity + gradient
+            weight = weight - velocity
+            x = base
+        period = torch.stack([before, pulled, weight, velocity, x])
+        return float(torch.linalg.eigvals(period).abs().max()) > 1 + 1e-7
+
     low, high = 0.0, 2 * (1 + momentum) + 1  # synchronous SGD diverges at 2 (1 + momentum)
     for product in torch.logspace(-4, math.log10(high), 400, dtype=torch.float64).tolist():
-        if _spectral_radius(product, every, momentum, alpha, beta) > 1 + 1e-7:
+        if diverges(product):
             high = product
             break
         low = product
     for _ in range(20):
         middle = (low + high) / 2
-        unstable = _spectral_radius(middle, every, momentum, alpha, beta) > 1 + 1e-7
-        low, high = (low, middle) if unstable else (middle, high)
+        low, high = (low, middle) if diverges(middle) else (middle, high)
     return low
-
-
-def _spectral_radius(product: float, every: int, momentum: float, alpha: float, beta: float) -> float:
-    """Of the map from (P_prev, P_cur, W, v, x) to the same after one period, with learning rate 1."""
-    before, pulled, weight, velocity, x = torch.eye(5, dtype=torch.float64)
-    before, pulled, base = pulled, weight, weight
-    for _ in range(every):
-        gradient = product * x
-        base = base - alpha * gradient - beta * (before - pulled) / every
-        velocity = momentum * velocity + gradient
-        weight = weight - velocity
-        x = base
-    period = torch.stack([before, pulled, weight, velocity, x])
-    return float(torch.linalg.eigvals(period).abs().max())
 
 
 class Watch:
@@ -65,19 +65,17 @@ class Watch:
     def __init__(self, every: int, rule: LocalRule) -> None:
         self.every, self.rule = every, rule
         self.warned = False
-        self._last: tuple[Tensor, Tensor] | None = None  # gradient and weights when the last pull landed
-        self._rows: list[tuple[float, float]] = []  # their changes along the displacement, pull by pull
+        self._last: list[Tensor] | None = None  # gradient and weights when the last pull landed
+        self._rows: list[list[float]] = []  # their changes along the displacement, pull by pull
 
-    def check(
-        self,
-        displacement: Sequence[Tensor],
-        gradient: Sequence[Tensor],
-        weights: Sequence[Tensor],
-        momentum: float,
-        clock: Clock,
-    ) -> None:
+    def check(self, replica: Replica, gradient: Sequence[Tensor], momentum: float, clock: Clock) -> None:
         """As a pull lands: take a sample, and warn if the run is certainly beyond the limit."""
-        self._sample(_thin(displacement), _thin(gradient), _thin(weights))
+        along, now = _thin(replica.displacement), [_thin(gradient), _thin(replica.base.flats)]
+        length = float(torch.linalg.vector_norm(along))
+        if self._last is not None and length:
+            row = [float((new - old) @ along) / length for new, old in zip(now, self._last, strict=True)]
+            self._rows = [*self._rows[1 - _MOST :], row]
+        self._last = now
         limit = stable_product(self.every, round(momentum, 2), *self.rule.gains)
         guess, lowest = self._curvature()
         if clock.lr * lowest <= limit or self.warned:  # NaN warns
@@ -91,17 +89,6 @@ class Watch:
             stacklevel=2,
         )
 
-    def _sample(self, displacement: Tensor, gradient: Tensor, weights: Tensor) -> None:
-        length = float(torch.linalg.vector_norm(displacement))
-        if self._last is not None and length:
-            before, place = self._last
-            row = (
-                float((gradient - before) @ displacement) / length,
-                float((weights - place) @ displacement) / length,
-            )
-            self._rows = [*self._rows[1 - _MOST :], row]
-        self._last = (gradient, weights)
-
     def _curvature(self) -> tuple[float, float]:
         """The estimate, and its lower bound: three standard errors below it."""
         moved = sum((x * x for _, x in self._rows), 0.0)
@@ -112,13 +99,11 @@ class Watch:
         return guess, guess - 3 * math.sqrt(rest / (len(self._rows) - 1) / moved)
 
     def state_dict(self) -> State:
-        last = None if self._last is None else [tensor.clone() for tensor in self._last]
-        return {"warned": self.warned, "last": last, "rows": [list(row) for row in self._rows]}
+        """Shares tensors and lists with the watch, which replaces them and never changes them in place."""
+        return {"warned": self.warned, "last": self._last, "rows": self._rows}
 
     def load_state_dict(self, state: State) -> None:
-        self.warned, last = state["warned"], state["last"]
-        self._last = None if last is None else (last[0].clone(), last[1].clone())
-        self._rows = [(gradient, place) for gradient, place in state["rows"]]
+        self.warned, self._last, self._rows = state["warned"], state["last"], state["rows"]
 
 
 def _thin(flats: Sequence[Tensor]) -> Tensor:

@@ -2,80 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.profiler import record_function
 
-from offbeat.base.clock import Clock, State
+from offbeat.base.clock import Clock
 from offbeat.base.packed import Packed
 from offbeat.base.tensors import Live, local
 from offbeat.comm.background import TaskQueue
 from offbeat.comm.communicator import Communicator, Metered, Pending, arrived
-from offbeat.engine.report import Report, naming
-from offbeat.server.replica import GroupOptions, Slices
-from offbeat.server.shard import Shard
+from offbeat.engine.report import naming
+from offbeat.engine.round import Round
+from offbeat.server.shard import GroupOptions, Shard
 
 _PARTS = 4  # of a slice: while one is summed, the others are in flight
-
-
-@dataclass
-class Period:
-    """The pushes since a pull was requested."""
-
-    start: int  # the step of that pull
-    lr_sum: list[float]  # server learning rates summed over the pushes, per parameter group
-    header_bytes: int = 0
-    waited: float = 0.0  # seconds the worker stood still for a free slot
-    began: float = 0.0  # when the first gradient was pushed
-
-
-@dataclass
-class Pull:
-    """One round: the pushes of a period, and the weights they led to."""
-
-    period: Period
-    clock: Clock  # when the weights were requested
-    weights: Pending[tuple[Slices, int]]  # and all bytes that the transport had sent by then
-
-    def report(self, workers: int, norm: float, waited: float, carried: int) -> Report:
-        """`carried` is the number of bytes sent by the transport since the previous report."""
-        return Report(
-            step=self.clock.step,
-            round=self.clock.round,
-            workers=workers,
-            bytes_sent=self.period.header_bytes + carried,
-            bytes_received=self.period.header_bytes + carried,
-            seconds_waited=self.period.waited + waited,
-            seconds_in_air=max(0.0, self.weights.arrived() - self.period.began),
-            drift=None,
-            norm=norm,
-            period=self.clock.step - self.period.start,
-        )
-
-    def state_dict(self, reported: int) -> State:
-        slices, carried = self.weights.wait()
-        return {
-            "start": self.period.start,
-            "lr_sum": list(self.period.lr_sum),
-            "header_bytes": self.period.header_bytes,
-            "step": self.clock.step,
-            "round": self.clock.round,
-            "lr": self.clock.lr,
-            "carried": carried - reported,
-            "slices": [[part.clone() for part in parts] for parts in slices],
-        }
-
-    @classmethod
-    def restore(cls, state: State, now: float, reported: int) -> Pull:
-        """A pull that has already arrived."""
-        slices = [[part.clone() for part in parts] for parts in state["slices"]]
-        period = Period(state["start"], list(state["lr_sum"]), state["header_bytes"], began=now)
-        clock = Clock(step=state["step"], round=state["round"], lr=state["lr"])
-        return cls(period, clock, arrived((slices, reported + state["carried"])))
 
 
 class Slot:
@@ -102,9 +45,9 @@ class Slot:
                     raise TypeError(f"The gradient of {name!r} is sparse: build its layer with sparse=False.")
                 views.append(view)
                 gradients.append(local(p.grad))
-                self._filled.add(id(view))
         if views:
             torch._foreach_copy_(views, gradients)
+            self._filled.update(map(id, views))
 
     def finish(self) -> list[Tensor]:
         """The gradient of the step, zero where none was filled in."""
@@ -124,29 +67,21 @@ class Transport:
     """
 
     def __init__(self) -> None:
-        self._lanes: list[tuple[Metered, TaskQueue]] = []
-        self._pushed = 0
+        self.queues: list[TaskQueue] = []
+        self.comms: list[Metered] = []  # the first counts the bytes of all queues that no round counts yet
 
     def connect(self, comm: Communicator) -> None:
         """Open the connections, once; all ranks must take part."""
-        if not self._lanes:
-            self._lanes = [(Metered(comm.worker.duplicate()), comm.worker.task_queue()) for _ in range(3)]
-
-    @property
-    def sent(self) -> int:
-        """Bytes of all pulls, and of the pushes that the server has applied."""
-        return self._pushed + self._lanes[0][0].sent
+        if not self.queues:
+            self.queues = [comm.worker.task_queue() for _ in range(3)]
+            self.comms = [Metered(comm.worker.duplicate()) for _ in range(3)]
 
     def push(
-        self,
-        gradient: Sequence[Tensor],
-        shard: Shard,
-        options: GroupOptions,
-        heads: Pending[list[int]],
-        clock: Clock,
+        self, gradient: list[Tensor], shard: Shard, options: GroupOptions, heads: Pending[Any], clock: Clock
     ) -> Pending[None]:
         """Average a gradient and apply it to the shard, if the headers show all workers at the same step."""
-        comm, queue = self._lanes[1 + clock.step % 2]
+        lane = 1 + clock.step % 2
+        comm = self.comms[lane]
 
         def average() -> tuple[list[Tensor], int]:
             with record_function("offbeat.push"), naming(clock), torch.no_grad():
@@ -157,28 +92,25 @@ class Transport:
         def apply() -> None:
             means, sent = averaged.wait()
             shard.apply(means, options)
-            self._pushed += sent
+            self.comms[0].sent += sent
 
-        averaged = queue.give(average)
-        return self._lanes[0][1].give(apply)
+        averaged = self.queues[lane].give(average)
+        return self.queues[0].give(apply)
 
-    def fetch(self, shard: Shard, clock: Clock) -> Pending[tuple[Slices, int]]:
-        """The weights after all pushes so far, and the bytes sent by then."""
-        comm, queue = self._lanes[0]
+    def fetch(self, shard: Shard, clock: Clock, round: Round | None = None) -> Pending[list[Tensor]]:
+        """The weights after all pushes so far. A round counts the bytes sent since the last one."""
+        comm = self.comms[0]
 
-        def gather() -> tuple[Slices, int]:
+        def gather() -> list[Tensor]:
             with record_function("offbeat.pull"), naming(clock), torch.no_grad():
-                return gather_slices(shard.weights, comm), self.sent
+                weights = gather_weights(shard.weights, comm)
+            if round is not None:
+                round.comm.sent += comm.sent
+                round.comm.received += comm.sent
+                comm.sent = 0
+            return weights
 
-        return queue.give(gather)
-
-    def close(self) -> None:
-        for _, queue in self._lanes:
-            queue.close()
-
-    def abandon(self) -> None:
-        for _, queue in self._lanes:
-            queue.abandon()
+        return self.queues[0].give(gather)
 
 
 def reduce_scatter(flat: Tensor, comm: Communicator) -> Tensor:
@@ -198,12 +130,12 @@ def reduce_scatter(flat: Tensor, comm: Communicator) -> Tensor:
     return torch.cat([message.wait() for message in moving]).mul_(1 / comm.size)
 
 
-def gather_slices(weights: list[Tensor], comm: Communicator) -> Slices:
-    """Every rank's slices, each sent in two halves so that both stay in flight."""
-    messages = [[comm.gather(half) for half in w.chunk(2)] if w.numel() else [] for w in weights]
-    slices = []
-    for halves, own in zip(messages, weights, strict=True):
-        gathered = [message.wait() for message in halves]
-        ranks = [torch.cat([half[rank] for half in gathered]) for rank in range(comm.size) if gathered]
-        slices.append(ranks or [own] * comm.size)
-    return slices
+def gather_weights(slices: list[Tensor], comm: Communicator) -> list[Tensor]:
+    """The vectors made of every rank's slices, each sent in two halves so that both stay in flight."""
+    messages = [[comm.gather(half) for half in own.chunk(2) if half.numel()] for own in slices]
+    weights = []
+    for halves, own in zip(messages, slices, strict=True):
+        parts = [half.wait() for half in halves]
+        ranks = [half[rank] for rank in range(comm.size) for half in parts]
+        weights.append(torch.cat([own[:0], *ranks]))
+    return weights

@@ -9,6 +9,7 @@ from typing import Literal
 from offbeat.engine.report import Report
 
 Kind = Literal["fresh", "late", "nothing new"]
+WORDS = ("fresh", "late", "nothing new", "rounds", "ages", "oldest", "microseconds")
 
 
 @dataclass(frozen=True)
@@ -35,33 +36,9 @@ class Attendance:
     oldest: int
     waited: float  # seconds spent waiting for rounds of its groups
 
-
-class Tally:
-    """The counts behind one worker's `Attendance`, sent as seven integers."""
-
-    def __init__(self) -> None:
-        self._kinds: dict[Kind, int] = {"fresh": 0, "late": 0, "nothing new": 0}
-        self._rounds = self._ages = self._oldest = 0
-        self._waited = 0.0
-
-    def add(self, kind: Kind, waited: float, ages: Sequence[int]) -> None:
-        """Count one step of the worker, and the ages of what its sidecar contributed meanwhile."""
-        self._kinds[kind] += 1
-        self._waited += waited
-        self._rounds += len(ages)
-        self._ages += sum(ages)
-        self._oldest = max([self._oldest, *ages])
-
-    def to_ints(self) -> list[int]:
-        waited = round(self._waited * 1e6)
-        return [*self._kinds.values(), self._rounds, self._ages, self._oldest, waited]
-
-
-def read_attendance(tallies: Sequence[Sequence[int]]) -> list[Attendance]:
-    """Every rank's attendance, from the integers of its tally."""
-    rows = []
-    for rank, (fresh, late, nothing, rounds, ages, oldest, waited, *_) in enumerate(tallies):
-        steps = max(1, fresh + late + nothing)
-        shares = (fresh / steps, late / steps, nothing / steps)
-        rows.append(Attendance(rank, *shares, ages / max(1, rounds), oldest, waited / 1e6))
-    return rows
+    @classmethod
+    def read(cls, rank: int, words: Sequence[int]) -> Attendance:
+        """From the worker's `WORDS`, counted over the whole run."""
+        fresh, late, nothing, rounds, ages, oldest, microseconds = words[: len(WORDS)]
+        steps, age = max(1, fresh + late + nothing), ages / max(1, rounds)
+        return cls(rank, fresh / steps, late / steps, nothing / steps, age, oldest, microseconds / 1e6)

@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from torch import Tensor
 from torch.optim import Optimizer
 
 from offbeat.among import Butterfly, Peers, World
@@ -16,14 +17,14 @@ from offbeat.base.checks import is_whole
 from offbeat.base.clock import Clock, State
 from offbeat.base.tensors import Live
 from offbeat.comm.background import Sidecar
-from offbeat.comm.communicator import Communicator, Metered, Pending
+from offbeat.comm.communicator import Communicator, Metered, Pending, arrived
 from offbeat.comm.presence import Departure
 from offbeat.engine.part import Part
 from offbeat.engine.report import Report
 from offbeat.reduce import Mean, Reducer
-from offbeat.waitfree.attendance import Attendance, GroupReport, Kind, Tally, read_attendance
+from offbeat.waitfree.attendance import WORDS, Attendance, Kind
 from offbeat.waitfree.handover import Handover
-from offbeat.waitfree.rounds import Outcome, Rounds, Timetable, is_blocking
+from offbeat.waitfree.rounds import Rounds, is_blocking
 
 logger = logging.getLogger("offbeat")
 
@@ -54,6 +55,7 @@ class Waitfree(Part):
     """
 
     sidecars = False  # whether sidecars also run the blocking rounds
+    handover: Handover
 
     def __init__(
         self, live: Live, *, every: int, among: Among, grace: float | None, reduce: Reducer | None = None
@@ -74,30 +76,24 @@ class Waitfree(Part):
         self.every, self.grace, self.among = every, grace, among
         self.peers: Peers = among
         self.reduce: Reducer = Mean() if reduce is None else reduce
-        self._report: Callable[[Report], None] = lambda report: None
+        self.outside: Metered = Metered(self.peers.everyone)
+        self.saved_every = every if self.active else 1
         self._sidecar: Sidecar | None = None
         self._rounds: Rounds | None = None
+        self._stop_sidecar: Callable[[], object] = lambda: None
+        self._left = False
         self._durations: deque[float] = deque(maxlen=REMEMBERED)
         self._resumed: float | None = None  # when the worker's computation last began
-        self._used = -1  # the newest round whose result the worker has used
-        self._end: Callable[[], object] = lambda: None
-        self._left = False
-        self._tally = Tally()
-        self._tallies: Pending[list[list[int]]] | None = None
-        self._attendance: list[Attendance] = []
-        self.outside = Metered(self.peers.everyone)
-        self.saved_every = every if self.active else 1
+        self._tally = dict.fromkeys(WORDS, 0.0)
+        self._tallies: Pending[list[list[int]]] = arrived([])  # of all workers at the last global round
 
     @property
     def attendance(self) -> list[Attendance]:
         """Every rank's attendance up to the last global round. Empty before the first. May wait for it."""
-        if self._tallies is not None:
-            self._attendance = read_attendance(self._tallies.wait())
-            self._tallies = None
-        return self._attendance
+        return [Attendance.read(rank, words) for rank, words in enumerate(self._tallies.wait())]
 
     def bind(self, index: int, optimizers: Sequence[Optimizer], report: Callable[[Report], None]) -> None:
-        self._report = report
+        self._emit = report
 
     def communicators(self) -> list[Communicator]:
         if self._sidecar is None and self.active:
@@ -112,100 +108,109 @@ class Waitfree(Part):
         """Whether there is anything for sidecars to do."""
         return self.peers.everyone.size > 1
 
+    def blocking(self, round: int) -> bool:
+        return is_blocking(round, self.every)
+
+    def calls(self, round: int) -> bool:
+        """Whether this worker's arrival starts a round that does not block."""
+        return True
+
+    def open_handover(self, version: int, sidecar: Sidecar) -> None:
+        """Make `handover`, through which worker and sidecar pass tensors after round `version`."""
+        raise NotImplementedError
+
     def plan(self, clock: Clock) -> None:
         if not self.active:
             return
         if self._left:
             raise RuntimeError("step(): an error has ended this run; make a new synchronizer to continue.")
         if self._rounds is None:
-            self._open(clock.step)
-        assert self._rounds is not None
+            self._rounds = self._open(clock.step)
         self._rounds.sidecar.check()
 
-    def _open(self, first: int) -> None:
+    def _open(self, first: int) -> Rounds:
         self.communicators()
         assert self._sidecar is not None
-        self._rounds = Rounds(
+        self.open_handover(first - 1, self._sidecar)
+        rounds = Rounds(
             self._sidecar,
-            self.open_handover(first - 1, self._sidecar),
-            first=first,
+            self.handover,
+            among=replace(self.among, group=self._sidecar.comm),
             reduce=self.reduce,
-            timetable=Timetable(self.every, replace(self.among, group=self._sidecar.comm), self.sidecars),
+            every=self.every,
+            meets=self.sidecars,
             grace=self.grace,
+            due=self._due(),
         )
         # The threads hold no reference to this part, so they end when it is collected or the process exits.
-        self._end = weakref.finalize(self, self._sidecar.stop)
-        self._used = first - 1
-        self._set_due()
-        self._sidecar.start(self._rounds.run)
+        self._stop_sidecar = weakref.finalize(self, self._sidecar.stop)
+        self._sidecar.start(rounds.run)
+        return rounds
 
-    def open_handover(self, version: int, sidecar: Sidecar) -> Handover:
-        """Memory for the tensors that worker and sidecar pass to each other after round `version`."""
-        raise NotImplementedError
-
-    def blocking(self, round: int) -> bool:
-        return is_blocking(round, self.every)
-
-    def await_round(self, round: int) -> tuple[Outcome, Kind]:
-        """Wait for a round and report it. Returns the newest round and this worker's part in it."""
+    def submit(self, round: int, tensors: Sequence[Tensor]) -> None:
+        """Hand over this worker's contribution to a round, and call the other workers."""
         assert self._rounds is not None
-        comm = self.peers.everyone
-        began = comm.now()
-        outcome = self._rounds.wait(round)
-        waited = comm.now() - began
-        kind: Kind = "late" if outcome.version < round else "fresh"
-        if outcome.round == self._used:
+        sidecar, blocking = self._rounds.sidecar, self.blocking(round)
+        if blocking and not self.sidecars:
+            self.handover.reset(tensors)
+        else:
+            self.handover.write(tensors)
+            if self._resumed is not None:
+                self._durations.append(self.peers.everyone.now() - self._resumed)
+        with sidecar.locked():
+            self.handover.publish(round)
+            if not blocking and sidecar.heard < round and self.calls(round):
+                sidecar.announce(round)
+
+    def await_round(self, round: int, tensors: Sequence[Tensor]) -> None:
+        """Wait for a round, merge its result into the tensors, and report it.
+
+        The sidecar may have run several rounds since the last call, or none.
+        """
+        rounds, began = self._rounds, self.peers.everyone.now()
+        assert rounds is not None
+        with rounds.sidecar.locked():
+            rounds.sidecar.until(lambda: rounds.done >= round, f"round {round}")
+            self.handover.fetch()
+            newest, news, rounds.news = rounds.newest, rounds.news, []
+        waited = self.peers.everyone.now() - began
+        assert newest is not None
+        kind: Kind = "late" if newest.round - newest.age < round else "fresh"
+        if not news:
             kind = "nothing new"
-        self._used = outcome.round
-        cost = self._rounds.collect()
-        self._tally.add(kind, waited, cost.ages)
-        self._report(
-            GroupReport(
-                step=round + 1,
-                round=round,
-                workers=outcome.workers,
-                bytes_sent=cost.sent,
-                bytes_received=cost.received,
-                seconds_waited=waited,
-                seconds_in_air=cost.in_air,
-                drift=None,
-                norm=None,
-                period=1,
-                kind=kind,
-                age=outcome.round - outcome.version,
-            )
-        )
-        return outcome, kind
+        self._count(kind, waited, [report.age for report in news])
+        costs = ("bytes_sent", "bytes_received", "seconds_in_air")
+        sums = {name: sum(getattr(report, name) for report in news) for name in costs}
+        report = replace(newest, step=round + 1, round=round, seconds_waited=waited, kind=kind, **sums)
+        self._emit(report)
+        self.handover.merge(tensors, newest.workers, kind)
+
+    def _count(self, kind: Kind, waited: float, ages: Sequence[int]) -> None:
+        """Count one step of the worker, and the ages of what its sidecar contributed since the last."""
+        tally = self._tally
+        tally[kind] += 1
+        tally["rounds"] += len(ages)
+        tally["ages"] += sum(ages)
+        tally["oldest"] = max([tally["oldest"], *ages])
+        tally["microseconds"] += waited * 1e6
 
     def share_attendance(self) -> None:
         """At a global round: send this worker's tally to all workers."""
         logger.debug("%s", self.attendance)
-        self._tallies = self._send_ints(self._tally.to_ints())
-
-    def _send_ints(self, numbers: Sequence[int]) -> Pending[list[list[int]]]:
-        """Send integers to all workers. Their bytes count in the totals but in no report."""
-        assert self.outside is not None
-        return self.outside.tell(numbers)
-
-    def submit(self, round: int, publish: Callable[[], None], *, call: bool, timed: bool) -> None:
-        """Publish the contribution to a round. `timed`: the step since `resume` was pure computation."""
-        assert self._rounds is not None
-        if timed and self._resumed is not None:
-            self._durations.append(self.peers.everyone.now() - self._resumed)
-        self._rounds.submit(round, publish, call=call)
+        self._tallies = self.outside.tell([round(count) for count in self._tally.values()])
 
     def resume(self) -> None:
         """The worker returns to its computation."""
         assert self._rounds is not None
         self._resumed = self.peers.everyone.now()
         with self._rounds.sidecar.locked():
-            self._set_due()
+            self._rounds.due = self._due()
 
-    def _set_due(self) -> None:
-        """Tell the sidecar when the worker is overdue."""
-        assert self._rounds is not None
-        if self._durations and self._resumed is not None:
-            self._rounds.due = self._resumed + allowance(self._durations)
+    def _due(self) -> float:
+        """When the worker is overdue; 0 until a step has been timed."""
+        if self._resumed is None or not self._durations:
+            return 0.0
+        return self._resumed + allowance(self._durations)
 
     def flush_reports(self, *, wait: bool) -> None:
         if wait:
@@ -215,7 +220,7 @@ class Waitfree(Part):
         if self._rounds is not None:
             self._stop()
             # No worker exits before all have stopped listening: the store may end with its host.
-            self._send_ints([]).wait()
+            self.outside.tell([]).wait()
 
     def leave(self, departure: Departure) -> None:
         self._left = True
@@ -223,8 +228,7 @@ class Waitfree(Part):
         super().leave(departure)
 
     def _stop(self) -> None:
-        if self._rounds is not None:
-            self._end()
+        self._stop_sidecar()
         self._rounds = self._sidecar = None
 
     def state_dict(self) -> State:

@@ -44,7 +44,6 @@ class EagerGradients(Waitfree):
             raise ValueError(f'activation={activation!r}: choose "solo" or "majority".')
         super().__init__(live, every=every, among=World() if among is None else among, grace=grace)
         self.activation, self.seed = activation, seed
-        self._sums: SumGradients | None = None
         self._seen = torch.zeros(len(live.names), dtype=torch.bool)  # which gradients any worker ever had
 
     def __repr__(self) -> str:
@@ -53,31 +52,24 @@ class EagerGradients(Waitfree):
             f"grace={self.grace}, seed={self.seed})"
         )
 
-    def open_handover(self, version: int, sidecar: Sidecar) -> SumGradients:
+    def calls(self, round: int) -> bool:
+        comm = self.peers.everyone
+        return self.activation == "solo" or whole(self.seed, round, "initiator") % comm.size == comm.rank
+
+    def open_handover(self, version: int, sidecar: Sidecar) -> None:
         notes = {f"+{name}": note for name, note in self.live.notes().items()}
-        self._sums = SumGradients({**self.live.like(), **notes}, version, sidecar)
-        return self._sums
+        self.handover = SumGradients({**self.live.like(), **notes}, version, sidecar)
 
     @torch.no_grad()
     def before(self, clock: Clock) -> bool:
         if self.active:
-            assert self._sums is not None
-            round, sums = clock.step, self._sums
-            notes = list(self.live.notes().values())
-            gradients = self.live.tensors()
-            call = not self.blocking(round) and self._starts(round)
-            self.submit(round, lambda: sums.add([*gradients, *notes], round), call=call, timed=True)
-            self.await_round(round)
-            own, present = sums.fetched.cut(len(gradients))
-            own.write(gradients)
-            self._seen |= present.views[0].cpu() > 0
+            (present,) = self.live.notes().values()
+            tensors = [*self.live.tensors(), present]
+            self.submit(clock.step, tensors)
+            self.await_round(clock.step, tensors)
+            self._seen |= present > 0
             self.live.landed([self._seen])
         return True
-
-    def _starts(self, round: int) -> bool:
-        """Whether this worker's arrival starts a round."""
-        comm = self.peers.everyone
-        return self.activation == "solo" or whole(self.seed, round, "initiator") % comm.size == comm.rank
 
     def after(self, clock: Clock) -> None:
         if self.active:

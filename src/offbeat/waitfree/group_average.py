@@ -73,7 +73,6 @@ class GroupAverage(Waitfree):
         # Adding differences to a running variance could make it negative.
         self._buffers = Buffers(self.model, exchange.payload.buffers.rule if late == "join" else "keep")
         self._checked = False
-        self._weights: JoinMean | AddSteps | None = None
         self._saved_buffers: dict[str, Tensor] = {}
 
     def __repr__(self) -> str:
@@ -89,38 +88,33 @@ class GroupAverage(Waitfree):
         return size > 1 and self.every > 1
 
     @torch.no_grad()
-    def open_handover(self, version: int, sidecar: Sidecar) -> JoinMean | AddSteps:
+    def open_handover(self, version: int, sidecar: Sidecar) -> None:
         # The first forward pass has already changed the buffers: a resumed run needs the saved ones.
         buffers = {f"+{name}": b for name, b in {**self._buffers.averaged(), **self._saved_buffers}.items()}
         kind = JoinMean if self.late == "join" else AddSteps
-        self._weights = kind({**self.live.like(), **buffers}, version, sidecar)
+        self.handover = kind({**self.live.like(), **buffers}, version, sidecar)
         self._saved_buffers = {}
-        return self._weights
 
     @torch.no_grad()
     def after(self, clock: Clock) -> None:
         if not self.active:
             return
-        assert self._weights is not None
-        round, weights = clock.step - 1, self._weights
+        round = clock.step - 1
         tensors = [*self.live.tensors(), *self._buffers.averaged().values()]
         if self.blocking(round):
             self._check_equal()
-            weights.reset(tensors)
-            self.submit(round, lambda: weights.publish(round), call=False, timed=False)
+            self.submit(round, tensors)
             self.share_attendance()
         else:
-            weights.write(tensors)
-            self.submit(round, lambda: weights.publish(round), call=True, timed=True)
-            outcome, kind = self.await_round(round)
-            weights.merge(tensors, outcome.workers, kind)
+            self.submit(round, tensors)
+            self.await_round(round, tensors)
         self.resume()
 
     def _check_equal(self) -> None:
         """Raise on every rank if the first global round left the workers with different weights."""
         if not self._checked:
-            messages = self._send_ints([checksum(self.live.tensors())]).wait()
-            if len({numbers[0] for numbers in messages}) > 1:
+            messages = self.outside.tell([checksum(self.live.tensors())]).wait()
+            if len({words[0] for words in messages}) > 1:
                 raise ValueError(_UNEQUAL.format(self.exchange))
             self._checked = True
 

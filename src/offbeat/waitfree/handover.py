@@ -19,11 +19,6 @@ def sync_device(packed: Packed) -> None:
             torch.accelerator.current_stream(device).synchronize()
 
 
-def zero(packed: Packed) -> None:
-    for flat in packed.flats:
-        flat.zero_()
-
-
 class Handover:
     """Four copies of the tensors: two that the worker sends from, two that the sidecar receives into.
 
@@ -34,9 +29,22 @@ class Handover:
 
     def __init__(self, tensors: Mapping[str, Tensor], version: int, sidecar: Sidecar) -> None:
         self.device = next(iter(tensors.values())).device
-        self._sidecar, self._version = sidecar, version
+        self.version = version  # the round of the worker's newest contribution
+        self._sidecar = sidecar
         self._draft, self._published, self._result, self._spare = (Packed.like(tensors) for _ in range(4))
         self._reading: Packed | None = None  # the result that the worker is reading
+
+    def write(self, tensors: Sequence[Tensor]) -> None:
+        """In the worker, before `publish`: these are the tensors after its step."""
+        raise NotImplementedError
+
+    def reset(self, tensors: Sequence[Tensor]) -> None:
+        """In the worker, before `publish`: a global round left these tensors on all workers."""
+        self.write(tensors)
+
+    def publish(self, version: int) -> None:
+        """In the worker: what it wrote is its contribution to round `version`."""
+        self.version = version
 
     def take(self) -> tuple[Packed, int]:
         """In the sidecar: the tensors to send, and the round the worker made them for."""
@@ -50,6 +58,10 @@ class Handover:
     def fetch(self) -> None:
         """In the worker: it is about to read the newest result."""
         self._reading = self._result
+
+    def merge(self, tensors: Sequence[Tensor], workers: int, kind: Kind) -> None:
+        """In the worker, after `fetch`: combine its tensors with the result of `workers` contributions."""
+        raise NotImplementedError
 
     def _await_reader(self) -> None:
         """In the sidecar, locked: the worker may still be reading the buffer that is due for reuse."""
@@ -65,25 +77,19 @@ class JoinMean(Handover):
         sync_device(self._published)
         self._copying: Packed | None = None  # the snapshot that the sidecar is copying
 
-    def reset(self, tensors: Sequence[Tensor]) -> None:
-        """In the worker, before `publish`: a global round left these tensors on all workers."""
-        self.write(tensors)
-
     def write(self, tensors: Sequence[Tensor]) -> None:
-        """In the worker, before `publish`: these are the tensors after its step."""
         with self._sidecar.locked():
             self._sidecar.until(lambda: self._copying is not self._draft, "a copy of the model")
         self._draft.read(tensors)
         sync_device(self._draft)
 
     def publish(self, version: int) -> None:
-        """In the worker: what it wrote is its contribution to round `version`."""
-        self._draft, self._published, self._version = self._published, self._draft, version
+        self._draft, self._published, self.version = self._published, self._draft, version
 
     def take(self) -> tuple[Packed, int]:
         with self._sidecar.locked():
             self._await_reader()
-            snapshot, version = self._published, self._version
+            snapshot, version = self._published, self.version
             self._copying = snapshot
         torch._foreach_copy_(self._spare.flats, snapshot.flats)
         with self._sidecar.locked():
@@ -91,7 +97,6 @@ class JoinMean(Handover):
         return self._spare, version
 
     def merge(self, tensors: Sequence[Tensor], workers: int, kind: Kind) -> None:
-        """In the worker, after `fetch`: combine the tensors with the mean of `workers` contributions."""
         mean = self._reading
         assert mean is not None
         if workers > 1 and kind == "fresh":
@@ -131,7 +136,7 @@ class AddSteps(Handover):
         self._written = True
 
     def publish(self, version: int) -> None:
-        self._version = version
+        self.version = version
         if self._written and self._unsent:
             torch._foreach_add_(self._published.flats, self._draft.flats)
             sync_device(self._published)
@@ -148,14 +153,14 @@ class AddSteps(Handover):
                 torch._foreach_add_(self._spare.flats, self._published.flats)
                 sync_device(self._spare)
             self._unsent = False
-            return self._spare, self._version
+            return self._spare, self.version
 
     def fetch(self) -> None:
         super().fetch()
         if self._unsent:
             torch._foreach_copy_(self._draft.flats, self._published.flats)
         else:
-            zero(self._draft)
+            torch._foreach_zero_(self._draft.flats)
 
     def merge(self, tensors: Sequence[Tensor], workers: int, kind: Kind) -> None:
         assert self._reading is not None
@@ -169,17 +174,19 @@ class AddSteps(Handover):
 class SumGradients(Handover):
     """Unsent gradients add up for the sidecar, received means for the worker. Each is used once."""
 
-    def add(self, gradients: Sequence[Tensor], version: int) -> None:
-        """In the worker, locked: the sidecar sends these next, with those that are still unsent."""
-        torch._foreach_add_(self._draft.views, list(gradients))
+    def write(self, tensors: Sequence[Tensor]) -> None:
+        self._written = list(tensors)  # `publish` adds them, since the sidecar may empty the draft meanwhile
+
+    def publish(self, version: int) -> None:
+        torch._foreach_add_(self._draft.views, self._written)
         sync_device(self._draft)
-        self._version = version
+        self._written, self.version = [], version
 
     def take(self) -> tuple[Packed, int]:
         with self._sidecar.locked():
             self._draft, self._published = self._published, self._draft
-            zero(self._draft)
-            return self._published, self._version
+            torch._foreach_zero_(self._draft.flats)
+            return self._published, self.version
 
     def bring(self, mean: Packed) -> None:
         torch._foreach_add_(self._result.flats, mean.flats)
@@ -187,9 +194,7 @@ class SumGradients(Handover):
 
     def fetch(self) -> None:
         self._result, self._spare = self._spare, self._result
-        zero(self._result)
+        torch._foreach_zero_(self._result.flats)
 
-    @property
-    def fetched(self) -> Packed:
-        """The sum of the means that arrived before the last `fetch`."""
-        return self._spare
+    def merge(self, tensors: Sequence[Tensor], workers: int, kind: Kind) -> None:
+        self._spare.write(tensors)
