@@ -25,6 +25,7 @@ from offbeat.comm.lookout import Lookout
 from offbeat.comm.store import Bulletin
 from offbeat.comm.torch_backend import InFlight
 from offbeat.server.stability import stable_product
+from offbeat.server.transport import Transport
 
 
 class Vector(nn.Module):
@@ -850,7 +851,7 @@ def test_optimizers_that_do_not_fit(optimizer: Any, sentence: str) -> None:
 
 
 def test_local_must_be_a_rule() -> None:
-    sentence = "PushPull(local=2): local must be a rule, such as GLU(alpha=2.0, beta=0.5)."
+    sentence = "PushPull(local=2): pass a rule, such as GLU(alpha=2.0, beta=0.5)."
     with says(TypeError, sentence):
         PushPull(offbeat.params(Vector(2)), every=2, local=2)
 
@@ -896,11 +897,9 @@ def test_after_an_error_the_task_queue_is_gone_and_steps_are_refused() -> None:
 
 def test_a_push_is_sent_before_a_pull_is_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
     order = []
-    for name in ("_push", "_land"):
-        act = getattr(offbeat.PushPull, name)
-        monkeypatch.setattr(
-            offbeat.PushPull, name, lambda *a, act=act, name=name: order.append(name) or act(*a)
-        )
+    for owner, name in ((Transport, "push"), (offbeat.PushPull, "_land")):
+        act = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *a, act=act, name=name: order.append(name) or act(*a))
     model = Vector(4)
     sync = offbeat.ssd_sgd(
         model, torch.optim.SGD(model.parameters(), lr=0.1), every=2, warmup=0, group=Solo()
@@ -908,7 +907,7 @@ def test_a_push_is_sent_before_a_pull_is_awaited(monkeypatch: pytest.MonkeyPatch
     for _ in range(3):
         slope(model, 0)
         sync.step()
-    assert order == ["_push", "_push", "_push", "_land"]
+    assert order == ["push", "push", "push", "_land"]
 
 
 def failing(comm: Communicator) -> bool:

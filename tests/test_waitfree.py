@@ -775,7 +775,7 @@ def test_schedules_that_cannot_be_known_and_lossy_codes_are_refused() -> None:
     model = Line()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     exchange = Exchange(params(model), when=Every(4))
-    with pytest.raises(ValueError, match=r"reduce=Lossy\(\): groups average the weights themselves"):
+    with pytest.raises(ValueError, match=r"reduce=Lossy\(\): a lossy code would round the weights"):
         GroupAverage(exchange, reduce=Lossy())
     with pytest.raises(ValueError, match=r"every=Every\(steps=4\): every must be a whole number of steps"):
         EagerGradients(grads(model), every=Every(4))
@@ -866,8 +866,7 @@ def test_group_averages_need_an_exchange_among_the_same_workers() -> None:
     live = params(Line())
     with says(
         TypeError,
-        f"GroupAverage({live!r}): pass the Exchange that runs the global rounds, such as "
-        "Exchange(params(model), when=Every(10)).",
+        f"GroupAverage({live!r}): pass the global exchange, such as Exchange(params(model), when=Every(10)).",
     ):
         GroupAverage(live)
 

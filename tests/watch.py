@@ -97,7 +97,7 @@ def _watch_merges(part: GroupAverage, handover: Any, seen: Watched) -> None:
         newest.append(part._rounds.newest)
         fetch()
 
-    def merged(tensors: Sequence[Tensor], workers: int, kind: Any) -> None:
+    def merged(tensors: Sequence[Tensor], workers: int, late: bool) -> None:
         round, report = handover.version, newest.pop()
         version = report.round - report.age
         expected = live = [p.detach().double() for p in part.live.parameters]
@@ -109,7 +109,7 @@ def _watch_merges(part: GroupAverage, handover: Any, seen: Watched) -> None:
         if report.round < round or version > round:
             seen.merges.append(f"round {round} got {report.round} with version {version}")
         used.append(report.round)
-        merge(tensors, workers, kind)
+        merge(tensors, workers, late)
         if part.late == "add":  # nothing is lost: that is tested of the sum over all workers
             return
         for x, y in zip(part.live.parameters, expected, strict=True):

@@ -12,10 +12,9 @@ from torch.optim import Optimizer
 from offbeat.among import Peers, World
 from offbeat.base.checks import is_whole
 from offbeat.base.clock import Clock, State
-from offbeat.base.errors import BadArgument
 from offbeat.base.packed import Packed
 from offbeat.base.tensors import Live
-from offbeat.comm.communicator import Communicator, Pending
+from offbeat.comm.communicator import Communicator
 from offbeat.comm.presence import Departure
 from offbeat.engine.optimizers import mark
 from offbeat.engine.part import Part
@@ -55,15 +54,11 @@ class PushPull(Part):
         in_flight: int = 2,
         among: Peers | Communicator | None = None,
     ) -> None:
-        for name, value, least in (("every", every, 1), ("warmup", warmup, 0), ("in_flight", in_flight, 1)):
-            if not is_whole(value, least):
-                raise BadArgument(
-                    name, value, f"{name} must be a whole number, at least {least}.", call="PushPull"
-                )
-        if local is not None and not isinstance(local, LocalRule):
-            raise TypeError(
-                f"PushPull(local={local!r}): local must be a rule, such as GLU(alpha=2.0, beta=0.5)."
-            )
+        for key, value, low in (("every", every, 1), ("warmup", warmup, 0), ("in_flight", in_flight, 1)):
+            if not is_whole(value, low):
+                raise ValueError(f"PushPull({key}={value!r}): {key} must be a whole number, at least {low}.")
+        if not isinstance(local, LocalRule | None):
+            raise TypeError(f"PushPull(local={local!r}): pass a rule, such as GLU(alpha=2.0, beta=0.5).")
         self.live, self.model, self.server = live, live.model, server
         self.every, self.warmup, self.in_flight = every, warmup, in_flight
         self.local = LocalStep() if local is None else local
@@ -72,8 +67,8 @@ class PushPull(Part):
         self._round: Round  # collects pushes until their result is requested
         self._pull: Round | None = None  # requested, not yet landed
         self._slot: Slot  # of the current step
-        self.slots: list[Slot] = []
-        self._open = self._left = False
+        self.slots: list[Slot] = []  # made before the first step, with the server
+        self._left = False
 
     def __repr__(self) -> str:
         names = ("every", "warmup", "local", "in_flight", "server")
@@ -91,7 +86,7 @@ class PushPull(Part):
     def plan(self, clock: Clock) -> None:
         if self._left:
             raise RuntimeError("step(): an error has ended this run; make a new synchronizer to continue.")
-        if not self._open:
+        if not self.slots:
             self._prepare(clock)
 
     @torch.no_grad()
@@ -103,14 +98,12 @@ class PushPull(Part):
         self.replica = Replica(base, self.live.parameters, self._optimizers)
         self.shard = Shard(self.replica, comm.rank, comm.size, self._factory)
         self.slots = [Slot(self.live, base) for _ in range(self.in_flight)]
-        self._lr_sum = list(self.replica.lr_sum)  # of the pushes since the last pull that has landed
         self._round, self._pull = Round(clock, comm, since=clock.step), None
-        self._open = True
 
     def before(self, clock: Clock) -> bool:
         self._slot = self.slots[clock.step % self.in_flight]
         with self._round.waiting():
-            self._slot.await_free()
+            self._slot.applied.wait()  # on a slow network, a fast worker waits here
         self._snapshot_options()
         return False
 
@@ -125,40 +118,35 @@ class PushPull(Part):
     @torch.no_grad()
     def after(self, clock: Clock) -> None:
         """Push the gradient, land the pull in flight, take the local step, and request a pull if due."""
-        replica, gradient = self.replica, self._slot.finish()
-        clock = self._round.clock = replace(clock, round=self._round.clock.round)
+        replica, round, slot = self.replica, self._round, self._slot
+        gradient = slot.finish()
+        clock = round.clock = replace(clock, round=round.clock.round)
         synchronous = clock.step <= self.warmup
         if self.server is None and (synchronous or self._pull):
             self._watch.check(replica, gradient, self._options[0]["momentum"], clock)
-        self._push(clock)  # before landing, so that it travels while the pull is awaited
+        if clock.step == round.since + 1:
+            round.began = round.comm.now()
+        # Push before landing, so that the gradient travels while the pull is awaited.
+        heads = round.compare(self._index, self._rates, round.comm.rank)
+        slot.applied = self._transport.push(gradient, self.shard, self._options, heads, clock)
         if not synchronous:
             origin = self._land() if self._pull else None
             replica.step(self.local, gradient, self._options, origin)
-        self._lr_sum = [lr + now["lr"] for lr, now in zip(self._lr_sum, self._options, strict=True)]
+        rates = [now["lr"] for now in self._options]
+        replica.next_lr_sum = [total + lr for total, lr in zip(replica.next_lr_sum, rates, strict=True)]
         if synchronous or (clock.step - self.warmup) % self.every == 0:
             self._request_pull()
         if synchronous:
             self._land()
         replica.base.write(self.live.tensors())
 
-    def _push(self, clock: Clock) -> None:
-        round, slot = self._round, self._slot
-        if clock.step == round.since + 1:
-            round.began = round.comm.now()
-        heads = round.compare(self._index, self._rates, round.comm.rank)
-        slot.applied = self._transport.push(slot.packed.flats, self.shard, self._options, heads, clock)
-
     def _request_pull(self) -> None:
         """Request the server's weights after the pushes so far."""
         round = self._pull = self._round
-        round.mean = self._fetch(round)
+        round.mean = self._transport.fetch(self.shard, round.clock, round)
         round.messages = [round.mean]  # the headers arrive before it
         clock = replace(round.clock, round=round.clock.round + 1)
         self._round = Round(clock, self.peers.everyone, since=clock.step)
-
-    def _fetch(self, round: Round | None) -> Pending[Packed]:
-        weights = self._transport.fetch(self.shard, self._round.clock, round)
-        return weights.then(self.replica.base.over)
 
     def _land(self) -> list[Tensor] | None:
         """Replace the base with the pulled weights. Returns the live weights if the rule compares them."""
@@ -168,12 +156,9 @@ class PushPull(Part):
             round.wait()
             origin = None
             if self.local.compares:
-                base = self.replica.base
-                here = base.over([torch.zeros_like(flat) for flat in base.flats])
-                here.read(self.live.tensors())
-                origin = here.flats
-            norm = self.replica.rebase(round.mean.wait().flats, self._lr_sum)
-            self._lr_sum = [0.0] * len(self._lr_sum)
+                origin = [torch.zeros_like(flat) for flat in self.replica.base.flats]
+                self.replica.base.over(origin).read(self.live.tensors())
+            norm = self.replica.rebase(round.mean.wait().flats)
         self._emit(round.report(norm=norm))
         return origin
 
@@ -183,13 +168,14 @@ class PushPull(Part):
         if not self._behind:
             return {}
         # A pull in flight already contains all pushes. Otherwise fetch the weights outside the rounds.
-        weights = self._pull.mean if self._pull else self._fetch(None)
+        fetch, clock = self._transport.fetch, self._round.clock
+        weights = self._pull.mean if self._pull else fetch(self.shard, clock)
         return dict(zip(self.live.names, weights.wait().views, strict=True))
 
     @property
     def _behind(self) -> bool:
         """Whether the server may have weights that this worker lacks."""
-        return self._open and self._round.clock.step > self.warmup
+        return bool(self.slots) and self._round.clock.step > self.warmup
 
     @torch.no_grad()
     def flush(self, clock: Clock) -> None:
@@ -206,7 +192,7 @@ class PushPull(Part):
     def _drain(self) -> None:
         """Wait until the server has applied all pushes."""
         for slot in self.slots:
-            slot.await_free()
+            slot.applied.wait()
 
     def leave(self, departure: Departure) -> None:
         self._left = True
@@ -216,34 +202,33 @@ class PushPull(Part):
 
     def state_dict(self) -> State:
         """Waits for the pushes in flight and applies them. A pull in flight is saved, not applied."""
-        if not self._open:
+        if not self.slots:
             return {"open": False}
         self._drain()
+        round, pull = self._round, self._pull
         return {
             "open": True,
             "replica": self.replica.state_dict(),
             "shard": self.shard.state_dict(),
             "watch": self._watch.state_dict(),
-            "pull": None if self._pull is None else self._pull.state_dict(),
-            "lr_sum": list(self._lr_sum),
-            "since": self._round.since,
-            "round": self._round.clock.round,
-            "step": self._round.clock.step,
-            "bytes": [self._round.comm.sent, self._transport.comms[0].sent],
+            "pull": None if pull is None else pull.state_dict(),
+            "round": [round.clock.step, round.clock.round, round.since],
+            "bytes": [round.comm.sent, self._transport.comms[0].sent],
         }
 
     @torch.no_grad()
     def load_state_dict(self, state: State) -> None:
-        self._open = False
+        self.slots = []
         if not state["open"]:
             return
-        self._prepare(Clock(step=state["step"], round=state["round"], lr=0.0))
+        step, number, since = state["round"]
+        self._prepare(Clock(step=step, round=number, lr=0.0))
         self.replica.load_state_dict(state["replica"])
         self.shard.load_state_dict(state["shard"])
         self._watch.load_state_dict(state["watch"])
-        self._lr_sum, self._round.since = list(state["lr_sum"]), state["since"]
-        comm, base = self._round.comm, self.replica.base
+        comm, base, self._round.since = self._round.comm, self.replica.base, since
         comm.sent, self._transport.comms[0].sent = state["bytes"]
         comm.received = comm.sent
-        memory = base.over([torch.zeros_like(flat) for flat in base.flats])
-        self._pull = state["pull"] and Round.resume(state["pull"], self.peers.everyone, memory)
+        if state["pull"] is not None:
+            memory = base.over([torch.zeros_like(flat) for flat in base.flats])
+            self._pull = Round.resume(state["pull"], self.peers.everyone, memory)

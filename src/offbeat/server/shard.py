@@ -43,11 +43,13 @@ class Replica:
         self.base, self.spans = base, _find_spans(base, parameters, groups)
         self.pulled = [flat.clone() for flat in base.flats]
         self.displacement = [torch.zeros_like(flat) for flat in base.flats]
-        self.lr_sum = [0.0] * len(groups)  # server learning rates over that displacement, by parameter group
+        # Server learning rates by parameter group, summed over that displacement and over the pushes since.
+        self.lr_sum, self.next_lr_sum = [0.0] * len(groups), [0.0] * len(groups)
 
-    def rebase(self, weights: list[Tensor], lr_sum: list[float]) -> float:
+    def rebase(self, weights: list[Tensor]) -> float:
         """Set the base to pulled weights, whose memory is kept. Returns the length of that change."""
-        self.displacement, self.pulled, self.lr_sum = self.pulled, weights, lr_sum
+        self.displacement, self.pulled = self.pulled, weights
+        self.lr_sum, self.next_lr_sum = self.next_lr_sum, [0.0] * len(self.lr_sum)
         moved = 0.0
         for base, pulled, displacement in zip(self.base.flats, weights, self.displacement, strict=True):
             displacement.sub_(pulled)
@@ -74,13 +76,13 @@ class Replica:
 
     def state_dict(self) -> State:
         flats = {"base": self.base.flats, "pulled": self.pulled, "displacement": self.displacement}
-        return {**copy.deepcopy(flats), "lr_sum": list(self.lr_sum)}
+        return {**copy.deepcopy(flats), "lr_sums": [self.lr_sum, self.next_lr_sum]}
 
     def load_state_dict(self, state: State) -> None:
         values = [*state["base"], *state["pulled"], *state["displacement"]]
         for flat, saved in zip([*self.base.flats, *self.pulled, *self.displacement], values, strict=True):
             flat.copy_(saved)
-        self.lr_sum = list(state["lr_sum"])
+        self.lr_sum, self.next_lr_sum = state["lr_sums"]
 
 
 def _find_spans(packed: Packed, parameters: Flats, groups: Sequence[Flats]) -> list[GroupSpan]:
@@ -101,6 +103,7 @@ class Shard:
     """The server's weights on one rank: slice `rank` of a replica's vectors, cut into `workers` slices."""
 
     def __init__(self, replica: Replica, rank: int, workers: int, server: OptimizerFactory) -> None:
+        self.whole = replica.base  # shows how all slices fit together
         self.weights = [flat.chunk(workers)[rank].clone() for flat in replica.base.flats]
         self._pieces: list[tuple[Tensor, int, slice]] = []  # weights of one group, their flat and place in it
         members: list[dict[str, Any]] = [{"params": []} for _ in replica.lr_sum]

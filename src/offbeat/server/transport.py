@@ -27,13 +27,7 @@ class Slot:
     def __init__(self, live: Live, like: Packed) -> None:
         self._live, self._filled = live, set[int]()
         self.packed = like.over([torch.zeros_like(flat) for flat in like.flats])
-        self.applied: Pending[None] | None = None  # the push that uses this memory
-
-    def await_free(self) -> None:
-        """On a slow network, a fast worker waits here."""
-        if self.applied is not None:
-            self.applied.wait()
-            self.applied = None
+        self.applied: Pending[None] = arrived(None)  # the push that uses this memory
 
     def fill(self, optimizer: Optimizer) -> None:
         """Copy the current gradients of an optimizer's parameters."""
@@ -97,18 +91,18 @@ class Transport:
         averaged = self.queues[lane].give(average)
         return self.queues[0].give(apply)
 
-    def fetch(self, shard: Shard, clock: Clock, round: Round | None = None) -> Pending[list[Tensor]]:
+    def fetch(self, shard: Shard, clock: Clock, round: Round | None = None) -> Pending[Packed]:
         """The weights after all pushes so far. A round counts the bytes sent since the last one."""
         comm = self.comms[0]
 
-        def gather() -> list[Tensor]:
+        def gather() -> Packed:
             with record_function("offbeat.pull"), naming(clock), torch.no_grad():
                 weights = gather_weights(shard.weights, comm)
             if round is not None:
                 round.comm.sent += comm.sent
                 round.comm.received += comm.sent
                 comm.sent = 0
-            return weights
+            return shard.whole.over(weights)
 
         return self.queues[0].give(gather)
 

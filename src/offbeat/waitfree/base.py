@@ -12,9 +12,10 @@ from dataclasses import replace
 from torch import Tensor
 from torch.optim import Optimizer
 
-from offbeat.among import Butterfly, Peers, World
+from offbeat.among import Butterfly, World
 from offbeat.base.checks import is_whole
 from offbeat.base.clock import Clock, State
+from offbeat.base.errors import BadArgument
 from offbeat.base.tensors import Live
 from offbeat.comm.background import Sidecar
 from offbeat.comm.communicator import Communicator, Metered, Pending, arrived
@@ -22,9 +23,8 @@ from offbeat.comm.presence import Departure
 from offbeat.engine.part import Part
 from offbeat.engine.report import Report
 from offbeat.reduce import Mean, Reducer
-from offbeat.waitfree.attendance import WORDS, Attendance, Kind
 from offbeat.waitfree.handover import Handover
-from offbeat.waitfree.rounds import Rounds, is_blocking
+from offbeat.waitfree.rounds import WORDS, Attendance, Kind, Rounds
 
 logger = logging.getLogger("offbeat")
 
@@ -61,22 +61,18 @@ class Waitfree(Part):
         self, live: Live, *, every: int, among: Among, grace: float | None, reduce: Reducer | None = None
     ) -> None:
         if not is_whole(every, 1):
-            raise ValueError(
-                f"every={every!r}: every must be a whole number of steps, at least 1, because all workers "
-                "must know in advance which rounds are global."
-            )
+            raise BadArgument("every", every, "every must be a whole number of steps, at least 1.")
         if grace is not None and not 0 <= grace < float("inf"):
-            raise ValueError(f"grace={grace!r}: grace must be a number of seconds, at least 0, or None.")
+            raise BadArgument("grace", grace, "grace must be a number of seconds, at least 0, or None.")
         if reduce is not None and (not isinstance(reduce, Mean) or reduce.lossy):
-            raise ValueError(
-                f"reduce={reduce!r}: groups average the weights themselves, which a lossy code would round: "
-                "use Mean(), or leave reduce out."
-            )
+            raise BadArgument("reduce", reduce, "a lossy code would round the weights: use Mean() or None.")
         self.live, self.model = live, live.model
-        self.every, self.grace, self.among = every, grace, among
-        self.peers: Peers = among
+        self.every, self.grace = every, grace
+        self.peers = self.among = among
         self.reduce: Reducer = Mean() if reduce is None else reduce
-        self.outside: Metered = Metered(self.peers.everyone)
+        self.outside: Metered = Metered(among.everyone)
+        size = among.size if isinstance(among, Butterfly) else among.everyone.size
+        self.active = size > 1 and (every > 1 or self.sidecars)  # whether sidecars have anything to do
         self.saved_every = every if self.active else 1
         self._sidecar: Sidecar | None = None
         self._rounds: Rounds | None = None
@@ -103,13 +99,8 @@ class Waitfree(Part):
                 aside.at(round)  # connects the groups while all workers are here
         return [self.peers.everyone]
 
-    @property
-    def active(self) -> bool:
-        """Whether there is anything for sidecars to do."""
-        return self.peers.everyone.size > 1
-
     def blocking(self, round: int) -> bool:
-        return is_blocking(round, self.every)
+        return (round + 1) % self.every == 0
 
     def calls(self, round: int) -> bool:
         """Whether this worker's arrival starts a round that does not block."""
@@ -175,24 +166,17 @@ class Waitfree(Part):
             newest, news, rounds.news = rounds.newest, rounds.news, []
         waited = self.peers.everyone.now() - began
         assert newest is not None
-        kind: Kind = "late" if newest.round - newest.age < round else "fresh"
-        if not news:
-            kind = "nothing new"
-        self._count(kind, waited, [report.age for report in news])
+        late = newest.round - newest.age < round
+        kind: Kind = "nothing new" if not news else "late" if late else "fresh"
+        self._tally[kind] += 1
+        self._tally["rounds"] += len(news)
+        self._tally["ages"] += sum(report.age for report in news)
+        self._tally["oldest"] = max([self._tally["oldest"], *(report.age for report in news)])
+        self._tally["microseconds"] += waited * 1e6
         costs = ("bytes_sent", "bytes_received", "seconds_in_air")
         sums = {name: sum(getattr(report, name) for report in news) for name in costs}
-        report = replace(newest, step=round + 1, round=round, seconds_waited=waited, kind=kind, **sums)
-        self._emit(report)
-        self.handover.merge(tensors, newest.workers, kind)
-
-    def _count(self, kind: Kind, waited: float, ages: Sequence[int]) -> None:
-        """Count one step of the worker, and the ages of what its sidecar contributed since the last."""
-        tally = self._tally
-        tally[kind] += 1
-        tally["rounds"] += len(ages)
-        tally["ages"] += sum(ages)
-        tally["oldest"] = max([tally["oldest"], *ages])
-        tally["microseconds"] += waited * 1e6
+        self._emit(replace(newest, step=round + 1, round=round, seconds_waited=waited, kind=kind, **sums))
+        self.handover.merge(tensors, newest.workers if news else 1, late)
 
     def share_attendance(self) -> None:
         """At a global round: send this worker's tally to all workers."""
@@ -214,7 +198,7 @@ class Waitfree(Part):
 
     def flush_reports(self, *, wait: bool) -> None:
         if wait:
-            _ = self.attendance
+            self._tallies.wait()
 
     def flush(self, clock: Clock) -> None:
         if self._rounds is not None:

@@ -19,10 +19,8 @@ from offbeat.waitfree.handover import AddSteps, JoinMean
 from offbeat.when import Every
 
 Late = Literal["join", "add"]
-_UNEQUAL = (
-    "GroupAverage({!r}): this exchange must leave equal weights on all workers at a fixed period, as "
-    "Exchange(params(model), when=Every(10)) does."
-)
+_EXAMPLE = "Exchange(params(model), when=Every(10))"
+_UNEQUAL = f"this exchange must leave equal weights on all workers at a fixed period, as {_EXAMPLE} does."
 
 
 class GroupAverage(Waitfree):
@@ -59,15 +57,24 @@ class GroupAverage(Waitfree):
     ) -> None:
         if late not in get_args(Late):
             raise ValueError(f'late={late!r}: choose "join" or "add".')
-        every = _period(exchange)
+        if not isinstance(exchange, Exchange):
+            raise TypeError(f"GroupAverage({exchange!r}): pass the global exchange, such as {_EXAMPLE}.")
+        live, when = exchange.live, exchange.when
+        if not (
+            isinstance(when, Every)
+            and when == Every(when.steps)
+            and isinstance(exchange.peers, World)
+            and exchange.delay == 0
+            and not live.early
+            and live.only is None
+        ):
+            raise ValueError(f"GroupAverage({exchange!r}): {_UNEQUAL}")
         everyone = exchange.peers.everyone
         peers = Butterfly(group=everyone) if among is None else among
         if peers.everyone is not everyone and (peers.everyone.size > 1 or everyone.size > 1):
-            raise ValueError(
-                f"GroupAverage(exchange, among={peers!r}): the exchange has other workers; give both the "
-                "same group."
-            )
-        super().__init__(exchange.live, every=every, among=peers, grace=grace, reduce=reduce)
+            call = f"GroupAverage(exchange, among={peers!r})"
+            raise ValueError(f"{call}: the exchange has other workers; give both the same group.")
+        super().__init__(live, every=when.steps, among=peers, grace=grace, reduce=reduce)
         self.exchange = self.follows = exchange
         self.late = late
         # Adding differences to a running variance could make it negative.
@@ -81,18 +88,14 @@ class GroupAverage(Waitfree):
             f"grace={self.grace}, late={self.late!r})"
         )
 
-    @property
-    def active(self) -> bool:
-        """False if each group has one worker, or if all rounds are global."""
-        size = self.among.size if isinstance(self.among, Butterfly) else self.among.everyone.size
-        return size > 1 and self.every > 1
-
     @torch.no_grad()
     def open_handover(self, version: int, sidecar: Sidecar) -> None:
         # The first forward pass has already changed the buffers: a resumed run needs the saved ones.
         buffers = {f"+{name}": b for name, b in {**self._buffers.averaged(), **self._saved_buffers}.items()}
-        kind = JoinMean if self.late == "join" else AddSteps
-        self.handover = kind({**self.live.like(), **buffers}, version, sidecar)
+        tensors = {**self.live.like(), **buffers}
+        self.handover = (JoinMean if self.late == "join" else AddSteps)(tensors, version, sidecar)
+        self.handover.reset(list(tensors.values()))
+        self.handover.publish(version)
         self._saved_buffers = {}
 
     @torch.no_grad()
@@ -101,22 +104,17 @@ class GroupAverage(Waitfree):
             return
         round = clock.step - 1
         tensors = [*self.live.tensors(), *self._buffers.averaged().values()]
-        if self.blocking(round):
-            self._check_equal()
-            self.submit(round, tensors)
-            self.share_attendance()
-        else:
-            self.submit(round, tensors)
-            self.await_round(round, tensors)
-        self.resume()
-
-    def _check_equal(self) -> None:
-        """Raise on every rank if the first global round left the workers with different weights."""
-        if not self._checked:
+        if self.blocking(round) and not self._checked:
             messages = self.outside.tell([checksum(self.live.tensors())]).wait()
             if len({words[0] for words in messages}) > 1:
-                raise ValueError(_UNEQUAL.format(self.exchange))
+                raise ValueError(f"GroupAverage({self.exchange!r}): {_UNEQUAL}")
             self._checked = True
+        self.submit(round, tensors)
+        if self.blocking(round):
+            self.share_attendance()
+        else:
+            self.await_round(round, tensors)
+        self.resume()
 
     def state_dict(self) -> State:
         buffers = {name: buffer.clone() for name, buffer in self._buffers.averaged().items()}
@@ -125,18 +123,3 @@ class GroupAverage(Waitfree):
     def load_state_dict(self, state: State) -> None:
         super().load_state_dict(state)
         self._saved_buffers = dict(state["buffers"])
-
-
-def _period(exchange: Exchange) -> int:
-    """The number of steps after which the exchange leaves equal weights on all workers."""
-    if not isinstance(exchange, Exchange):
-        raise TypeError(
-            f"GroupAverage({exchange!r}): pass the Exchange that runs the global rounds, such as "
-            "Exchange(params(model), when=Every(10))."
-        )
-    when = exchange.when
-    whole = not exchange.live.early and exchange.live.only is None
-    everyone = isinstance(exchange.peers, World) and exchange.delay == 0
-    if isinstance(when, Every) and when == Every(when.steps) and whole and everyone:
-        return when.steps
-    raise ValueError(_UNEQUAL.format(exchange))

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from offbeat.base.packed import Packed
 from offbeat.comm.background import Sidecar
-from offbeat.waitfree.attendance import Kind
 
 
 def sync_device(packed: Packed) -> None:
@@ -39,7 +38,7 @@ class Handover:
         raise NotImplementedError
 
     def reset(self, tensors: Sequence[Tensor]) -> None:
-        """In the worker, before `publish`: a global round left these tensors on all workers."""
+        """In the worker, instead of `write`: all workers have these tensors, as after a global round."""
         self.write(tensors)
 
     def publish(self, version: int) -> None:
@@ -52,34 +51,28 @@ class Handover:
 
     def bring(self, mean: Packed) -> None:
         """In the sidecar: the mean becomes the newest result."""
-        sync_device(mean)
         self._result, self._spare = mean, self._result
 
     def fetch(self) -> None:
         """In the worker: it is about to read the newest result."""
         self._reading = self._result
 
-    def merge(self, tensors: Sequence[Tensor], workers: int, kind: Kind) -> None:
-        """In the worker, after `fetch`: combine its tensors with the result of `workers` contributions."""
+    def merge(self, tensors: Sequence[Tensor], workers: int, late: bool) -> None:
+        """In the worker, after `fetch`: combine its tensors with the result of `workers` contributions.
+
+        `late`: its own contribution was an older one. A result that it has used before counts one worker.
+        """
         raise NotImplementedError
 
     def _await_reader(self) -> None:
-        """In the sidecar, locked: the worker may still be reading the buffer that is due for reuse."""
+        """In the sidecar, locked: the worker may still be reading the copy that is due for reuse."""
         self._sidecar.until(lambda: self._reading is not self._spare, "a result to be read")
 
 
 class JoinMean(Handover):
     """Sends the newest snapshot of the weights. A late worker joins the mean as one extra member."""
 
-    def __init__(self, tensors: Mapping[str, Tensor], version: int, sidecar: Sidecar) -> None:
-        super().__init__(tensors, version, sidecar)
-        self._published.read(list(tensors.values()))
-        sync_device(self._published)
-        self._copying: Packed | None = None  # the snapshot that the sidecar is copying
-
     def write(self, tensors: Sequence[Tensor]) -> None:
-        with self._sidecar.locked():
-            self._sidecar.until(lambda: self._copying is not self._draft, "a copy of the model")
         self._draft.read(tensors)
         sync_device(self._draft)
 
@@ -89,19 +82,16 @@ class JoinMean(Handover):
     def take(self) -> tuple[Packed, int]:
         with self._sidecar.locked():
             self._await_reader()
-            snapshot, version = self._published, self.version
-            self._copying = snapshot
-        torch._foreach_copy_(self._spare.flats, snapshot.flats)
-        with self._sidecar.locked():
-            self._copying = None
-        return self._spare, version
+            torch._foreach_copy_(self._spare.flats, self._published.flats)
+            sync_device(self._spare)
+            return self._spare, self.version
 
-    def merge(self, tensors: Sequence[Tensor], workers: int, kind: Kind) -> None:
+    def merge(self, tensors: Sequence[Tensor], workers: int, late: bool) -> None:
         mean = self._reading
         assert mean is not None
-        if workers > 1 and kind == "fresh":
+        if workers > 1 and not late:
             mean.write(tensors)
-        elif workers > 1 and kind == "late":
+        elif workers > 1:
             for x, m in zip(tensors, mean.views, strict=True):
                 x.copy_((workers * m + x) / (workers + 1))
         sync_device(mean)  # the next round may overwrite it
@@ -117,10 +107,7 @@ class AddSteps(Handover):
     steps that are not in them yet; `_draft` holds the start of the current step, and then the step itself.
     """
 
-    def __init__(self, tensors: Mapping[str, Tensor], version: int, sidecar: Sidecar) -> None:
-        super().__init__(tensors, version, sidecar)
-        self._written = self._unsent = False  # whether `_draft`, and `_published`, hold a step
-        self.reset(list(tensors.values()))
+    _written = _unsent = False  # whether `_draft`, and `_published`, hold a step
 
     def reset(self, tensors: Sequence[Tensor]) -> None:
         """The sidecar runs no round meanwhile."""
@@ -147,11 +134,10 @@ class AddSteps(Handover):
     def take(self) -> tuple[Packed, int]:
         with self._sidecar.locked():
             self._await_reader()
-        torch._foreach_copy_(self._spare.flats, self._result.flats)
-        with self._sidecar.locked():
+            torch._foreach_copy_(self._spare.flats, self._result.flats)
             if self._unsent:
                 torch._foreach_add_(self._spare.flats, self._published.flats)
-                sync_device(self._spare)
+            sync_device(self._spare)
             self._unsent = False
             return self._spare, self.version
 
@@ -162,7 +148,7 @@ class AddSteps(Handover):
         else:
             torch._foreach_zero_(self._draft.flats)
 
-    def merge(self, tensors: Sequence[Tensor], workers: int, kind: Kind) -> None:
+    def merge(self, tensors: Sequence[Tensor], workers: int, late: bool) -> None:
         assert self._reading is not None
         torch._foreach_add_(self._draft.flats, self._reading.flats)
         self._draft.write(tensors)
@@ -196,5 +182,5 @@ class SumGradients(Handover):
         self._result, self._spare = self._spare, self._result
         torch._foreach_zero_(self._result.flats)
 
-    def merge(self, tensors: Sequence[Tensor], workers: int, kind: Kind) -> None:
+    def merge(self, tensors: Sequence[Tensor], workers: int, late: bool) -> None:
         self._spare.write(tensors)
