@@ -168,8 +168,7 @@ class PushPull(Part):
         if not self._behind:
             return {}
         # A pull in flight already contains all pushes. Otherwise fetch the weights outside the rounds.
-        fetch, clock = self._transport.fetch, self._round.clock
-        weights = self._pull.mean if self._pull else fetch(self.shard, clock)
+        weights = self._pull.mean if self._pull else self._transport.fetch(self.shard, self._round.clock)
         return dict(zip(self.live.names, weights.wait().views, strict=True))
 
     @property

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,21 +18,10 @@ from offbeat.server.rules import LocalRule, ParamSlice
 OptimizerFactory = Callable[[Any], Optimizer]
 Flats = Sequence[Tensor]
 GroupOptions = list[dict[str, Any]]  # lr, momentum, … of each parameter group
+Span = tuple[int, slice, int]  # a slice of a flat vector, all in one parameter group: vector, slice, group
 
 # These say how a step is computed, not what it computes. decoupled_weight_decay only tells AdamW from Adam.
 _OWN = {"params", "foreach", "fused", "capturable", "differentiable", "decoupled_weight_decay"}
-
-
-class GroupSpan(NamedTuple):
-    """Values `start` to `stop` of a flat vector, all in the same parameter group."""
-
-    flat: int
-    start: int
-    stop: int
-    group: int
-
-    def view(self, flats: Flats) -> Tensor:
-        return flats[self.flat][self.start : self.stop]
 
 
 class Replica:
@@ -60,17 +49,16 @@ class Replica:
 
     def step(self, rule: LocalRule, gradient: Flats, options: GroupOptions, origin: Flats | None) -> None:
         """Take one local step."""
-        for span in self.spans:
-            now = options[span.group]
+        for flat, place, group in self.spans:
             rule.move(
                 ParamSlice(
-                    base=span.view(self.base.flats),
-                    gradient=span.view(gradient),
-                    displacement=span.view(self.displacement),
-                    lr_sum=self.lr_sum[span.group],
-                    origin=None if origin is None else span.view(origin),
-                    lr=now["lr"],
-                    decay=now.get("weight_decay", 0.0),
+                    base=self.base.flats[flat][place],
+                    gradient=gradient[flat][place],
+                    displacement=self.displacement[flat][place],
+                    lr_sum=self.lr_sum[group],
+                    origin=None if origin is None else origin[flat][place],
+                    lr=options[group]["lr"],
+                    decay=options[group].get("weight_decay", 0.0),
                 )
             )
 
@@ -85,18 +73,18 @@ class Replica:
         self.lr_sum, self.next_lr_sum = state["lr_sums"]
 
 
-def _find_spans(packed: Packed, parameters: Flats, groups: Sequence[Flats]) -> list[GroupSpan]:
+def _find_spans(packed: Packed, parameters: Flats, groups: Sequence[Flats]) -> list[Span]:
     """The fewest spans that cover all parameters of the groups, in order."""
     group_of = {id(p): i for i, group in enumerate(groups) for p in group}
-    spans: list[GroupSpan] = []
+    spans: list[Span] = []
     for (flat, start, n), p in sorted(zip(packed.spans, parameters, strict=True), key=lambda row: row[0]):
         group = group_of.get(id(p), -1)  # -1: no optimizer holds it
-        last = spans[-1] if spans else None
-        if last and (last.flat, last.stop, last.group) == (flat, start, group):
-            spans[-1] = last._replace(stop=start + n)
+        last, before, same = spans[-1] if spans else (-1, slice(0), -1)
+        if (last, before.stop, same) == (flat, start, group):
+            spans[-1] = (flat, slice(before.start, start + n), group)
         elif n:
-            spans.append(GroupSpan(flat, start, start + n, group))
-    return [span for span in spans if span.group >= 0]
+            spans.append((flat, slice(start, start + n), group))
+    return [span for span in spans if span[2] >= 0]
 
 
 class Shard:
@@ -107,13 +95,13 @@ class Shard:
         self.weights = [flat.chunk(workers)[rank].clone() for flat in replica.base.flats]
         self._pieces: list[tuple[Tensor, int, slice]] = []  # weights of one group, their flat and place in it
         members: list[dict[str, Any]] = [{"params": []} for _ in replica.lr_sum]
-        for span in replica.spans:
-            n = self.weights[span.flat].numel()
-            low, high = max(span.start - rank * n, 0), min(span.stop - rank * n, n)
+        for flat, place, group in replica.spans:
+            n = self.weights[flat].numel()
+            low, high = max(place.start - rank * n, 0), min(place.stop - rank * n, n)
             if low < high:
-                piece = self.weights[span.flat][low:high]
-                self._pieces.append((piece, span.flat, slice(low, high)))
-                members[span.group]["params"].append(piece)
+                piece = self.weights[flat][low:high]
+                self._pieces.append((piece, flat, slice(low, high)))
+                members[group]["params"].append(piece)
         self.optimizer = server(members)
 
     def apply(self, gradients: Flats, options: GroupOptions) -> None:

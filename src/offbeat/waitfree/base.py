@@ -129,7 +129,7 @@ class Waitfree(Part):
             among=replace(self.among, group=self._sidecar.comm),
             reduce=self.reduce,
             every=self.every,
-            meets=self.sidecars,
+            sidecars=self.sidecars,
             grace=self.grace,
             due=self._due(),
         )
@@ -168,24 +168,25 @@ class Waitfree(Part):
         assert newest is not None
         late = newest.round - newest.age < round
         kind: Kind = "nothing new" if not news else "late" if late else "fresh"
-        self._tally[kind] += 1
-        self._tally["rounds"] += len(news)
-        self._tally["ages"] += sum(report.age for report in news)
-        self._tally["oldest"] = max([self._tally["oldest"], *(report.age for report in news)])
-        self._tally["microseconds"] += waited * 1e6
+        tally, ages = self._tally, [report.age for report in news]
+        tally[kind] += 1
+        tally["rounds"] += len(ages)
+        tally["ages"] += sum(ages)
+        tally["oldest"] = max([tally["oldest"], *ages])
+        tally["microseconds"] += waited * 1e6
         costs = ("bytes_sent", "bytes_received", "seconds_in_air")
         sums = {name: sum(getattr(report, name) for report in news) for name in costs}
         self._emit(replace(newest, step=round + 1, round=round, seconds_waited=waited, kind=kind, **sums))
         self.handover.merge(tensors, newest.workers if news else 1, late)
 
-    def share_attendance(self) -> None:
-        """At a global round: send this worker's tally to all workers."""
-        logger.debug("%s", self.attendance)
-        self._tallies = self.outside.tell([round(count) for count in self._tally.values()])
-
-    def resume(self) -> None:
-        """The worker returns to its computation."""
+    def after(self, clock: Clock) -> None:
+        """Share the attendance after a global round. The worker then returns to its computation."""
+        if not self.active:
+            return
         assert self._rounds is not None
+        if self.blocking(clock.step - 1):
+            logger.debug("%s", self.attendance)
+            self._tallies = self.outside.tell([round(count) for count in self._tally.values()])
         self._resumed = self.peers.everyone.now()
         with self._rounds.sidecar.locked():
             self._rounds.due = self._due()

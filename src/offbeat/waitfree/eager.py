@@ -71,12 +71,6 @@ class EagerGradients(Waitfree):
             self.live.landed([self._seen])
         return True
 
-    def after(self, clock: Clock) -> None:
-        if self.active:
-            if self.blocking(clock.step - 1):
-                self.share_attendance()
-            self.resume()
-
     def state_dict(self) -> State:
         return {**super().state_dict(), "seen": self._seen.clone()}
 

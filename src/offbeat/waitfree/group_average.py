@@ -100,21 +100,18 @@ class GroupAverage(Waitfree):
 
     @torch.no_grad()
     def after(self, clock: Clock) -> None:
-        if not self.active:
-            return
-        round = clock.step - 1
-        tensors = [*self.live.tensors(), *self._buffers.averaged().values()]
-        if self.blocking(round) and not self._checked:
-            messages = self.outside.tell([checksum(self.live.tensors())]).wait()
-            if len({words[0] for words in messages}) > 1:
-                raise ValueError(f"GroupAverage({self.exchange!r}): {_UNEQUAL}")
-            self._checked = True
-        self.submit(round, tensors)
-        if self.blocking(round):
-            self.share_attendance()
-        else:
-            self.await_round(round, tensors)
-        self.resume()
+        if self.active:
+            round, blocking = clock.step - 1, self.blocking(clock.step - 1)
+            if blocking and not self._checked:
+                messages = self.outside.tell([checksum(self.live.tensors())]).wait()
+                if len({words[0] for words in messages}) > 1:
+                    raise ValueError(f"GroupAverage({self.exchange!r}): {_UNEQUAL}")
+                self._checked = True
+            tensors = [*self.live.tensors(), *self._buffers.averaged().values()]
+            self.submit(round, tensors)
+            if not blocking:
+                self.await_round(round, tensors)
+        super().after(clock)
 
     def state_dict(self) -> State:
         buffers = {name: buffer.clone() for name, buffer in self._buffers.averaged().items()}

@@ -69,7 +69,7 @@ class Rounds:
     among: Butterfly | World  # over the sidecar's own connections
     reduce: Reducer
     every: int  # every so many rounds, one blocks
-    meets: bool  # whether sidecars also run the blocking rounds; otherwise the workers do
+    sidecars: bool  # whether sidecars also run the blocking rounds; otherwise the workers do
     grace: float | None  # seconds to wait for the worker after a call; None: until it is overdue
     due: float  # when the worker is overdue, on its clock
 
@@ -87,7 +87,7 @@ class Rounds:
         for number in itertools.count(self.done + 1):
             blocking = (number + 1) % self.every == 0
             self._await(number, blocking)
-            if self.meets or not blocking:
+            if self.sidecars or not blocking:
                 self._run(number)
             else:
                 with self.sidecar.locked():
