@@ -1,4 +1,4 @@
-"""Finds out why a message will not arrive: a rank has left, is elsewhere, has not come, or is gone."""
+"""Finds out why a message will not arrive: a rank has left, is elsewhere, is late, or is dead."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from offbeat.comm.store import Bulletin, Silent
 _ANSWER = 1.0  # seconds in which a healthy store answers
 _GONE = 3.0  # seconds to wait after the store, which rank 0 may host, has vanished
 _LOOKS, _PAUSE = 5, 0.1  # how often to look for a closed connection, and seconds between
+_PROBES = 1.0  # seconds between two looks for dead ranks while ranks connect
 _PROBE = 2**31 - 1  # a tag that nobody listens to
 
 STORE_GONE = "lost the process group's store: its host, usually rank 0, is gone"
@@ -39,6 +40,7 @@ class Lookout:
     ) -> None:
         self.key, self.names, self.name = key, list(names), names[rank]
         self.bulletin, self._above = bulletin, above
+        self.gloo: list[Any] = []  # backends that can tell which ranks are connected
         self._tracks: WeakSet[Track] = WeakSet()
         self._runs = 0
 
@@ -126,7 +128,7 @@ class Lookout:
 
         return self.bulletin.ask(find, _ANSWER)
 
-    def lost(self, what: str, error: Exception, backends: Sequence[Any]) -> OffbeatError:
+    def lost(self, what: str, error: Exception) -> OffbeatError:
         """The error for a broken connection: why a rank left, if it said so; else whose it was."""
         try:
             departure = self.bulletin.ask(lambda store: self._leaver(store, what, lambda note: True), _ANSWER)
@@ -134,61 +136,73 @@ class Lookout:
             departure = None
         if departure is not None:
             return departure
-        reason = str(error).splitlines()[0].split("] ", 1)[-1].split(". ")[0]
-        gone = self.closed(backends)
         for _ in range(_LOOKS):
-            if gone or not backends:
+            if gone := self.closed():
                 break
             time.sleep(_PAUSE)  # one of a rank's connections may close before the others
-            gone = self.closed(backends)
-        whose = f"the connection to {list_ranks(gone)}" if gone else "a connection"
+        if not gone and isinstance(error, dist.DistError):
+            return PeerLost(f"Waiting for {what}: rank {self.name} {STORE_GONE}.")
+        reason = str(next(iter(gone.values()), error)).splitlines()[0].split("] ", 1)[-1].split(". ")[0]
+        whose = f"the connection to {list_ranks(list(gone))}" if gone else "a connection"
         return PeerLost(f"Waiting for {what}: rank {self.name} lost {whose} ({reason}).")
 
-    def closed(self, backends: Sequence[Any]) -> list[int]:
-        """The ranks to which a connection is closed: gloo refuses to send to them.
+    def closed(self) -> dict[int, RuntimeError]:
+        """The ranks that have closed a connection, or whose process is dead: gloo refuses to send to them.
 
-        A rank that is alive gets the start of a message that it never reads.
+        A rank that is alive gets the start of a message that it never reads. A communicator that is not yet
+        connected asks the one it was made from.
         """
-        gone = []
-        for rank, name in enumerate(self.names):
+        level, gone = self, {}
+        while not level.gloo and level._above is not None:
+            level = level._above
+        for name in self.names:
             if name != self.name:
+                rank = level.names.index(name)
                 try:
-                    _unread.extend(backend.send([torch.zeros(1)], rank, _PROBE) for backend in backends)
-                except RuntimeError:
-                    gone.append(name)
+                    _unread.extend(backend.send([torch.zeros(1)], rank, _PROBE) for backend in level.gloo)
+                except RuntimeError as error:
+                    gone[name] = error
         return gone
 
 
 class Watch:
-    """One wait for a message, or for everyone to connect. Ends the wait when it is hopeless."""
+    """One wait for a message, or for all ranks to connect. Ends the wait when it is hopeless."""
 
     def __init__(
         self, lookout: Lookout, connection: str, number: int, what: str, timeout: float, began: float
     ) -> None:
         self._lookout, self._connection, self._number, self._what = lookout, connection, number, what
         self._timeout, self._deadline, self._trouble = timeout, began + timeout, ""
+        self._probed = began
 
-    def look(self, stopped: threading.Event, backends: Sequence[Any]) -> None:
-        """Raise if the message will not come. `backends` can tell which ranks are connected."""
+    def look(self, stopped: threading.Event) -> None:
+        """Raise if the message will not come."""
         if stopped.is_set():
             raise Stopped
+        # gloo notices a dead rank only once it is connected.
+        if self._number < 0 and time.perf_counter() > self._probed + _PROBES:
+            self._probe()
         try:
             self._trouble = ""
             self._lookout.look(self._connection, self._number, self._what)
         except Silent:
             self._trouble = STORE_SILENT
-        except dist.DistError as error:
-            if self._lookout.closed(backends):
-                raise self._lookout.lost(self._what, error, backends) from error
+        except dist.DistError:
+            self._probe()
             self._trouble = STORE_GONE
             self._deadline = min(self._deadline, time.perf_counter() + _GONE)
         if time.perf_counter() > self._deadline:
             raise PeerLost(f"Waiting for {self._what}: rank {self._lookout.name} {self._why()}.")
 
+    def _probe(self) -> None:
+        self._probed = time.perf_counter()
+        for error in self._lookout.closed().values():
+            raise self._lookout.lost(self._what, error) from error
+
     def _why(self) -> str:
         if self._trouble == STORE_GONE:
             return STORE_GONE
-        silence = f"heard nothing for {self._timeout:g} s"
+        silence = f"timed out after {self._timeout:g} s"
         if self._trouble:
             return f"{silence}, {self._trouble}"
         try:
@@ -197,7 +211,7 @@ class Watch:
             return silence
         if not absent:
             return silence
-        return f"{silence}: {list_ranks(absent)} {'has' if len(absent) == 1 else 'have'} not come"
+        return f"{silence}: {list_ranks(absent)} {'is' if len(absent) == 1 else 'are'} missing"
 
 
 _unread: list[Any] = []  # kept, since gloo must not destroy them

@@ -88,7 +88,7 @@ class ThreadSidecar(Sidecar):
         try:
             return self._bulletin.ask(call, seconds)
         except Silent:
-            silence = f"heard nothing for {seconds:g} s, {STORE_SILENT}"
+            silence = f"timed out after {seconds:g} s, {STORE_SILENT}"
             raise PeerLost(f"Rank {self.comm.rank} {silence}.") from None
         except dist.DistError as error:
             raise PeerLost(f"Rank {self.comm.rank} {STORE_GONE}.") from error

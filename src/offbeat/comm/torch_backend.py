@@ -11,17 +11,17 @@ from datetime import timedelta
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, get_backend_config
 
-from offbeat.base.errors import PeerLost
 from offbeat.comm.alltoall import Call, Calls, begin_exchange, begin_shift
 from offbeat.comm.background import Sidecar, TaskQueue, ThreadQueue
 from offbeat.comm.collective import Collective, nbytes
 from offbeat.comm.communicator import Communicator, Pending, Worker
 from offbeat.comm.connections import connect
-from offbeat.comm.lookout import STORE_GONE, Lookout, Watch
+from offbeat.comm.lookout import Lookout, Watch
 from offbeat.comm.presence import Departure, Track
 from offbeat.comm.sidecar_threads import ThreadSidecar
 from offbeat.comm.store import bulletin, start
@@ -94,12 +94,22 @@ class Torch(Communicator, Worker):
         self._names = list(range(len(ranks)))  # what errors call the ranks
         self._ranks, self._backends, self._timeout = ranks, backends, timeout
         self._stopped, self._bulletin = threading.Event(), bulletin()
-        self._join(f"offbeat/{group.group_name}/{ranks}/{_made[group]}", ("control", "cpu"))
+        # The caller's own connections tell whether a rank dies before ours are there.
+        theirs = [group._get_backend(torch.device("cpu"))] if backends.get("cpu") == "gloo" else []
+        key = f"offbeat/{group.group_name}/{ranks}/{_made[group]}"
+        self._join(key, ("control", "cpu"), gloo=theirs)
 
-    def _join(self, key: str, connections: tuple[str, ...], above: Lookout | None = None) -> Torch:
+    def _join(
+        self,
+        key: str,
+        connections: tuple[str, ...],
+        above: Lookout | None = None,
+        gloo: Sequence[Any] = (),
+    ) -> Torch:
         self.rank, self.size = self._ranks.index(dist.get_rank()), len(self._ranks)
         self._key, self._first_connections = key, connections
         self._lookout = Lookout(key, self._names, self.rank, self._bulletin, above)
+        self._lookout.gloo = list(gloo)
         self._connections: dict[str, Connection] = {}
         self._children: dict[tuple[int, ...], Torch] = {}
         self._beside: WeakSet[Torch] = WeakSet()  # duplicates and sidecars
@@ -117,7 +127,7 @@ class Torch(Communicator, Worker):
         others. torch blocks while it connects, so another thread does it.
         """
         kind = "gloo" if name in ("control", "cpu") else self._backends[name]
-        what = "everybody to connect"
+        what = "all ranks to connect"
 
         def make() -> Any:
             with self._bulletin.lend(shared=True) as client:
@@ -128,13 +138,14 @@ class Torch(Communicator, Worker):
         connecting = start(make, "offbeat-connect")
         watch = Watch(self._lookout, name, -1, what, self._timeout, time.perf_counter())
         while not futures.wait([connecting], _GLANCE).done:
-            watch.look(self._stopped, self._gloo)
+            watch.look(self._stopped)
         try:
             self._connections[name] = Connection(name, connecting.result())
-        except dist.DistNetworkError as error:
-            raise PeerLost(f"Waiting for {what}: rank {self._lookout.name} {STORE_GONE}.") from error
         except RuntimeError as error:
-            raise self._lookout.lost(what, error, []) from error
+            raise self._lookout.lost(what, error) from error
+        self._lookout.gloo = [
+            self._connections[name].backend for name in ("control", "cpu") if name in self._connections
+        ]
         return self._connections[name]
 
     def run(
@@ -158,7 +169,7 @@ class Torch(Communicator, Worker):
             try:
                 sent.append(connection.begin(call))
             except RuntimeError as error:
-                raise self._lookout.lost(what(), error, self._gloo) from error
+                raise self._lookout.lost(what(), error) from error
         return Pending(
             wait,
             lambda: all(map(InFlight.look, sent)),
@@ -176,7 +187,7 @@ class Torch(Communicator, Worker):
             except RuntimeError as error:
                 # One that ends just as the wait does is waited for again: its own error counts.
                 if over:
-                    raise self._lookout.lost(what(), error, self._gloo) from error
+                    raise self._lookout.lost(what(), error) from error
                 if work.is_completed():
                     continue
             if watch is None:
@@ -184,12 +195,7 @@ class Torch(Communicator, Worker):
                 watch = Watch(self._lookout, name, number, what(), self._timeout, began)
                 if name in self._connections:
                     self._lookout.arrive(name, self._connections[name].begun)
-            watch.look(self._stopped, self._gloo)
-
-    @property
-    def _gloo(self) -> list[Any]:
-        """The backends that can tell which ranks are connected."""
-        return [self._connections[name].backend for name in ("control", "cpu") if name in self._connections]
+            watch.look(self._stopped)
 
     def split(self, groups: Sequence[Sequence[int]]) -> Communicator:
         mine = tuple(next(group for group in groups if self.rank in group))
