@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any
 from weakref import WeakSet
 
@@ -28,33 +28,24 @@ _PROBE = 2**31 - 1  # a tag that nobody listens to
 _unread: list[Any] = []  # kept, since gloo must not destroy them
 
 
+@dataclass(eq=False)
 class Lookout:
-    """What one rank reads in the store while it waits, and what it writes there for the others.
+    """What one rank reads in the store while it waits, and what it writes there for the others."""
 
-    A rank that waits reads the notes of its communicator and of those it was made from, hence `above`.
-    """
+    key: str
+    names: Sequence[int]  # what errors call the ranks
+    name: int  # what they call this rank
+    bulletin: Bulletin
+    timeout: float
+    above: Lookout | None = None  # of the communicator that this one was made from
+    stopped: threading.Event = field(default_factory=threading.Event)  # ends every wait
+    gloo: list[Any] = field(default_factory=list)  # backends that can tell which ranks are connected
+    _tracks: WeakSet[Track] = field(default_factory=WeakSet)
+    _runs: int = 0
 
-    def __init__(
-        self,
-        key: str,
-        names: Sequence[int],
-        name: int,
-        bulletin: Bulletin,
-        timeout: float,
-        above: Lookout | None = None,
-    ) -> None:
-        self.key, self.names, self.name = key, list(names), name  # what errors call the ranks, and this one
-        self.bulletin, self.timeout, self._above = bulletin, timeout, above
-        self.stopped: threading.Event = threading.Event() if above is None else above.stopped
-        self.gloo: list[Any] = []  # backends that can tell which ranks are connected
-        self._tracks: WeakSet[Track] = WeakSet()
-        self._runs = 0
-
-    def _levels(self) -> Iterator[Lookout]:
-        level: Lookout | None = self
-        while level is not None:
-            yield level
-            level = level._above
+    def _levels(self) -> list[Lookout]:
+        """This one and those above, whose notes concern a rank that waits here, too."""
+        return [self] if self.above is None else [self, *self.above._levels()]
 
     def follow(self, track: Track) -> None:
         """Begin a run. All ranks begin their runs in the same order."""
@@ -127,17 +118,6 @@ class Lookout:
                     return Disagreement(verdict.decode())
         return None
 
-    def absent(self, connection: str, number: int) -> list[int]:
-        """The ranks that have not begun a message, according to the store."""
-
-        def has_begun(store: Store, name: int) -> bool:
-            place = f"{self.key}/{connection}/at/{name}"
-            return name == self.name or (store.check([place]) and int(store.get(place)) > number)
-
-        return self.bulletin.ask(
-            lambda store: [name for name in self.names if not has_begun(store, name)], _ANSWER
-        )
-
     def lost(self, what: str, error: Exception) -> OffbeatError:
         """The error for a broken connection: why a rank left, if it said so; else whose it was."""
         try:
@@ -164,7 +144,8 @@ class Lookout:
         A rank that is alive gets the start of a message that it never reads. A communicator that is not yet
         connected asks the one it was made from.
         """
-        level, gone = next((level for level in self._levels() if level.gloo), self), {}
+        gone = {}
+        level = next((level for level in self._levels() if level.gloo), self)
         for name in self.names:
             if name != self.name:
                 rank = level.names.index(name)
@@ -181,7 +162,7 @@ class Watch:
     def __init__(self, lookout: Lookout, connection: str, number: int, what: str) -> None:
         self._lookout, self._connection, self._number, self._what = lookout, connection, number, what
         self._probed = time.perf_counter()
-        self._deadline, self._trouble = self._probed + lookout.timeout, ""
+        self._deadline = self._probed + lookout.timeout
 
     def look(self) -> None:
         """Raise if the message will not come."""
@@ -190,36 +171,41 @@ class Watch:
         # gloo notices a dead rank only once it is connected.
         if self._number < 0 and time.perf_counter() > self._probed + _PROBES:
             self._probe()
+        trouble = f"timed out after {self._lookout.timeout:g} s"
         try:
-            self._trouble = ""
             self._lookout.look(self._connection, self._number, self._what)
         except Silent:
-            self._trouble = STORE_SILENT
+            trouble += f", {STORE_SILENT}"
         except dist.DistError:
             self._probe()
-            self._trouble = STORE_GONE
+            trouble = STORE_GONE
             self._deadline = min(self._deadline, time.perf_counter() + _GONE)
+        else:
+            if time.perf_counter() > self._deadline:
+                trouble += self._list_absent()
         if time.perf_counter() > self._deadline:
-            raise PeerLost(f"Waiting for {self._what}: rank {self._lookout.name} {self._explain()}.")
+            raise PeerLost(f"Waiting for {self._what}: rank {self._lookout.name} {trouble}.")
 
     def _probe(self) -> None:
         self._probed = time.perf_counter()
         for error in self._lookout.closed().values():
             raise self._lookout.lost(self._what, error) from error
 
-    def _explain(self) -> str:
-        if self._trouble == STORE_GONE:
-            return STORE_GONE
-        timeout = f"timed out after {self._lookout.timeout:g} s"
-        if self._trouble:
-            return f"{timeout}, {self._trouble}"
+    def _list_absent(self) -> str:
+        """The ranks that have not begun the message, according to the store, in words."""
+        lookout = self._lookout
+
+        def has_begun(store: Store, name: int) -> bool:
+            place = f"{lookout.key}/{self._connection}/at/{name}"
+            return name == lookout.name or (store.check([place]) and int(store.get(place)) > self._number)
+
         try:
-            absent = self._lookout.absent(self._connection, self._number)
+            absent = lookout.bulletin.ask(
+                lambda store: [name for name in lookout.names if not has_begun(store, name)], _ANSWER
+            )
         except (Silent, dist.DistError):
-            return timeout
-        if not absent:
-            return timeout
-        return f"{timeout}: {list_ranks(absent)} {'is' if len(absent) == 1 else 'are'} missing"
+            absent = []
+        return f": {list_ranks(absent)} {'is' if len(absent) == 1 else 'are'} missing" if absent else ""
 
 
 def list_ranks(ranks: Sequence[int]) -> str:

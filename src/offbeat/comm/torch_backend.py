@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent import futures
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
@@ -31,12 +32,14 @@ _FIRST = ("control", "cpu")  # the connections that every communicator begins wi
 _made: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
 
 
+@dataclass(eq=False)
 class Connection:
     """One backend, the number of calls begun on it, and the messages that may still be in the air."""
 
-    def __init__(self, name: str, backend: Any) -> None:
-        self.name, self.backend, self.begun = name, backend, 0
-        self.air: set[Message] = set()
+    name: str
+    backend: Any
+    begun: int = 0
+    air: set[Message] = field(default_factory=set)
 
     def __del__(self, keep: Callable[[Any], None] = ctypes.pythonapi.Py_IncRef) -> None:
         # gloo's destructor holds the interpreter until all messages have arrived. After a failure they never
@@ -137,7 +140,8 @@ class Torch(Communicator, Worker):
         names = [above.names[rank] for rank in members]
         other._backends = self._backends
         key = f"{above.key}/{name}"
-        other._join(Lookout(key, names, above.name, above.bulletin, above.timeout, above), connections)
+        lookout = Lookout(key, names, above.name, above.bulletin, above.timeout, above, above.stopped)
+        other._join(lookout, connections)
         return other
 
     def _connect(self, name: str) -> Connection:
