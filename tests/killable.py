@@ -206,9 +206,15 @@ def halt(pipe: Connection, expression: str, victim: int, timeout: float) -> None
         sync.step()
 
 
-def stay_away(pipe: Connection, victim: int, timeout: float) -> None:
-    """The victim never connects."""
+def stay_away(pipe: Connection, victim: int, timeout: float, way: str = "Torch") -> None:
+    """The victim never connects, in one of the ways to connect."""
+    comm = None if way == "Torch" else offbeat.Torch(timeout=timeout)
     if dist.get_rank() == victim:
         pipe.send(("here", None))
         time.sleep(120)
-    offbeat.Torch(timeout=timeout)
+    if comm is None:
+        offbeat.Torch(timeout=timeout)
+    elif way == "duplicate":
+        comm.worker.duplicate()
+    else:
+        (comm.worker.sidecar().comm if way == "sidecar" else comm).split([[2, 1, 0]])

@@ -23,7 +23,7 @@ import offbeat
 from offbeat import GLU, Communicator, Compensated, LocalStep, Network, PushPull, Solo, simulate
 from offbeat.comm.lookout import Lookout
 from offbeat.comm.store import Bulletin
-from offbeat.comm.torch_backend import InFlight
+from offbeat.comm.torch_backend import Connection, Message
 from offbeat.server.stability import stable_product
 from offbeat.server.transport import Transport
 
@@ -601,13 +601,13 @@ class Ending:
 
 
 def test_a_message_that_ends_with_a_slice_of_waiting_has_arrived() -> None:
-    comm = offbeat.Torch.__new__(offbeat.Torch)
-    comm._timeout, comm._connections = 1.0, {}
-    comm._lookout = Lookout("key", [0], 0, Bulletin(HashStore()))
-    comm._await(InFlight(Ending(fails=False), "cpu", 0), lambda: "news")
+    message = Message(Lookout("key", [0], 0, Bulletin(HashStore()), 1.0), "news", [], 0, [])
+    message.calls = [(Connection("cpu", None), 0, Ending(fails=False))]
+    assert message.wait() == []
+    message.calls = [(Connection("cpu", None), 0, Ending(fails=True))]
     sentence = "Waiting for news: rank 0 lost a connection (Connection closed by peer)."
     with says(offbeat.PeerLost, sentence):
-        comm._await(InFlight(Ending(fails=True), "cpu", 0), lambda: "news")
+        message.wait()
 
 
 class Order:

@@ -2,16 +2,31 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager
-from typing import TypeVar
+from contextlib import AbstractContextManager, contextmanager
+from datetime import timedelta
+from typing import TYPE_CHECKING, TypeVar
 
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+from offbeat.base.errors import PeerLost
 from offbeat.comm.communicator import Communicator, Pending, arrived
+from offbeat.comm.store import STORE_GONE, STORE_SILENT, Silent
+
+if TYPE_CHECKING:
+    from offbeat.comm.lookout import Lookout
 
 T = TypeVar("T")
+
+_LISTENER = "offbeat-listen"
+_LONG = timedelta(days=365)  # a listener never gives up
+_WAKE = 2.0  # seconds in which the store must accept a number
+_END = 10.0  # seconds to wait for a thread to end; each checks four times a second
 
 
 class TaskQueue(ABC):
@@ -59,10 +74,7 @@ class ThreadQueue(TaskQueue):
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="offbeat-task_queue")
 
     def give(self, job: Callable[[], T]) -> Pending[T]:
-        def run() -> tuple[T, float]:
-            return self._do(job), time.perf_counter()
-
-        future = self._thread.submit(run)
+        future = self._thread.submit(lambda: (self._do(job), time.perf_counter()))
         return Pending(lambda: future.result()[0], future.done, lambda: future.result()[1])
 
     def close(self) -> None:
@@ -113,3 +125,115 @@ class Sidecar(ABC):
     @abstractmethod
     def stop(self) -> None:
         """End the sidecar, even while it waits. Idempotent."""
+
+
+class ThreadSidecar(Sidecar):
+    """A worker that is a process: one thread works, another listens. Each rank has a queue in the store.
+
+    Each thread has its own clone of the store's client, and only the working thread uses the communicator's
+    connections, so no two threads share any. Threads are daemons: they never keep a process alive.
+    """
+
+    heard = -1
+
+    def __init__(self, comm: Communicator, lookout: Lookout) -> None:
+        self.comm, self._bulletin, self._timeout = comm, lookout.bulletin, lookout.timeout
+        self._stopped, self._queues = lookout.stopped, f"{lookout.key}/queue"
+        self._shared = threading.Condition()
+        self._error: BaseException | None = None
+        self._threads: list[threading.Thread] = []
+        try:
+            self._ask(lambda queues: queues.queue_len(str(comm.rank)))
+        except (AttributeError, NotImplementedError) as error:
+            raise ValueError(
+                "The process group's store has no queues, which workers need to call each other to a round: "
+                "use torchrun, or init_process_group with tcp:// or env://, and torch 2.8 or newer."
+            ) from error
+
+    def start(self, work: Callable[[], None]) -> None:
+        for name, target in (("offbeat-work", work), (_LISTENER, self._listen)):
+            thread = threading.Thread(target=self._guard, args=(target,), name=name, daemon=True)
+            self._threads.append(thread)
+            thread.start()
+
+    def _guard(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except Stopped:
+            pass
+        except BaseException as error:
+            with self.locked():
+                self._error = self._error or error
+
+    def _listen(self) -> None:
+        try:
+            with self._bulletin.lend(shared=False) as client:
+                client.set_timeout(_LONG)
+                queues = PrefixStore(self._queues, client)
+                while not self._stopped.is_set():
+                    number = int(queues.queue_pop(str(self.comm.rank)))
+                    with self.locked():
+                        self.heard = max(self.heard, number)
+        except dist.DistError as error:
+            if not self._stopped.is_set():
+                raise PeerLost(f"Rank {self.comm.rank} {STORE_GONE}.") from error
+
+    def _ask(self, call: Callable[[Store], T]) -> T:
+        try:
+            return self._bulletin.ask(lambda store: call(PrefixStore(self._queues, store)), self._timeout)
+        except Silent:
+            timeout = f"timed out after {self._timeout:g} s, {STORE_SILENT}"
+            raise PeerLost(f"Rank {self.comm.rank} {timeout}.") from None
+        except dist.DistError as error:
+            raise PeerLost(f"Rank {self.comm.rank} {STORE_GONE}.") from error
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        with self._shared:
+            yield
+            self._shared.notify_all()
+
+    def until(self, ready: Callable[[], bool], what: str, seconds: float | None = None) -> bool:
+        deadline = None if seconds is None else time.perf_counter() + seconds
+        self._shared.notify_all()
+        while not ready() or self._stopped.is_set():
+            self.check()
+            if self._stopped.is_set():
+                raise Stopped
+            left = None if deadline is None else deadline - time.perf_counter()
+            if left is not None and left <= 0:
+                return False
+            self._shared.wait(left)
+        return True
+
+    def announce(self, number: int) -> None:
+        self.check()  # raises if the listener has lost the store
+        self.heard = max(self.heard, number)
+
+        def push(queues: Store) -> None:
+            for rank in range(self.comm.size):
+                if rank != self.comm.rank:
+                    queues.queue_push(str(rank), str(number))
+
+        self._ask(push)
+
+    def check(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    def stop(self) -> None:
+        self._stopped.set()
+        with self.locked():
+            pass  # wakes the worker
+        woken, me, queues = True, str(self.comm.rank), self._queues
+        if any(thread.name == _LISTENER and thread.is_alive() for thread in self._threads):
+            try:
+                self._bulletin.ask(lambda store: PrefixStore(queues, store).queue_push(me, "-1"), _WAKE)
+            except Silent:
+                woken = False  # it waits for a store that does not answer: leave it behind
+            except dist.DistError:
+                pass  # it ends by itself
+        for thread in self._threads:
+            # The garbage collector may end an abandoned run, in any thread.
+            if thread is not threading.current_thread() and (woken or thread.name != _LISTENER):
+                thread.join(_END)

@@ -31,24 +31,21 @@ class Crossing:
 class Collective:
     """One kind of collective. Its costs are functions of the number of workers, `size`.
 
-    `share` is what one rank sends, per byte it hands in. `hops` counts the sequential messages between
-    neighbours when gloo runs it. `crosses` is the bytes over a group's uplink, in the busier direction, for
-    each algorithm. `results(posts, src, ranks)` are the results of some ranks, given the tensors of all.
+    `sent(size, given)` is the bytes that one rank sends when each hands in `given` bytes. `hops(size)` counts
+    the sequential messages between neighbours when gloo runs it. `crosses` is the bytes over a group's
+    uplink, in the busier direction, for each algorithm. `results(posts, src, ranks)` are the results of some
+    ranks, given the tensors of all.
     """
 
     name: str
     phrase: str  # what a rank waits for, in an error
-    share: Callable[[int], float]
+    sent: Callable[[int, int], int]
     hops: Callable[[int], int]
     crosses: Callable[[Algorithm, Crossing], float]
     results: Callable[[Sequence[Sequence[Tensor]], int, Sequence[int]], list[list[Tensor]]]
     ways: int = 1  # 2: data go to the others and come back
     local: bool = False  # data go to a neighbour only, whatever the algorithm
     in_place: bool = False  # results replace the tensors handed in
-
-    def sent(self, size: int, given: int) -> int:
-        """Bytes that one of `size` ranks sends when each hands in `given` bytes."""
-        return round(given * self.share(size))
 
     def deliver(self, given: list[Tensor], results: list[Tensor]) -> list[Tensor]:
         """Put one rank's results where they belong."""
@@ -96,7 +93,7 @@ def _gather_crosses(algorithm: Algorithm, by: Crossing) -> float:
 SUM = Collective(
     "mean",
     phrase="the mean of {bytes:,} bytes",
-    share=lambda size: 2 * (size - 1) / size,
+    sent=lambda size, given: round(given * (2 * (size - 1) / size)),
     hops=lambda size: 2 * (size - 1),
     crosses=_sum_crosses,
     results=lambda posts, src, ranks: [[sum_in_order(p) for p in zip(*posts, strict=True)]] * len(ranks),
@@ -107,7 +104,7 @@ SUM = Collective(
 GATHER = Collective(
     "gather",
     phrase="a gather of {bytes:,} bytes",
-    share=lambda size: size - 1,
+    sent=lambda size, given: round(given * (size - 1)),
     hops=lambda size: size - 1,
     crosses=_gather_crosses,
     results=lambda posts, src, ranks: [[post[0].clone() for post in posts] for _ in ranks],
@@ -116,16 +113,16 @@ GATHER = Collective(
 EXCHANGE = Collective(
     "exchange",
     phrase="an exchange of {bytes:,} bytes",
-    share=lambda size: (size - 1) / size,
+    sent=lambda size, given: round(given * ((size - 1) / size)),
     hops=lambda size: 1,
     crosses=lambda algorithm, by: by.given * by.inside * by.outside / by.size,
     results=lambda posts, src, ranks: [[post[rank].clone() for post in posts] for rank in ranks],
 )
-# Down a tree; the share is the average over the ranks.
+# Down a tree; `sent` is the average over the ranks.
 BROADCAST = Collective(
     "broadcast",
     phrase="rank {src}'s {bytes:,} bytes",
-    share=lambda size: (size - 1) / size,
+    sent=lambda size, given: round(given * ((size - 1) / size)),
     hops=lambda size: (size - 1).bit_length(),
     crosses=lambda algorithm, by: by.given,
     results=lambda posts, src, ranks: [[tensor.clone() for tensor in posts[src]]] * len(ranks),
@@ -135,7 +132,7 @@ BROADCAST = Collective(
 SHIFT = Collective(
     "shift",
     phrase="the previous rank's {bytes:,} bytes",
-    share=lambda size: 1 if size > 1 else 0,
+    sent=lambda size, given: round(given) if size > 1 else 0,
     hops=lambda size: 1,
     crosses=lambda algorithm, by: by.given,
     results=lambda posts, src, ranks: [[posts[rank - 1][0].clone()] for rank in ranks],

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,15 +25,22 @@ WORDS = 8  # numbers in a `tell`; a fixed size, since gloo ends the process when
 class Pending(Generic[T]):
     """A message in the air."""
 
-    def __init__(self, wait: Callable[[], T], done: Callable[[], bool], arrived: Callable[[], float]) -> None:
-        self._wait: Callable[[], T] | None = wait
-        self._done, self._arrived = done, arrived
+    def __init__(
+        self,
+        wait: Callable[[], Any],
+        done: Callable[[], bool],
+        arrived: Callable[[], float],
+        change: Callable[[Any], T] | None = None,
+    ) -> None:
+        self._wait: Callable[[], Any] | None = wait
+        self._done, self._arrived, self._change = done, arrived, change
 
     def wait(self) -> T:
         """Wait for the message and return it. Idempotent; raises `PeerLost` if it will never arrive."""
         wait = self._wait  # read once: another thread may wait, too
         if wait is not None:
-            self._value = wait()
+            value = wait()
+            self._value: T = value if self._change is None else self._change(value)
             self._wait = None
         return self._value
 
@@ -47,7 +54,7 @@ class Pending(Generic[T]):
 
     def then(self, change: Callable[[T], S]) -> Pending[S]:
         """The message with `change` applied to it on arrival."""
-        return Pending(lambda: change(self.wait()), self.done, self.arrived)
+        return Pending(self.wait, self.done, self.arrived, change)
 
 
 def arrived(value: T) -> Pending[T]:
@@ -111,9 +118,10 @@ class Communicator(ABC):
         """The communicator of this rank's group. The groups are disjoint and cover all ranks."""
 
     @property
-    @abstractmethod
     def worker(self) -> Worker:
         """This rank's own side: progress, departure, and background work."""
+        assert isinstance(self, Worker)
+        return self
 
     def now(self) -> float:
         """Seconds on this worker's clock."""
@@ -171,10 +179,6 @@ class Wrapped(Communicator, Worker):
         if id(part) not in self._children:
             self._children[id(part)] = self.wrap(part)
         return self._children[id(part)]
-
-    @property
-    def worker(self) -> Worker:
-        return self
 
     def now(self) -> float:
         return self.comm.now()

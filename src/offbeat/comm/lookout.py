@@ -1,4 +1,4 @@
-"""Finds out why a message will not arrive: a rank has left, is elsewhere, has not come, or is gone."""
+"""Finds out why a message will not arrive: a rank has left, is elsewhere, is late, or is dead."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from typing import Any
 from weakref import WeakSet
 
@@ -17,30 +17,35 @@ from torch.distributed.distributed_c10d import Store
 from offbeat.base.errors import Disagreement, OffbeatError, PeerLost
 from offbeat.comm.background import Stopped
 from offbeat.comm.presence import Departure, Place, Track, describe_disagreement
-from offbeat.comm.store import Bulletin, Silent
+from offbeat.comm.store import STORE_GONE, STORE_SILENT, Bulletin, Silent
 
 _ANSWER = 1.0  # seconds in which a healthy store answers
 _GONE = 3.0  # seconds to wait after the store, which rank 0 may host, has vanished
 _LOOKS, _PAUSE = 5, 0.1  # how often to look for a closed connection, and seconds between
+_PROBES = 1.0  # seconds between two looks for dead ranks while ranks connect
 _PROBE = 2**31 - 1  # a tag that nobody listens to
 
-STORE_GONE = "lost the process group's store: its host, usually rank 0, is gone"
-STORE_SILENT = "and the process group's store is silent: its host, usually rank 0, is stopped or cut off"
+_unread: list[Any] = []  # kept, since gloo must not destroy them
 
 
+@dataclass(eq=False)
 class Lookout:
-    """What one rank reads in the store while it waits, and what it writes there for the others.
+    """What one rank reads in the store while it waits, and what it writes there for the others."""
 
-    A rank that waits reads the notes of its communicator and of those it was made from, hence `above`.
-    """
+    key: str
+    names: Sequence[int]  # what errors call the ranks
+    name: int  # what they call this rank
+    bulletin: Bulletin
+    timeout: float
+    above: Lookout | None = None  # of the communicator that this one was made from
+    stopped: threading.Event = field(default_factory=threading.Event)  # ends every wait
+    gloo: list[Any] = field(default_factory=list)  # backends that can tell which ranks are connected
+    _tracks: WeakSet[Track] = field(default_factory=WeakSet)
+    _runs: int = 0
 
-    def __init__(
-        self, key: str, names: Sequence[int], rank: int, bulletin: Bulletin, above: Lookout | None = None
-    ) -> None:
-        self.key, self.names, self.name = key, list(names), names[rank]
-        self.bulletin, self._above = bulletin, above
-        self._tracks: WeakSet[Track] = WeakSet()
-        self._runs = 0
+    def _levels(self) -> list[Lookout]:
+        """This one and those above, whose notes concern a rank that waits here, too."""
+        return [self] if self.above is None else [self, *self.above._levels()]
 
     def follow(self, track: Track) -> None:
         """Begin a run. All ranks begin their runs in the same order."""
@@ -66,21 +71,25 @@ class Lookout:
         self.bulletin.post(lambda store: store.set(f"{self.key}/{connection}/at/{self.name}", str(begun)))
 
     def look(self, connection: str, number: int, what: str) -> None:
-        """Raise if the store says that the message will never arrive."""
-        error = self.bulletin.ask(lambda store: self._look(store, connection, number, what), _ANSWER)
+        """Raise if the store says that the message will never arrive. Number −1 stands for connecting."""
+
+        def never_comes(note: dict[str, Any]) -> bool:
+            # A message sent before its sender left still arrives, unless a worker on the way is lost.
+            begun: int = note["begun"].get(self.key, {}).get(connection, -1)
+            return number >= begun or note["shared"] == PeerLost.__name__
+
+        def find(store: Store) -> OffbeatError | None:
+            return self._find_leaver(store, what, never_comes) or self._find_conflict(store)
+
+        error = self.bulletin.ask(find, _ANSWER)
         if error is not None:
             raise error
 
-    def _look(self, store: Store, connection: str, number: int, what: str) -> OffbeatError | None:
-        error = self._leaver(store, what, lambda note: _never_comes(note, self.key, connection, number))
-        return error or self._elsewhere(store)
-
-    def _leaver(
+    def _find_leaver(
         self, store: Store, what: str, counts: Callable[[dict[str, Any]], bool]
     ) -> OffbeatError | None:
         """The error to raise if a rank has left."""
-        level: Lookout | None = self
-        while level is not None:
+        for level in self._levels():
             if store.check([f"{level.key}/left"]):
                 for name in self.names:
                     place = f"{level.key}/left/{name}"
@@ -88,128 +97,115 @@ class Lookout:
                         note = json.loads(store.get(place))
                         if counts(note):
                             return Departure(note["text"], note["shared"]).error(name, what)
-            level = level._above
         return None
 
-    def _elsewhere(self, store: Store) -> Disagreement | None:
+    def _find_conflict(self, store: Store) -> Disagreement | None:
         """The error to raise if a rank waits in a call that this rank can no longer come to.
 
         A rank that waits in such a call notes it. The first to see the conflict writes the sentence for all.
         """
-        level: Lookout | None = self
-        while level is not None:
-            for track in list(level._tracks):
-                here = track.place  # read once: the worker moves on
-                key = f"{track.key}/meeting {here.meetings}"
-                if here.meeting is not None:
-                    store.set(key, json.dumps([track.rank, asdict(here)]))
-                elif store.check([key]):
-                    rank, there = json.loads(store.get(key))
-                    other = Place(**there)
-                    if other.passed_by(here):
-                        sentence = describe_disagreement((rank, other), (track.rank, here))
-                        verdict = store.compare_set(f"{track.key}/verdict", "", sentence)
-                        return Disagreement(verdict.decode())
-            level = level._above
+        for track in [track for level in self._levels() for track in list(level._tracks)]:
+            here = track.place  # read once: the worker moves on
+            key = f"{track.key}/meeting {here.meetings}"
+            if here.meeting is not None:
+                store.set(key, json.dumps([track.rank, asdict(here)]))
+            elif store.check([key]):
+                rank, there = json.loads(store.get(key))
+                other = Place(**there)
+                if other.passed_by(here):
+                    sentence = describe_disagreement((rank, other), (track.rank, here))
+                    verdict = store.compare_set(f"{track.key}/verdict", "", sentence)
+                    return Disagreement(verdict.decode())
         return None
 
-    def absent(self, connection: str, number: int) -> list[int]:
-        """The ranks that have not begun a message, according to the store."""
-
-        def find(store: Store) -> list[int]:
-            missing = []
-            for name in self.names:
-                place = f"{self.key}/{connection}/at/{name}"
-                if name != self.name and not (store.check([place]) and int(store.get(place)) > number):
-                    missing.append(name)
-            return missing
-
-        return self.bulletin.ask(find, _ANSWER)
-
-    def lost(self, what: str, error: Exception, backends: Sequence[Any]) -> OffbeatError:
+    def lost(self, what: str, error: Exception) -> OffbeatError:
         """The error for a broken connection: why a rank left, if it said so; else whose it was."""
         try:
-            departure = self.bulletin.ask(lambda store: self._leaver(store, what, lambda note: True), _ANSWER)
+            departure = self.bulletin.ask(
+                lambda store: self._find_leaver(store, what, lambda note: True), _ANSWER
+            )
         except (dist.DistError, Silent):
             departure = None
         if departure is not None:
             return departure
-        reason = str(error).splitlines()[0].split("] ", 1)[-1].split(". ")[0]
-        gone = self.closed(backends)
         for _ in range(_LOOKS):
-            if gone or not backends:
+            if gone := self.closed():
                 break
             time.sleep(_PAUSE)  # one of a rank's connections may close before the others
-            gone = self.closed(backends)
-        whose = f"the connection to {list_ranks(gone)}" if gone else "a connection"
+        if not gone and isinstance(error, dist.DistError):
+            return PeerLost(f"Waiting for {what}: rank {self.name} {STORE_GONE}.")
+        reason = str(next(iter(gone.values()), error)).splitlines()[0].split("] ", 1)[-1].split(". ")[0]
+        whose = f"the connection to {list_ranks(list(gone))}" if gone else "a connection"
         return PeerLost(f"Waiting for {what}: rank {self.name} lost {whose} ({reason}).")
 
-    def closed(self, backends: Sequence[Any]) -> list[int]:
-        """The ranks to which a connection is closed: gloo refuses to send to them.
+    def closed(self) -> dict[int, RuntimeError]:
+        """The ranks that have closed a connection, or whose process is dead: gloo refuses to send to them.
 
-        A rank that is alive gets the start of a message that it never reads.
+        A rank that is alive gets the start of a message that it never reads. A communicator that is not yet
+        connected asks the one it was made from.
         """
-        gone = []
-        for rank, name in enumerate(self.names):
+        gone = {}
+        level = next((level for level in self._levels() if level.gloo), self)
+        for name in self.names:
             if name != self.name:
+                rank = level.names.index(name)
                 try:
-                    _unread.extend(backend.send([torch.zeros(1)], rank, _PROBE) for backend in backends)
-                except RuntimeError:
-                    gone.append(name)
+                    _unread.extend(backend.send([torch.zeros(1)], rank, _PROBE) for backend in level.gloo)
+                except RuntimeError as error:
+                    gone[name] = error
         return gone
 
 
 class Watch:
-    """One wait for a message, or for everyone to connect. Ends the wait when it is hopeless."""
+    """One wait for a message, or for all ranks to connect. Ends the wait when it is hopeless."""
 
-    def __init__(
-        self, lookout: Lookout, connection: str, number: int, what: str, timeout: float, began: float
-    ) -> None:
+    def __init__(self, lookout: Lookout, connection: str, number: int, what: str) -> None:
         self._lookout, self._connection, self._number, self._what = lookout, connection, number, what
-        self._timeout, self._deadline, self._trouble = timeout, began + timeout, ""
+        self._probed = time.perf_counter()
+        self._deadline = self._probed + lookout.timeout
 
-    def look(self, stopped: threading.Event, backends: Sequence[Any]) -> None:
-        """Raise if the message will not come. `backends` can tell which ranks are connected."""
-        if stopped.is_set():
+    def look(self) -> None:
+        """Raise if the message will not come."""
+        if self._lookout.stopped.is_set():
             raise Stopped
+        # gloo notices a dead rank only once it is connected.
+        if self._number < 0 and time.perf_counter() > self._probed + _PROBES:
+            self._probe()
+        trouble = f"timed out after {self._lookout.timeout:g} s"
         try:
-            self._trouble = ""
             self._lookout.look(self._connection, self._number, self._what)
         except Silent:
-            self._trouble = STORE_SILENT
-        except dist.DistError as error:
-            if self._lookout.closed(backends):
-                raise self._lookout.lost(self._what, error, backends) from error
-            self._trouble = STORE_GONE
+            trouble += f", {STORE_SILENT}"
+        except dist.DistError:
+            self._probe()
+            trouble = STORE_GONE
             self._deadline = min(self._deadline, time.perf_counter() + _GONE)
+        else:
+            if time.perf_counter() > self._deadline:
+                trouble += self._list_absent()
         if time.perf_counter() > self._deadline:
-            raise PeerLost(f"Waiting for {self._what}: rank {self._lookout.name} {self._why()}.")
+            raise PeerLost(f"Waiting for {self._what}: rank {self._lookout.name} {trouble}.")
 
-    def _why(self) -> str:
-        if self._trouble == STORE_GONE:
-            return STORE_GONE
-        silence = f"heard nothing for {self._timeout:g} s"
-        if self._trouble:
-            return f"{silence}, {self._trouble}"
+    def _probe(self) -> None:
+        self._probed = time.perf_counter()
+        for error in self._lookout.closed().values():
+            raise self._lookout.lost(self._what, error) from error
+
+    def _list_absent(self) -> str:
+        """The ranks that have not begun the message, according to the store, in words."""
+        lookout = self._lookout
+
+        def has_begun(store: Store, name: int) -> bool:
+            place = f"{lookout.key}/{self._connection}/at/{name}"
+            return name == lookout.name or (store.check([place]) and int(store.get(place)) > self._number)
+
         try:
-            absent = self._lookout.absent(self._connection, self._number)
+            absent = lookout.bulletin.ask(
+                lambda store: [name for name in lookout.names if not has_begun(store, name)], _ANSWER
+            )
         except (Silent, dist.DistError):
-            return silence
-        if not absent:
-            return silence
-        return f"{silence}: {list_ranks(absent)} {'has' if len(absent) == 1 else 'have'} not come"
-
-
-_unread: list[Any] = []  # kept, since gloo must not destroy them
-
-
-def _never_comes(note: dict[str, Any], key: str, connection: str, number: int) -> bool:
-    """Whether a message will not come. Number −1 stands for the connecting before the first one.
-
-    A message sent before its sender left still arrives, unless a worker on the way is lost.
-    """
-    begun: int = note["begun"].get(key, {}).get(connection, -1)
-    return number >= begun or note["shared"] == PeerLost.__name__
+            absent = []
+        return f": {list_ranks(absent)} {'is' if len(absent) == 1 else 'are'} missing" if absent else ""
 
 
 def list_ranks(ranks: Sequence[int]) -> str:

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
+from itertools import permutations
 
 from offbeat.base.errors import CheckpointMismatch, Disagreement, NotFinite, OffbeatError, PeerLost
 
 BATCHES = "Do all workers have the same number of batches?"
+
+# The errors that all ranks raise.
+_SHARED: dict[str, type[OffbeatError]] = {
+    kind.__name__: kind for kind in (CheckpointMismatch, Disagreement, NotFinite, PeerLost)
+}
 
 
 @dataclass(frozen=True)
@@ -19,20 +25,16 @@ class Departure:
 
     @classmethod
     def of(cls, error: BaseException) -> Departure:
-        for kind in _SHARED:
+        for name, kind in _SHARED.items():
             if isinstance(error, kind):
-                return cls(str(error), shared=kind.__name__)
+                return cls(str(error), shared=name)
         return cls(f"failed ({type(error).__name__}: {error})")
 
     def error(self, rank: int, what: str) -> OffbeatError:
         """The error for a worker that waits for `what` from this rank."""
-        for kind in _SHARED:
-            if self.shared == kind.__name__:
-                return kind(self.text)
+        if self.shared in _SHARED:
+            return _SHARED[self.shared](self.text)
         return PeerLost(f"Waiting for {what}: rank {rank} {self.text}.")
-
-
-_SHARED: tuple[type[OffbeatError], ...] = (CheckpointMismatch, Disagreement, NotFinite, PeerLost)
 
 
 @dataclass(frozen=True)
@@ -45,12 +47,8 @@ class Place:
 
     def passed_by(self, other: Place) -> bool:
         """Whether `other` can no longer come to this meeting."""
-        return (
-            self.meeting is not None
-            and other.meeting is None
-            and other.meetings <= self.meetings
-            and other.step > self.step
-        )
+        late = other.meetings <= self.meetings and other.step > self.step
+        return late and self.meeting is not None and other.meeting is None
 
     def __str__(self) -> str:
         where = f"at step {self.step}"
@@ -59,20 +57,25 @@ class Place:
 
 @dataclass(eq=False)
 class Track:
-    """The place of one worker in one run. Other threads read it, so a place is replaced as a whole."""
+    """The place of one worker in one run. Other threads read it while the worker moves on."""
 
     rank: int
-    place: Place = field(default_factory=Place)
+    step: int = 0  # the iteration under way, or the last one completed
+    meetings: int = 0
+    meeting: Place | None = None  # where the worker waits for everyone
     key: str = ""  # the name of the run, the same on all ranks
 
-    def at(self, step: int) -> None:
-        self.place = replace(self.place, step=step)
-
     def meet(self, call: str, step: int) -> None:
-        self.place = replace(self.place, step=step, meeting=call)
+        self.meeting, self.step = Place(step, self.meetings, call), step
 
     def met(self) -> None:
-        self.place = replace(self.place, meeting=None, meetings=self.place.meetings + 1)
+        self.meetings += 1
+        self.meeting = None
+
+    @property
+    def place(self) -> Place:
+        step = self.step  # first, so that a meeting that ends meanwhile counts as over
+        return self.meeting or Place(step, self.meetings)
 
 
 def describe_disagreement(one: tuple[int, Place], other: tuple[int, Place]) -> str:
@@ -83,9 +86,7 @@ def describe_disagreement(one: tuple[int, Place], other: tuple[int, Place]) -> s
 
 def find_disagreement(tracks: Iterable[Track]) -> str | None:
     """The sentence for the first two workers of one run that cannot meet any more."""
-    known = list(tracks)
-    for one in known:
-        for other in known:
-            if one.key == other.key and one.place.passed_by(other.place):
-                return describe_disagreement((one.rank, one.place), (other.rank, other.place))
+    for one, other in permutations(tracks, 2):
+        if one.key == other.key and one.place.passed_by(other.place):
+            return describe_disagreement((one.rank, one.place), (other.rank, other.place))
     return None

@@ -25,10 +25,6 @@ class Solo(Communicator, Worker):
     def split(self, groups: Sequence[Sequence[int]]) -> Communicator:
         return self
 
-    @property
-    def worker(self) -> Worker:
-        return self
-
     def leave(self, departure: Departure) -> None:
         pass
 

@@ -17,6 +17,9 @@ from torch.distributed.distributed_c10d import Store, _get_default_store
 
 T = TypeVar("T")
 
+STORE_GONE = "lost the process group's store: its host, usually rank 0, is gone"
+STORE_SILENT = "and the process group's store is silent: its host, usually rank 0, is stopped or cut off"
+
 
 class Silent(Exception):
     """The store has not answered in time."""
@@ -88,23 +91,19 @@ def _serve(store: Store, orders: queue.SimpleQueue[_Order | None]) -> None:
     # Clone at once: torch tries for minutes to connect to a store that is gone.
     own = _clone(store)
     while (order := orders.get()) is not None:
-        call, answer = order
-        try:
-            answer.set_result(call(own))
-        except BaseException as error:
-            answer.set_exception(error)
-        del order, call, answer
+        _answer(*order, own)
+        del order
+
+
+def _answer(call: Callable[..., T], answer: Future[T], *args: Any) -> None:
+    try:
+        answer.set_result(call(*args))
+    except BaseException as error:
+        answer.set_exception(error)
 
 
 def start(call: Callable[[], T], name: str) -> Future[T]:
     """Run a call in a daemon thread: one that never returns keeps no process alive."""
     answer: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            answer.set_result(call())
-        except BaseException as error:
-            answer.set_exception(error)
-
-    threading.Thread(target=run, name=name, daemon=True).start()
+    threading.Thread(target=_answer, args=(call, answer), name=name, daemon=True).start()
     return answer

@@ -5,14 +5,12 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from dataclasses import dataclass
 
 from torch import Tensor
 
 from offbeat.comm.collective import Collective, nbytes
 from offbeat.comm.communicator import Communicator, Pending, Wrapped
-
-T = TypeVar("T")
 
 FRAMING = 1514 / 1448  # bytes of a full Ethernet frame per byte of TCP payload
 
@@ -66,20 +64,19 @@ class Throttled(Wrapped):
         flight = link.latency * kind.hops(self.size)
         if control:
             return link.hold(message, lambda: message.arrived() + flight, message.done)
-        passage = link.send(
-            begun=self.comm.tell([round(began * 1e9)]),
-            seconds=kind.sent(self.size, nbytes(tensors)) * FRAMING / link.rate,
-            flight=flight,
-        )
-        return link.hold(message, lambda: link.landing(passage), lambda: link.knows(passage))
+        seconds = kind.sent(self.size, nbytes(tensors)) * FRAMING / link.rate
+        passage = link.send(_Passage(self.comm.tell([round(began * 1e9)]), seconds, flight))
+        return link.hold(message, lambda: link.landing(passage), passage.begun.done)
 
 
+@dataclass(eq=False)
 class _Passage:
-    """A message on a link: when each rank began it, the seconds its bytes take, and its latency."""
+    """A message on a link."""
 
-    def __init__(self, begun: Pending[list[list[int]]], seconds: float, flight: float) -> None:
-        self.begun, self.seconds, self.flight = begun, seconds, flight
-        self.lands: float | None = None
+    begun: Pending[list[list[int]]]  # when each rank began it
+    seconds: float  # that its bytes take
+    flight: float  # its latency
+    lands: float | None = None
 
 
 class Link:
@@ -103,15 +100,10 @@ class Link:
         self._ahead: list[_Passage] = []
         self._lock = threading.Lock()  # background threads send, too
 
-    def send(self, begun: Pending[list[list[int]]], seconds: float, flight: float) -> _Passage:
-        passage = _Passage(begun, seconds, flight)
+    def send(self, passage: _Passage) -> _Passage:
         with self._lock:
             self._ahead.append(passage)
         return passage
-
-    def knows(self, passage: _Passage) -> bool:
-        """Whether all ranks have begun it."""
-        return passage.lands is not None or passage.begun.done()
 
     def landing(self, passage: _Passage) -> float:
         """When it arrives. Waits until all ranks have begun it."""
@@ -120,27 +112,21 @@ class Link:
             # An earlier message that some rank has not begun does not occupy the link yet.
             for ahead in list(self._ahead):
                 if passage.lands is None and (ahead is passage or ahead.begun.done()):
-                    self._pass(ahead)
+                    start = max(word[0] for word in ahead.begun.wait()) / 1e9
+                    self._free = max(self._free, start - self.burst / self.rate) + ahead.seconds
+                    ahead.lands = max(start, self._free) + ahead.flight
+                    self._ahead.remove(ahead)
         assert passage.lands is not None
         return passage.lands
 
-    def _pass(self, passage: _Passage) -> None:
-        start = max(word[0] for word in passage.begun.wait()) / 1e9
-        self._free = max(self._free, start - self.burst / self.rate) + passage.seconds
-        passage.lands = max(start, self._free) + passage.flight
-        self._ahead.remove(passage)
-
     def hold(
-        self, message: Pending[T], landing: Callable[[], float], known: Callable[[], bool]
-    ) -> Pending[T]:
-        """The message, held back until it lands."""
+        self, message: Pending[list[Tensor]], landing: Callable[[], float], known: Callable[[], bool]
+    ) -> Pending[list[Tensor]]:
+        """The message, held back until it lands. `known` says whether `landing` would return at once."""
 
-        def wait() -> T:
+        def wait() -> list[Tensor]:
             value = message.wait()
             self._sleep(max(0.0, landing() - self.now()))
             return value
 
-        def done() -> bool:
-            return message.done() and known() and landing() <= self.now()
-
-        return Pending(wait, done, landing)
+        return Pending(wait, lambda: message.done() and known() and landing() <= self.now(), landing)

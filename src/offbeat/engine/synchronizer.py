@@ -115,7 +115,7 @@ class Synchronizer:
         with self._failing():
             self._start()
             self._inside_step = True
-            self._track.at(self.steps + 1)
+            self._track.step = self.steps + 1
             self._worker.computed(self.steps)
             self._lr = learning_rate(self.optimizers)
             self._trained.check()
@@ -146,7 +146,7 @@ class Synchronizer:
     def _complete(self) -> None:
         """Count one more iteration and let the parts act on the moved parameters."""
         self.steps += 1
-        self._track.at(self.steps)
+        self._track.step = self.steps
         for part in self.parts:
             if landing := part.after(self._clock()):
                 for other in self.parts:

@@ -1,11 +1,94 @@
-"""One command on every host."""
+"""One command on every host, and the process of each."""
 
+import os
+import signal
+import subprocess
+import tempfile
+import threading
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 from .network import Network
-from .process import Process
+
+
+class Process:
+    """A command in its own process group.
+
+    Its output goes to temporary files, which unlike pipes never fill up. A thread records when it ends.
+    """
+
+    def __init__(
+        self, command: Sequence[str], env: Mapping[str, str], *, stdin: int = subprocess.DEVNULL
+    ) -> None:
+        self._stdout, self._stderr = tempfile.TemporaryFile(), tempfile.TemporaryFile()
+        self._began = time.monotonic()
+        self._popen = subprocess.Popen(
+            command, env=env, stdin=stdin, stdout=self._stdout, stderr=self._stderr, start_new_session=True
+        )
+        self.seconds = self.ended_at = self._wake_at = 0.0
+        self._waker: threading.Timer | None = None
+        # An event: a join that Ctrl-C interrupts may take its thread for ended (python/cpython#90882).
+        self._ended = threading.Event()
+        threading.Thread(target=self._watch, daemon=True).start()
+
+    @property
+    def returncode(self) -> int | None:
+        return self._popen.returncode
+
+    def stdout(self) -> str:
+        return _read(self._stdout.fileno())
+
+    def stderr(self) -> str:
+        return _read(self._stderr.fileno())
+
+    def join(self, timeout: float | None) -> bool:
+        """Wait for the end; False after a timeout."""
+        return self._ended.wait(timeout)
+
+    def kill(self) -> None:
+        self._signal(signal.SIGKILL)
+
+    def interrupt(self) -> None:
+        """Send SIGINT, as Ctrl-C does."""
+        self._signal(signal.SIGINT)
+
+    def delay(self, seconds: float) -> None:
+        """Pause for `seconds`. If delays overlap, the one that ends last counts."""
+        self._signal(signal.SIGSTOP)
+        wake_at = time.monotonic() + seconds
+        if wake_at < self._wake_at:
+            return
+        self._wake_at = wake_at
+        if self._waker is not None:
+            self._waker.cancel()
+        self._waker = threading.Timer(seconds, self._signal, [signal.SIGCONT])
+        self._waker.daemon = True
+        self._waker.start()
+
+    def close(self) -> None:
+        for file in (self._stdout, self._stderr, self._popen.stdin):
+            if file is not None:
+                file.close()
+
+    def _watch(self) -> None:
+        self._popen.wait()
+        self.ended_at = time.monotonic()
+        self.seconds = self.ended_at - self._began
+        if self._waker is not None:
+            self._waker.cancel()
+        self._ended.set()
+
+    def _signal(self, number: int) -> None:
+        with suppress(ProcessLookupError):  # it has just ended
+            if self._popen.poll() is None:
+                os.killpg(self._popen.pid, number)
+
+
+def _read(file: int) -> str:
+    # pread does not move the file position, which the command shares.
+    return os.pread(file, os.fstat(file).st_size, 0).decode(errors="replace")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,12 +123,11 @@ class Job:
     def __init__(
         self, command: Sequence[str], *, network: Network, environments: Sequence[Mapping[str, str]]
     ) -> None:
-        self._network = network
-        self._before = network.traffic()
+        self._network, self._before = network, network.traffic()
         self._processes = [
             Process([*network.prefix(rank), *command], env) for rank, env in enumerate(environments)
         ]
-        self._runs: tuple[Run, ...] | None = None
+        self.runs: tuple[Run, ...] | None = None  # once all hosts have ended
 
     @property
     def running(self) -> tuple[int, ...]:
@@ -55,12 +137,7 @@ class Job:
     def stdout(self, *, rank: int) -> str:
         """The output of a host so far."""
         process = self._process("stdout", rank)
-        return process.stdout() if self._runs is None else self._runs[rank].stdout
-
-    @property
-    def collected(self) -> bool:
-        """Whether `wait` has returned the runs."""
-        return self._runs is not None
+        return process.stdout() if self.runs is None else self.runs[rank].stdout
 
     def kill(self, *, rank: int | None = None) -> None:
         """Kill the command of one host, or of all, with SIGKILL."""
@@ -78,13 +155,13 @@ class Job:
 
     def wait(self, *, timeout: float | None = None) -> tuple[Run, ...]:
         """Wait for all hosts and return one Run for each. After a timeout the commands continue."""
-        if self._runs is None:
+        if self.runs is None:
             deadline = None if timeout is None else time.monotonic() + timeout
             for process in self._processes:
                 if not process.join(None if deadline is None else max(0.0, deadline - time.monotonic())):
                     raise TimeoutError(self._describe_timeout(timeout))
-            self._runs = self._collect()
-        return self._runs
+            self.runs = self._collect()
+        return self.runs
 
     def close(self) -> None:
         """Kill the commands that still run, and collect the results."""
@@ -114,8 +191,8 @@ class Job:
                 returncode=process.returncode,
                 stdout=process.stdout(),
                 stderr=process.stderr(),
-                sent=after.sent - before.sent,
-                received=after.received - before.received,
+                sent=after[0] - before[0],
+                received=after[1] - before[1],
                 seconds=process.seconds,
             )
             process.close()

@@ -41,8 +41,7 @@ class Lab:
         # Outside these bounds tbf silently uses another rate.
         if self._bits is not None and not 8_000 <= self._bits <= 100 * 10**9:
             raise BadArgument("rate", rate, "rate must be from 8kbit to 100gbit, or None.", call="Lab")
-        self.hosts = hosts
-        self.rate = rate
+        self.hosts, self.rate = hosts, rate
         self._network: Network | None = None
         self._jobs: list[Job] = []
         self._started = 0
@@ -89,10 +88,19 @@ class Lab:
         network = self._open()
         if isinstance(command, str) or not command:
             raise TypeError(f"command={command!r}: a command is a list, such as ['python', 'train.py'].")
-        environments = [self._environment(network, rank) | dict(env or {}) for rank in range(self.hosts)]
+        ours = {
+            "MASTER_ADDR": network.addresses[0],
+            "MASTER_PORT": str(_FIRST_PORT + self._started % 1000),
+            "LOCAL_RANK": "0",
+            "WORLD_SIZE": str(self.hosts),
+            "LOCAL_WORLD_SIZE": "1",
+            "GLOO_SOCKET_IFNAME": INTERFACE,
+        }
+        shared = {"OMP_NUM_THREADS": "1"} | os.environ | ours
+        environments = [{**shared, "RANK": str(rank), **(env or {})} for rank in range(self.hosts)]
         self._started += 1
         with hold_signals():
-            self._jobs = [job for job in self._jobs if not job.collected]
+            self._jobs = [job for job in self._jobs if job.runs is None]
             job = Job(command, network=network, environments=environments)
             self._jobs.append(job)
         return job
@@ -111,21 +119,6 @@ class Lab:
         if self._network is None:
             raise RuntimeError(f"{self!r} is not open: use it in a `with` block.")
         return self._network
-
-    def _environment(self, network: Network, rank: int) -> dict[str, str]:
-        return (
-            {"OMP_NUM_THREADS": "1"}
-            | os.environ
-            | {
-                "MASTER_ADDR": network.addresses[0],
-                "MASTER_PORT": str(_FIRST_PORT + self._started % 1000),
-                "RANK": str(rank),
-                "LOCAL_RANK": "0",
-                "WORLD_SIZE": str(self.hosts),
-                "LOCAL_WORLD_SIZE": "1",
-                "GLOO_SOCKET_IFNAME": INTERFACE,
-            }
-        )
 
     def _close(self, *, owner: int) -> None:
         if self._network is None or os.getpid() != owner:  # a fork of this process owns nothing

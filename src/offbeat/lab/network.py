@@ -10,10 +10,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
 
 INTERFACE = "eth0"
 MOST_HOSTS = 1023  # a Linux bridge has no more ports
@@ -21,13 +19,6 @@ _ADDRESSES = ipaddress.ip_network("198.18.0.0/15")  # set aside for tests of net
 _NAMES = Path("/run/netns")
 _CAPABILITIES = 1 << 12 | 1 << 21  # CAP_NET_ADMIN and CAP_SYS_ADMIN
 _serial = itertools.count()
-
-
-class Traffic(NamedTuple):
-    """The bytes that the kernel counted on the interface of a host."""
-
-    sent: int
-    received: int
 
 
 def unavailable() -> str | None:
@@ -73,15 +64,15 @@ class Network:
 
     def prefix(self, rank: int) -> list[str]:
         """The words to put before a command to run it on a host."""
-        return [_path("ip"), "netns", "exec", self._hosts[rank]]
+        return [shutil.which("ip") or "ip", "netns", "exec", self._hosts[rank]]
 
-    def traffic(self) -> list[Traffic]:
-        """The bytes that each host has sent and received so far."""
-        counted = []
+    def traffic(self) -> list[tuple[int, int]]:
+        """The bytes that each host has sent and received so far, as the kernel counts them."""
+        counts = []
         for host in self._hosts:
             (link,) = json.loads(_call("ip", "-n", host, "-s", "-j", "link", "show", "dev", INTERFACE))
-            counted.append(Traffic(link["stats64"]["tx"]["bytes"], link["stats64"]["rx"]["bytes"]))
-        return counted
+            counts.append((link["stats64"]["tx"]["bytes"], link["stats64"]["rx"]["bytes"]))
+        return counts
 
     def remove(self) -> None:
         _remove({self._switch, *self._hosts} & _names())
@@ -89,8 +80,8 @@ class Network:
 
 def remove_stale() -> None:
     """Remove the networks of processes that have ended."""
-    owned = {name: re.fullmatch(r"offbeat-([0-9]+)-[0-9]+-\w+", name) for name in _names()}
-    _remove({name for name, owner in owned.items() if owner and not Path("/proc", owner[1]).exists()})
+    owners = {name: re.fullmatch(r"offbeat-([0-9]+)-[0-9]+-\w+", name) for name in _names()}
+    _remove({name for name, owner in owners.items() if owner and not Path("/proc", owner[1]).exists()})
 
 
 def _names() -> set[str]:
@@ -118,31 +109,31 @@ def _remove(names: set[str]) -> None:
         time.sleep(0.01)
     for name in names:
         # Another lab may remove the same stale name, so only the outcome counts.
-        subprocess.run([_path("ip"), "netns", "del", name], capture_output=True, start_new_session=True)
+        subprocess.run(["ip", "netns", "del", name], capture_output=True, start_new_session=True)
     if left := names & _names():
         raise RuntimeError(f"The network namespaces {', '.join(sorted(left))} cannot be deleted.")
 
 
-def _processes(names: Iterable[str]) -> list[int]:
+def _processes(names: set[str]) -> list[int]:
     """The processes inside the namespaces, but never those in our own namespace."""
     spaces = set()
     for name in names:
         with suppress(FileNotFoundError):
             spaces.add(os.stat(_NAMES / name).st_ino)
     spaces.discard(os.stat("/proc/self/ns/net").st_ino)
-    found = []
-    for process in os.listdir("/proc"):
+    inside = []
+    for process in filter(str.isdecimal, os.listdir("/proc")):
         with suppress(OSError):  # the process has ended
-            if process.isdecimal() and os.stat(f"/proc/{process}/ns/net").st_ino in spaces:
-                found.append(int(process))
-    return found
+            if os.stat(f"/proc/{process}/ns/net").st_ino in spaces:
+                inside.append(int(process))
+    return inside
 
 
-def _call(tool: str, *words: str, batch: list[str] | None = None) -> str:
-    """The output of `ip` or `tc`, given one command in `words` or several in `batch`."""
-    command = [tool, *words, *([] if batch is None else ["-batch", "-"])]
+def _call(*command: str, batch: list[str] | None = None) -> str:
+    """The output of `ip` or `tc`, which reads further commands from `batch`."""
+    command = command if batch is None else (*command, "-batch", "-")
     done = subprocess.run(
-        [_path(tool), *command[1:]],
+        command,
         input="\n".join(batch or []),
         capture_output=True,
         text=True,
@@ -151,9 +142,3 @@ def _call(tool: str, *words: str, batch: list[str] | None = None) -> str:
     if done.returncode != 0:
         raise RuntimeError(f"`{' '.join(command)}` failed: {' '.join(done.stderr.split())}")
     return done.stdout
-
-
-def _path(tool: str) -> str:
-    path = shutil.which(tool)
-    assert path is not None, "unavailable() has found it"
-    return path

@@ -32,7 +32,7 @@ from offbeat.base.errors import OffbeatError
 from offbeat.base.units import parse_link
 from offbeat.comm.communicator import Communicator
 from offbeat.lab import Lab
-from offbeat.lab.process import Process
+from offbeat.lab.job import Process
 from offbeat.simulate import Network, simulate
 
 HERE = "127.0.0.1"
