@@ -10,8 +10,7 @@ from typing import Any, TypeVar
 
 from offbeat.comm.background import Sidecar, Stopped, TaskQueue
 from offbeat.comm.communicator import Communicator, Pending
-from offbeat.simulate.scheduler import Path, Scheduler
-from offbeat.simulate.waits import Condition
+from offbeat.simulate.scheduler import Condition, Path, Scheduler
 
 T = TypeVar("T")
 
@@ -21,28 +20,30 @@ _ANNOUNCEMENT = 8  # bytes
 class VirtualQueue(TaskQueue):
     """Runs jobs when a result is needed, at the virtual time at which a thread would have run them.
 
-    `clock` reads the worker's virtual clock, `move` sets it. During a job the clock is the queue's: a job
-    starts when the one before it has ended, but not before it was given.
+    During a job, the actor's clock is the queue's: a job starts when the one before it has ended, but not
+    before it was given.
     """
 
-    def __init__(self, clock: Callable[[], float], move: Callable[[float], None]) -> None:
+    def __init__(self, scheduler: Scheduler, actor: int) -> None:
         super().__init__()
-        self._clock, self._move = clock, move
+        self._clocks, self._actor = scheduler.clocks, actor
         self._now, self.busy = 0.0, False
         self._open: deque[Callable[[], None]] = deque()
+        scheduler.task_queues.setdefault(actor, []).append(self)
 
     def give(self, job: Callable[[], T]) -> Pending[T]:
-        given, done = self._clock(), [0.0]
+        clocks, actor = self._clocks, self._actor
+        given, done = clocks[actor], [0.0]
         result: list[Any] = []
 
         def run() -> None:
-            worker, self.busy = self._clock(), True
-            self._move(max(self._now, given))
+            worker, self.busy = clocks[actor], True
+            clocks[actor] = max(self._now, given)
             try:
                 result.append(self._do(job))
             finally:
-                self._now = done[0] = self._clock()
-                self._move(worker)
+                self._now = done[0] = clocks[actor]
+                clocks[actor] = worker
                 self.busy = False
 
         def wait() -> T:
@@ -50,18 +51,17 @@ class VirtualQueue(TaskQueue):
                 if self._error is not None:
                     raise self._error
                 self._open.popleft()()
-            self._move(max(self._clock(), done[0]))
+            clocks[actor] = max(clocks[actor], done[0])
             value: T = result[0]
             return value
 
         self._open.append(run)
-        return Pending(wait, lambda: bool(result) and done[0] <= self._clock(), lambda: done[0])
+        return Pending(wait, lambda: bool(result) and done[0] <= clocks[actor], lambda: done[0])
 
     def catch_up(self) -> None:
         """Run the waiting jobs, since other workers may wait for them. Errors are raised later."""
-        while self._open and self._error is None:
-            with suppress(BaseException):
-                self._open.popleft()()
+        with suppress(BaseException):
+            self.close()
 
     def close(self) -> None:
         while self._open and self._error is None:
@@ -77,11 +77,10 @@ class VirtualSidecar(Sidecar):
     """
 
     def __init__(
-        self, scheduler: Scheduler, rank: int, path: Path, connect: Callable[[int], Communicator]
+        self, scheduler: Scheduler, comm: Communicator, path: Path, *, rank: int, actor: int
     ) -> None:
-        self._scheduler, self._rank, self._path = scheduler, rank, path
-        self._actor = scheduler.spawn(rank)
-        self.comm = connect(self._actor)
+        self._scheduler, self.comm, self._path = scheduler, comm, path
+        self._rank, self._actor = rank, actor
         self._stopped = False
         self._error: BaseException | None = None
         scheduler.on_exit[rank].append(self.stop)
@@ -91,28 +90,33 @@ class VirtualSidecar(Sidecar):
         return self._scheduler.heard.get((self._path, self._rank), -1)
 
     def start(self, work: Callable[[], None]) -> None:
-        self._scheduler.play(self._actor, lambda: self._guarded(work))
+        def guard() -> None:
+            try:
+                work()
+            except Stopped:
+                pass
+            except BaseException as error:
+                self._error = error
+                self._scheduler.wake(self._scheduler.clocks[self._actor])
 
-    def _guarded(self, work: Callable[[], None]) -> None:
-        try:
-            work()
-        except Stopped:
-            pass
-        except BaseException as error:
-            self._error = error
-            self._wake_waiters(self._scheduler.clocks[self._actor])
+        self._scheduler.play(self._actor, guard)
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        self._scheduler.catch_up(self._scheduler.current)
+        scheduler = self._scheduler
+        scheduler.catch_up(scheduler.current)
         yield
-        self._wake_waiters(self._scheduler.clocks[self._scheduler.current])
+        scheduler.wake(scheduler.clocks[scheduler.current])
 
     def until(self, ready: Callable[[], bool], what: str, seconds: float | None = None) -> bool:
         scheduler, me = self._scheduler, self._scheduler.current
-        self._wake_waiters(scheduler.clocks[me])
-        deadline = None if seconds is None else scheduler.clocks[me] + seconds
-        wait = Condition(lambda: ready() or self._over, f"rank {self._rank} waits for {what}", deadline)
+        now = scheduler.clocks[me]
+        scheduler.wake(now)
+        wait = Condition(
+            lambda: ready() or self._stopped or self._error is not None,
+            f"rank {self._rank} waits for {what}",
+            due=None if seconds is None else now + seconds,
+        )
         if not wait.ready():
             scheduler.waiting[me] = wait
             scheduler.catch_up(me)
@@ -125,25 +129,18 @@ class VirtualSidecar(Sidecar):
             raise scheduler.failure
         return ready()
 
-    @property
-    def _over(self) -> bool:
-        return self._stopped or self._error is not None
-
     def announce(self, number: int) -> None:
-        now = self._scheduler.clocks[self._scheduler.current]
-        self._hear(self._rank, number)
+        scheduler = self._scheduler
+        arrival = scheduler.clocks[scheduler.current] + scheduler.traffic.network.seconds(_ANNOUNCEMENT)
+        scheduler.heard[self._path, self._rank] = max(self.heard, number)
         for rank in self._path[-1]:
             if rank != self._rank:
-                arrival = functools.partial(self._arrive, rank, number)
-                self._scheduler.post(now + self._scheduler.traffic.network.seconds(_ANNOUNCEMENT), arrival)
+                scheduler.post(arrival, functools.partial(self._deliver, rank, number))
 
-    def _arrive(self, rank: int, number: int, when: float) -> None:
-        self._hear(rank, number)
-        self._wake_waiters(when)
-
-    def _hear(self, rank: int, number: int) -> None:
-        heard = self._scheduler.heard
-        heard[self._path, rank] = max(heard.get((self._path, rank), -1), number)
+    def _deliver(self, rank: int, number: int, when: float) -> None:
+        heard, key = self._scheduler.heard, (self._path, rank)
+        heard[key] = max(heard.get(key, -1), number)
+        self._scheduler.wake(when)
 
     def check(self) -> None:
         if self._error is not None:
@@ -151,10 +148,4 @@ class VirtualSidecar(Sidecar):
 
     def stop(self) -> None:
         self._stopped = True
-        self._wake_waiters(self._scheduler.clocks[self._rank])
-
-    def _wake_waiters(self, now: float) -> None:
-        """Let actors continue from now whose condition has come true."""
-        for wait in self._scheduler.waiting.values():
-            if isinstance(wait, Condition) and wait.since is None and wait.ready():
-                wait.since = now
+        self._scheduler.wake(self._scheduler.clocks[self._rank])
