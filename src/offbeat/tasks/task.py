@@ -22,11 +22,7 @@ class Batches(Iterator[Batch]):
     """One worker's endless batches, drawn with replacement from its own positions in the data.
 
     A batch is a pure function of (seed, rank, step). The only state is the step, so resuming is exact.
-
-    Args:
-        positions: the positions this worker may draw.
-        gather: turns drawn positions into a batch.
-        augment: changes a batch at random, with the generator that drew its positions.
+    `gather` turns drawn positions into a batch. `augment` changes it at random, with the same generator.
     """
 
     def __init__(
@@ -83,20 +79,15 @@ def heavy_ball(parameters: Iterable[nn.Parameter], lr: float) -> Optimizer:
 class Task:
     """Something to train.
 
-    Attributes:
-        name: as printed in tables.
-        model: builds the model, with equal weights on every rank.
-        loss: the mean loss of a model on a batch, which is moved to the model's device.
-        batches: the endless training batches of one rank.
-        evaluate: the loss on data that no rank trains on; leaves train/eval mode as it was.
-        accuracy: the share of the same data that the model gets right, for a classifier.
-        unit: what one target is, in the plural: images, bytes.
-        optimizer, lr, batch_size: defaults that train it well.
+    `model` builds the model, with equal weights on every rank. `loss` is its mean loss on a batch, which is
+    moved to the model's device. `batches` are the endless training batches of one rank. `evaluate` is the
+    loss on data that no rank trains on, and `accuracy` the share of them that a classifier gets right; both
+    leave train/eval mode as it was. `unit` is what one target is, in the plural: images, bytes. `optimizer`,
+    `lr` and `batch_size` are defaults that train it well.
 
-    Example:
-        >>> task = bytes_task("tiny")
-        >>> model, batches = task.model(), task.batches(rank=0, workers=4, batch_size=16, seed=0)
-        >>> task.loss(model, next(batches)).backward()
+        task = bytes_task("tiny")
+        model, batches = task.model(), task.batches(rank=0, workers=4, batch_size=16, seed=0)
+        task.loss(model, next(batches)).backward()
     """
 
     name: str = "task"
