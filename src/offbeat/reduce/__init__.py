@@ -1,7 +1,6 @@
 """How a payload is sent: each reducer owns its collectives."""
 
-from offbeat.reduce.code import Code
-from offbeat.reduce.feedback import ErrorFeedback
+from offbeat.reduce.code import Code, ErrorFeedback
 from offbeat.reduce.lowrank import LowRank
 from offbeat.reduce.mean import Mean
 from offbeat.reduce.quantized import Quantized

@@ -5,23 +5,25 @@ from __future__ import annotations
 import heapq
 import itertools
 import threading
+from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import Any, TypeVar
 from weakref import WeakSet
 
 import torch
 from torch import Tensor
 
 from offbeat.base.errors import Deadlock, Disagreement
+from offbeat.comm.background import TaskQueue
 from offbeat.comm.collective import Collective, nbytes
-from offbeat.comm.communicator import Communicator
+from offbeat.comm.communicator import Communicator, Pending
 from offbeat.comm.presence import Departure, Track, find_disagreement
 from offbeat.simulate.compute import Failures, Uptime
 from offbeat.simulate.network import Network, Traffic
 
-if TYPE_CHECKING:
-    from offbeat.simulate.background import VirtualQueue
+T = TypeVar("T")
 
 # A communicator's members, after those of the communicators it was made from; (−n,) is its nth duplicate.
 Path = tuple[tuple[int, ...], ...]
@@ -217,3 +219,54 @@ class Scheduler:
                 others = ", ".join(f"rank {other}" for other in what.members if other not in what.posts)
                 waits.append(f"rank {rank} waits for {what.posts[rank]} from {others}")
         return Deadlock("Nobody can move: " + "; ".join(waits) + ".")
+
+
+class VirtualQueue(TaskQueue):
+    """Runs jobs when a result is needed, at the virtual time at which a thread would have run them.
+
+    During a job, the actor's clock is the queue's: a job starts when the one before it has ended, but not
+    before it was given.
+    """
+
+    def __init__(self, scheduler: Scheduler, actor: int) -> None:
+        super().__init__()
+        self._clocks, self._actor = scheduler.clocks, actor
+        self._now, self.busy = 0.0, False
+        self._open: deque[Callable[[], None]] = deque()
+        scheduler.task_queues.setdefault(actor, []).append(self)
+
+    def give(self, job: Callable[[], T]) -> Pending[T]:
+        clocks, actor = self._clocks, self._actor
+        given, done = clocks[actor], [0.0]
+        result: list[Any] = []
+
+        def run() -> None:
+            worker, self.busy = clocks[actor], True
+            clocks[actor] = max(self._now, given)
+            try:
+                result.append(self._do(job))
+            finally:
+                self._now = done[0] = clocks[actor]
+                clocks[actor] = worker
+                self.busy = False
+
+        def wait() -> T:
+            while not result:
+                if self._error is not None:
+                    raise self._error
+                self._open.popleft()()
+            clocks[actor] = max(clocks[actor], done[0])
+            value: T = result[0]
+            return value
+
+        self._open.append(run)
+        return Pending(wait, lambda: bool(result) and done[0] <= clocks[actor], lambda: done[0])
+
+    def catch_up(self) -> None:
+        """Run the waiting jobs, since other workers may wait for them. Errors are raised later."""
+        with suppress(BaseException):
+            self.close()
+
+    def close(self) -> None:
+        while self._open and self._error is None:
+            self._open.popleft()()

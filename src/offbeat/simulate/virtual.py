@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from offbeat.comm.background import Sidecar, TaskQueue
+from offbeat.comm.background import Sidecar, Stopped, TaskQueue
 from offbeat.comm.collective import Collective
 from offbeat.comm.communicator import Communicator, Pending, Worker
 from offbeat.comm.presence import Departure, Track
-from offbeat.simulate.background import VirtualQueue, VirtualSidecar
 from offbeat.simulate.compute import Failures
 from offbeat.simulate.network import Network
-from offbeat.simulate.scheduler import Call, Path, Post, Scheduler
+from offbeat.simulate.scheduler import Call, Condition, Path, Post, Scheduler, VirtualQueue
 
 T = TypeVar("T")
+
+_ANNOUNCEMENT = 8  # bytes
 
 
 def simulate(
@@ -121,10 +123,7 @@ class Virtual(Communicator, Worker):
         return VirtualQueue(self._scheduler, self._actor)
 
     def sidecar(self) -> Sidecar:
-        path = self._path_beside()
-        actor = self._scheduler.add(self._me, self._scheduler.clocks[self._me])
-        comm = member(self._scheduler, path, self._me, actor)
-        return VirtualSidecar(self._scheduler, comm, path, rank=self._me, actor=actor)
+        return VirtualSidecar(self._scheduler, self._path_beside(), self._me)
 
     def _path_beside(self) -> Path:
         self._duplicates += 1
@@ -150,3 +149,85 @@ class Virtual(Communicator, Worker):
 def member(scheduler: Scheduler, path: Path, me: int, actor: int) -> Communicator:
     """The view that worker `me` has of a communicator. There is one, because it numbers the messages."""
     return scheduler.views.setdefault((path, me), Virtual(scheduler, path, me, actor))
+
+
+class VirtualSidecar(Sidecar):
+    """One more actor of the scheduler, with a clock of its own.
+
+    Before an actor touches shared state, all actors behind it in virtual time catch up, so changes happen in
+    the order of time. At the same time a worker acts before any sidecar: workers that need no time are never
+    late.
+    """
+
+    def __init__(self, scheduler: Scheduler, path: Path, rank: int) -> None:
+        self._scheduler, self._path, self._rank = scheduler, path, rank
+        self._actor = scheduler.add(rank, scheduler.clocks[rank])
+        self.comm = member(scheduler, path, rank, self._actor)
+        self._stopped = False
+        self._error: BaseException | None = None
+        scheduler.on_exit[rank].append(self.stop)
+
+    @property
+    def heard(self) -> int:
+        return self._scheduler.heard.get((self._path, self._rank), -1)
+
+    def start(self, work: Callable[[], None]) -> None:
+        def guard() -> None:
+            try:
+                work()
+            except Stopped:
+                pass
+            except BaseException as error:
+                self._error = error
+                self._scheduler.wake(self._scheduler.clocks[self._actor])
+
+        self._scheduler.play(self._actor, guard)
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        scheduler = self._scheduler
+        scheduler.catch_up(scheduler.current)
+        yield
+        scheduler.wake(scheduler.clocks[scheduler.current])
+
+    def until(self, ready: Callable[[], bool], what: str, seconds: float | None = None) -> bool:
+        scheduler, me = self._scheduler, self._scheduler.current
+        now = scheduler.clocks[me]
+        scheduler.wake(now)
+        wait = Condition(
+            lambda: ready() or self._stopped or self._error is not None,
+            f"rank {self._rank} waits for {what}",
+            due=None if seconds is None else now + seconds,
+        )
+        if not wait.ready():
+            scheduler.waiting[me] = wait
+            scheduler.catch_up(me)
+        if not ready():
+            self.check()
+        if self._stopped:
+            raise Stopped
+        if wait.due is None and not ready():
+            assert scheduler.failure is not None
+            raise scheduler.failure
+        return ready()
+
+    def announce(self, number: int) -> None:
+        scheduler = self._scheduler
+        arrival = scheduler.clocks[scheduler.current] + scheduler.traffic.network.seconds(_ANNOUNCEMENT)
+        scheduler.heard[self._path, self._rank] = max(self.heard, number)
+        for rank in self._path[-1]:
+            if rank != self._rank:
+                scheduler.post(arrival, functools.partial(self._deliver, rank, number))
+
+    def _deliver(self, rank: int, number: int, when: float) -> None:
+        heard, key = self._scheduler.heard, (self._path, rank)
+        heard[key] = max(heard.get(key, -1), number)
+        self._scheduler.wake(when)
+
+    def check(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    def stop(self) -> None:
+        self._stopped = True
+        self._scheduler.wake(self._scheduler.clocks[self._rank])

@@ -16,6 +16,8 @@ from torch import Tensor
 
 from offbeat.base.errors import BadArgument
 
+FilePath = str | os.PathLike[str]
+
 SUFFIXES = {".jpg", ".jpeg", ".png"}
 HELD_OUT = 10  # one picture in ten, if there is no folder of test pictures
 
@@ -30,9 +32,7 @@ class Album:
     classes: list[str]
 
 
-def open_album(
-    data: str | os.PathLike[str], *, pixels: int, cache: str | os.PathLike[str] | None = None
-) -> Album:
+def open_album(data: FilePath, *, pixels: int, cache: FilePath | None = None) -> Album:
     """The decoded pictures of a folder or zip, from the cache if they are there."""
     path = Path(data)
     with _open(path) as (names, read, files):

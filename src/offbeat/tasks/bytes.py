@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from offbeat.base.errors import BadArgument
-from offbeat.tasks.task import Batch, Batches, Task, evaluating, look_up_size, shard
+from offbeat.tasks.task import Batch, Batches, Task, cross_entropy, find_size, predict_all, shard
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ def bytes_task(
         task = bytes_task("tiny", seed=1)
         task.evaluate(task.model())
     """
-    shape = look_up_size("bytes_task", size, SIZES)
+    shape = find_size("bytes_task", size, SIZES)
     if context is not None and context < 1:
         raise ValueError(f"bytes_task(context={context}): context must be at least 1.")
     if data is not None and not os.path.isfile(data):
@@ -106,20 +106,13 @@ class Text:
         """The mean loss over the fixed windows of the held-out bytes."""
         room = len(self.bytes) - self.context - 1 - self.trained
         starts = self.trained + torch.arange(EVALUATED, device="cpu") * room // (EVALUATED - 1)
-        with evaluating(model):
-            losses = [cross_entropy(model, self.windows(part)) for part in starts.view(4, -1)]
-        return torch.stack(losses).mean().item()
+        predicted = predict_all(model, map(self.windows, starts.view(4, -1)))
+        return torch.stack([F.cross_entropy(*pair) for pair in predicted]).mean().item()
 
     def windows(self, starts: Tensor) -> Batch:
         """The inputs from each start, and the targets one byte later."""
         window = self.bytes[starts[:, None] + torch.arange(self.context + 1, device="cpu")].long()
         return window[:, :-1], window[:, 1:]
-
-
-def cross_entropy(model: nn.Module, batch: Batch) -> Tensor:
-    """The mean over all bytes of −ln p(next byte), on the model's device."""
-    device = next(model.parameters()).device
-    return F.cross_entropy(model(batch[0].to(device)).flatten(0, 1), batch[1].to(device).flatten())
 
 
 def standard_library() -> bytes:

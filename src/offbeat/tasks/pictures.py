@@ -1,7 +1,7 @@
 """Tasks with labelled pictures: handwritten digits, and a folder or zip of your own."""
 
-import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 
 import torch
@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from offbeat.base.errors import BadArgument
-from offbeat.tasks.album import open_album
-from offbeat.tasks.task import Batch, Batches, Task, evaluating, heavy_ball, look_up_size, seeded, shard
+from offbeat.tasks.album import FilePath, open_album
+from offbeat.tasks.task import Batch, Batches, Task, cross_entropy, find_size, heavy_ball, predict_all, shard
 
 DIGITS = {"tiny": (8, 16, 32), "small": (16, 32, 64), "medium": (32, 64, 256), "large": (64, 128, 512)}
 # Blocks per width, then the widths.
@@ -31,19 +31,14 @@ def digits_task(size: str = "small", *, seed: int = 0) -> Task:
         task = digits_task("tiny", seed=1)
         task.accuracy(task.model())
     """
-    widths = look_up_size("digits_task", size, DIGITS)
+    widths = find_size("digits_task", size, DIGITS)
     pictures, labels = load_digits()
-    digits = Labelled(pictures, labels, trained=len(labels) - len(labels) // HELD_OUT)
+    digits = Labelled(pictures, labels, len(labels) - len(labels) // HELD_OUT)
     return digits.task(f"digits-{size}", partial(build_convolutions, widths, seed=seed))
 
 
 def images_task(
-    size: str = "small",
-    *,
-    data: str | os.PathLike[str],
-    pixels: int = 32,
-    seed: int = 0,
-    cache: str | os.PathLike[str] | None = None,
+    size: str = "small", *, data: FilePath, pixels: int = 32, seed: int = 0, cache: FilePath | None = None
 ) -> Task:
     """Classify the pictures of a folder or zip of train/CLASS/*.jpg (or .png).
 
@@ -59,11 +54,11 @@ def images_task(
         task = images_task("tiny", data="cifar10.zip")
         task.accuracy(task.model())
     """
-    blocks, *widths = look_up_size("images_task", size, IMAGES)
+    blocks, *widths = find_size("images_task", size, IMAGES)
     if pixels < 8:
         raise ValueError(f"images_task(pixels={pixels}): pixels must be at least 8.")
     album = open_album(data, pixels=pixels, cache=cache)
-    pictures = Labelled(album.pictures, album.labels, trained=album.trained, augment=augment)
+    pictures = Labelled(album.pictures, album.labels, album.trained, augmented=True)
     build = partial(build_resnet, tuple(widths), blocks, classes=len(album.classes), seed=seed)
     return pictures.task(f"images-{size}", build, batch_size=32)
 
@@ -74,15 +69,8 @@ class Labelled:
     A worker's part is contiguous, so the caller shuffles them first.
     """
 
-    def __init__(
-        self,
-        pictures: Tensor,
-        labels: Tensor,
-        *,
-        trained: int,
-        augment: Callable[[Batch, torch.Generator], Batch] | None = None,
-    ) -> None:
-        self.pictures, self.labels, self.trained, self.augment = pictures, labels, trained, augment
+    def __init__(self, pictures: Tensor, labels: Tensor, trained: int, *, augmented: bool = False) -> None:
+        self.pictures, self.labels, self.trained, self.augmented = pictures, labels, trained, augmented
         held_out = len(labels) - trained
         self.count = min(EVALUATED, held_out)
         self.evaluated = trained + torch.arange(self.count, device="cpu") * held_out // self.count
@@ -108,7 +96,8 @@ class Labelled:
             reason = f"there are {self.trained} training pictures, and each worker needs at least one; "
             advice = "use fewer workers or more data."
             raise BadArgument("workers", workers, reason + advice, call="batches")
-        return Batches(part, self.take, rank=rank, batch_size=batch_size, seed=seed, augment=self.augment)
+        change = augment if self.augmented else None
+        return Batches(part, self.take, rank=rank, batch_size=batch_size, seed=seed, augment=change)
 
     def take(self, positions: Tensor) -> Batch:
         """The pictures at these positions, scaled to 0–1, and their labels."""
@@ -123,21 +112,9 @@ class Labelled:
         return self._average(model, lambda logits, labels: (logits.argmax(1) == labels).sum())
 
     def _average(self, model: nn.Module, measure: Callable[[Tensor, Tensor], Tensor]) -> float:
-        with evaluating(model):
-            parts = [self.take(positions) for positions in torch.split(self.evaluated, AT_ONCE)]
-            sums = [measure(*predict(model, part)) for part in parts]
+        batches = map(self.take, torch.split(self.evaluated, AT_ONCE))
+        sums = [measure(*predicted) for predicted in predict_all(model, batches)]
         return torch.stack(sums).sum().item() / self.count
-
-
-def predict(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
-    """The logits and the labels, both on the model's device."""
-    device = next(model.parameters()).device
-    return model(batch[0].to(device)), batch[1].to(device)
-
-
-def cross_entropy(model: nn.Module, batch: Batch) -> Tensor:
-    """The mean of −ln p(label)."""
-    return F.cross_entropy(*predict(model, batch))
 
 
 def load_digits() -> tuple[Tensor, Tensor]:
@@ -167,21 +144,21 @@ def augment(batch: Batch, generator: torch.Generator) -> Batch:
     return F.pad(pictures, (margin,) * 4)[numbers, :, rows, columns].permute(0, 3, 1, 2), labels
 
 
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Layers built inside draw their weights from this seed. The global generator is untouched."""
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+        torch.manual_seed(seed)
+        yield
+
+
 def build_convolutions(widths: tuple[int, int, int], *, seed: int) -> nn.Module:
     """Two convolutions, pooling and two linear layers. The seed fixes the weights."""
     first, second, hidden = widths
     with seeded(seed):
-        return nn.Sequential(
-            nn.Conv2d(1, first, 3, padding=1),
-            nn.ReLU(),
-            nn.Conv2d(first, second, 3, padding=1),
-            nn.ReLU(),
-            nn.MaxPool2d(2),
-            nn.Flatten(),
-            nn.Linear(second * 16, hidden),
-            nn.ReLU(),
-            nn.Linear(hidden, 10),
-        )
+        body = [nn.Conv2d(1, first, 3, padding=1), nn.ReLU(), nn.Conv2d(first, second, 3, padding=1)]
+        head = [nn.Linear(second * 16, hidden), nn.ReLU(), nn.Linear(hidden, 10)]
+        return nn.Sequential(*body, nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), *head)
 
 
 class Block(nn.Module):

@@ -2,11 +2,11 @@
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -111,28 +111,30 @@ def shard(length: int, *, rank: int, workers: int) -> range:
     return range(rank * length // workers, (rank + 1) * length // workers)
 
 
-def look_up_size(task: str, size: str, sizes: Mapping[str, T]) -> T:
+def find_size(task: str, size: str, sizes: Mapping[str, T]) -> T:
     if size not in sizes:
         raise BadArgument("size", size, f"size must be one of {', '.join(map(repr, sizes))}.", call=task)
     return sizes[size]
 
 
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluate without gradients, then restore the mode of each module."""
+def predict(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+    """The logits, one row per target, and the targets, on the model's device."""
+    device = next(model.parameters()).device
+    return model(batch[0].to(device)).flatten(0, -2), batch[1].to(device).flatten()
+
+
+def predict_all(model: nn.Module, batches: Iterable[Batch]) -> list[tuple[Tensor, Tensor]]:
+    """The same for each batch, in eval mode and without gradients. Restores the mode of each module."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
         with torch.no_grad():
-            yield
+            return [predict(model, batch) for batch in batches]
     finally:
         for module, training in modes:
             module.training = training
 
 
-@contextmanager
-def seeded(seed: int) -> Iterator[None]:
-    """Layers built inside draw their weights from this seed. The global generator is untouched."""
-    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
-        torch.manual_seed(seed)
-        yield
+def cross_entropy(model: nn.Module, batch: Batch) -> Tensor:
+    """The mean of −ln p(target)."""
+    return F.cross_entropy(*predict(model, batch))
