@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -14,8 +15,7 @@ from torch import Tensor
 import offbeat
 from offbeat import Clock, ErrorFeedback, LowRank, Mean, Metered, Quantized, RandomBlock, TopK, TwoLevel
 from offbeat.base.packed import Packed
-from offbeat.reduce.bitpack import pack12, pack16, pack_levels, unpack12, unpack16, unpack_levels
-from offbeat.reduce.largest import largest
+from offbeat.reduce.sparse import largest, pack12, pack16, pack_levels, unpack12, unpack16, unpack_levels
 
 CODES = [
     Mean("bfloat16"),
@@ -91,7 +91,7 @@ def test_slices_sent_in_pieces_arrive_as_in_one(code: offbeat.Code, monkeypatch:
         return [*[round["x"] for round in heard], *state["residual"]], metered.sent
 
     whole = offbeat.simulate(worker, 3)
-    monkeypatch.setattr("offbeat.reduce.two_phase._PIECE", 1024)
+    monkeypatch.setattr("offbeat.reduce.quantized._PIECE", 1024)
     gathers = []
     monkeypatch.setattr(Metered, "gather", lambda self, t: gathers.append(t) or self.comm.gather(t))
     for (a, _), (b, _) in zip(whole, offbeat.simulate(worker, 3), strict=True):
@@ -112,6 +112,52 @@ def long_round(comm: offbeat.Communicator) -> Tensor:
 
 def one_round(comm: offbeat.Communicator, code: offbeat.Code) -> dict[str, Tensor]:
     return reduce(comm, code, [payload(comm.rank, 0)])[0]
+
+
+@dataclass(frozen=True, repr=False)
+class Twice(offbeat.Code):
+    """The mean, and for the first vector of a payload the mean of that."""
+
+    messages = 2
+
+    def carry(self, vector: Any, comm: offbeat.Communicator, clock: Clock, state: Any) -> Any:
+        (mean,) = yield comm.mean([vector.values.clone()])
+        if vector.index == 0:
+            (mean,) = yield comm.mean([mean])
+        vector.values.copy_(mean)
+
+
+def test_one_vector_may_take_more_messages_than_another() -> None:
+    def worker(comm: offbeat.Communicator) -> tuple[int, float, float]:
+        given = {"a": torch.full((1500,), float(comm.rank)), "b": torch.full((1500,), 2 * comm.rank).double()}
+        room = Packed.like(given)
+        room.read(list(given.values()))
+        message = Twice().start(room, comm, Clock(step=1, round=0, lr=0.1), {})
+        message.advance()
+        heard = message.wait().tensors()
+        return len(message.stages), heard["a"].mean().item(), heard["b"].mean().item()
+
+    assert offbeat.simulate(worker, 2) == [(0, 0.5, 1.0)] * 2
+
+
+@pytest.mark.parametrize("code", ["Quantized(8)", "LowRank(2)", "TopK(4)"])
+def test_a_delayed_code_beside_a_vector_of_another_type_below_its_least(code: str) -> None:
+    """Five float64 values are too few for the code: their mean is exact."""
+
+    def worker(comm: offbeat.Communicator) -> tuple[list[float], Tensor]:
+        net = torch.nn.Linear(50, 30)
+        net.scale = torch.nn.Parameter(torch.zeros(5, dtype=torch.float64))
+        opt = torch.optim.SGD(net.parameters(), lr=0.125)
+        with offbeat.method(f"local_sgd(every=4, delay=2, reduce={code})")(net, opt, group=comm) as sync:
+            for _ in range(10):
+                ((1 + 2 * comm.rank) * (net(torch.ones(50)).mean() + net.scale.sum())).backward()
+                sync.step()
+                opt.zero_grad()
+        return net.scale.tolist(), net.weight.detach()
+
+    (scale, weight), *others = offbeat.simulate(worker, 2)
+    assert scale == [-0.125 * 10 * 2] * 5
+    assert all(other == scale and torch.equal(same, weight) for other, same in others)
 
 
 @pytest.mark.parametrize("size", [1, 7, 8, 63, 257, 1000])
@@ -432,8 +478,8 @@ def sending(comm: offbeat.Communicator, expression: str, value: float) -> tuple[
 
 
 SENTENCE = (
-    "Round 1 (step 2): rank 1 was to send 'weight' with a value that is NaN, infinite or beyond {}; "
-    "nobody has applied the round. Look at that rank's loss, or clip its gradients."
+    "Round 1 (step 2): 'weight' on rank 1 has a value that is NaN, infinite or beyond {}. "
+    "No worker applied the round. Check that rank's loss, or clip its gradients."
 )
 
 
@@ -516,7 +562,7 @@ def test_the_exact_mean_carries_infinities() -> None:
         (
             lambda: ErrorFeedback(TwoLevel()),
             TypeError,
-            "ErrorFeedback(TwoLevel()): a code that knows its losses is needed, such as TopK(64).",
+            "ErrorFeedback(TwoLevel()): give it a code that knows its losses, such as TopK(64).",
         ),
         (
             lambda: ErrorFeedback(LowRank(2), decay=0),

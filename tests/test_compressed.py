@@ -354,7 +354,7 @@ def hooked_with_nan(comm: offbeat.Communicator) -> tuple[str, bool]:
 
 def test_a_hook_names_who_sends_no_number(pool: Pool) -> None:
     for text, moment in pool.attempt(hooked_with_nan):
-        assert "Round 2 (step 2): rank 2 was to send 'weight' with a value that is NaN" in text
+        assert "Round 2 (step 2): 'weight' on rank 2 has a value that is NaN" in text
         assert moment
 
 

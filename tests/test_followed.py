@@ -16,7 +16,7 @@ import offbeat
 from offbeat.comm.collective import BROADCAST, Collective
 from offbeat.comm.communicator import Wrapped
 from offbeat.engine.extras import Buffers
-from offbeat.tasks.resnet import build_resnet
+from offbeat.tasks.pictures import build_resnet
 
 
 class Counting(Wrapped):

@@ -16,7 +16,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from offbeat.tasks import Task, digits_task, find_task, images_task
-from offbeat.tasks.images import augment
+from offbeat.tasks.pictures import augment
 
 
 def jpeg(shade: int, *, side: int = 32, kind: str = "JPEG") -> bytes:
@@ -302,7 +302,7 @@ def test_classes_that_do_not_fit(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "none").mkdir()
     with refused(
         f"images_task(data={str(tmp_path / 'none')!r}): found 0 folders train/CLASS with .jpg or .png "
-        "files; at least two are needed."
+        "files; use at least two."
     ):
         images_task(data=tmp_path / "none")
 

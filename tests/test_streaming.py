@@ -14,8 +14,7 @@ from torch import nn
 import offbeat
 from offbeat.base.tensors import trainable
 from offbeat.methods.fragments import fragments
-from offbeat.tasks.bytes import SIZES
-from offbeat.tasks.gpt import build_gpt
+from offbeat.tasks.bytes import SIZES, build_gpt
 
 
 class Stack(nn.Module):

@@ -27,7 +27,8 @@ from offbeat import (
     simulate,
 )
 from offbeat.base.draws import uniforms
-from offbeat.simulate.collective import hops, own_bytes, uplink_bytes
+from offbeat.comm.collective import COLLECTIVES, Crossing
+from offbeat.simulate.network import hops, own_bytes
 
 # How long workers compute.
 
@@ -244,8 +245,8 @@ def test_what_other_collectives_put_on_links() -> None:
     ]
     assert own_bytes("tree", "mean", 1, 400) == 0
 
-    def up(reduce: str, kind: str) -> float:
-        return uplink_bytes(reduce, kind, 4, 400, inside=1, groups=2)
+    def up(reduce: str, kind: str, inside: int = 1) -> float:
+        return COLLECTIVES[kind].crosses(reduce, Crossing(400, 4, inside, groups=2))
 
     assert [up(reduce, "gather") for reduce in ("ideal", "ring", "tree", "direct")] == [
         1200,
@@ -253,8 +254,8 @@ def test_what_other_collectives_put_on_links() -> None:
         1200,
         1200,
     ]
-    assert uplink_bytes("direct", "gather", 4, 400, inside=2, groups=2) == 1600
-    assert uplink_bytes("ideal", "gather", 4, 400, inside=2, groups=2) == 800
+    assert up("direct", "gather", inside=2) == 1600
+    assert up("ideal", "gather", inside=2) == 800
     assert [up(reduce, "exchange") for reduce in ("ideal", "direct")] == [300, 300]
     assert up("ring", "broadcast") == 400
 
@@ -337,7 +338,7 @@ WRONG: list[tuple[Callable[[], object], str]] = [
         lambda: HeavyTailed(0.1, tail=1.0),
         "HeavyTailed(step=0.1, tail=1.0, seed=0): tail must be a finite number above 1, for a finite mean.",
     ),
-    (lambda: Recorded(()), "Recorded(rows): at least one row of one step is needed."),
+    (lambda: Recorded(()), "Recorded(rows): rows must contain at least one row, and each row one step."),
     (lambda: Recorded(((0.1,), (-0.1,))), "Recorded(rows): every step must take 0 seconds or more."),
     (
         lambda: Uneven(Constant(1.0), ()),
@@ -397,7 +398,6 @@ def test_sentences(make: Callable[[], object], sentence: str) -> None:
 def test_a_file_that_is_no_recording(tmp_path: Path) -> None:
     path = tmp_path / "steps.json"
     path.write_text("[0.1, 0.2]")
-    with says(
-        ValueError, f"{path}: a list of seconds for every worker is needed ('float' object is not iterable)."
-    ):
+    reason = "this is not a list of seconds for every worker ('float' object is not iterable)"
+    with says(ValueError, f"{path}: {reason}."):
         Recorded.read(path)

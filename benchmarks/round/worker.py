@@ -19,7 +19,7 @@ import offbeat
 from offbeat.base.packed import Packed
 from offbeat.base.tensors import local
 from offbeat.tasks import bytes_task
-from offbeat.tasks.resnet import build_resnet
+from offbeat.tasks.pictures import build_resnet
 
 MODELS: dict[str, Callable[[], torch.nn.Module]] = {
     "GPT": lambda: bytes_task("large").model(),

@@ -10,11 +10,12 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from offbeat.comm.collective import COLLECTIVES, Crossing
 from offbeat.engine.exchange import Exchange
 from offbeat.engine.part import Part
 from offbeat.plan.recording import RecordingComm
 from offbeat.simulate import Network
-from offbeat.simulate.collective import own_bytes, uplink_bytes
+from offbeat.simulate.network import own_bytes
 
 _ALIKE = 4  # rounds with groups of their own; later rounds reuse them
 
@@ -135,7 +136,7 @@ def cost(networks: Sequence[Network], groups: Groups, kind: str, given: dict[int
         def load(size: int, inside: int, count: int) -> float:
             if count == 1:
                 return 0.0
-            return uplink_bytes(network.reduce, kind, size, given[size], inside=inside, groups=count)
+            return COLLECTIVES[kind].crosses(network.reduce, Crossing(given[size], size, inside, count))
 
         loads = _each([sizes[spans.owner], spans.inside, spans.spanned[spans.owner]], load)
         total = torch.zeros(spans.uplinks, dtype=torch.float64).index_add_(0, spans.uplink, loads)
@@ -144,7 +145,7 @@ def cost(networks: Sequence[Network], groups: Groups, kind: str, given: dict[int
         busy = [
             torch.maximum(b, worst / n.levels[number].bandwidth) for b, n in zip(busy, networks, strict=True)
         ]
-    delay = _each(counts, lambda *counts: network.delay_of(kind, list(counts)))
+    delay = _each(counts, lambda *counts: network.delay(kind, list(counts)))
     return Cost(torch.stack(busy), delay.expand(len(networks), -1))
 
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from offbeat.base.packed import Packed
 from offbeat.engine.synchronizer import Synchronizer
-from offbeat.reduce.code import kept_with
+from offbeat.reduce.code import list_buffers
 from offbeat.server.stability import Watch
 
 # The size of a Watch does not depend on the model.
@@ -42,7 +42,7 @@ def _reach(things: list[object], seen: set[int]) -> list[Tensor]:
             found.append(thing)
             continue
         if isinstance(thing, Packed):
-            found += kept_with(thing)
+            found += list_buffers(thing)
         for child in gc.get_referents(thing):
             # A function's globals would lead to everything.
             if not (isinstance(child, dict) and "__builtins__" in child):

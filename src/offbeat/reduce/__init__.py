@@ -1,13 +1,11 @@
 """How a payload is sent: each reducer owns its collectives."""
 
-from offbeat.reduce.code import Code
-from offbeat.reduce.feedback import ErrorFeedback
+from offbeat.reduce.code import Code, ErrorFeedback
 from offbeat.reduce.lowrank import LowRank
 from offbeat.reduce.mean import Mean
 from offbeat.reduce.quantized import Quantized
-from offbeat.reduce.randomblock import RandomBlock
 from offbeat.reduce.reducer import Reducer, Staged
-from offbeat.reduce.topk import TopK
+from offbeat.reduce.sparse import RandomBlock, TopK
 from offbeat.reduce.twolevel import TwoLevel
 
 __all__ = [

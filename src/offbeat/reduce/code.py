@@ -2,36 +2,45 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Generator, Hashable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
+from offbeat.base.checks import is_whole
 from offbeat.base.clock import Clock, State
 from offbeat.base.errors import NotFinite
 from offbeat.base.packed import Packed
 from offbeat.comm.communicator import Communicator, Pending, arrived
 from offbeat.reduce.reducer import Reducer, Staged
 
+Messages = Generator[Pending[list[Tensor]], list[Tensor], None]
+"""The messages of a code, one after the other. It yields each and gets back what arrives."""
 
-@dataclass(frozen=True)
-class Span:
+_buffers: WeakKeyDictionary[Packed, dict[Hashable, Tensor]] = WeakKeyDictionary()
+
+
+def list_buffers(payload: Packed) -> list[Tensor]:
+    """The buffers that codes keep with a payload. They are not part of a checkpoint."""
+    return list(_buffers.get(payload, {}).values())
+
+
+class Span(NamedTuple):
     """The place of a tensor in a vector."""
 
     name: str
     start: int
+    end: int
     shape: torch.Size
 
     @property
     def size(self) -> int:
-        return self.shape.numel()
-
-    @property
-    def end(self) -> int:
-        return self.start + self.size
+        return self.end - self.start
 
 
 @dataclass(frozen=True)
@@ -51,18 +60,6 @@ class Vector:
             self.buffers[key] = torch.zeros(shape, dtype=dtype, device=self.values.device)
         return self.buffers[key]
 
-    def views(self, flat: Tensor) -> list[Tensor]:
-        """The tensors, in this or another vector of the same length."""
-        return [flat[span.start : span.end].view(span.shape) for span in self.spans]
-
-
-_kept: WeakKeyDictionary[Packed, dict[Hashable, Tensor]] = WeakKeyDictionary()
-
-
-def kept_with(payload: Packed) -> list[Tensor]:
-    """The buffers that codes keep with a payload. They are not part of a checkpoint."""
-    return list(_kept.get(payload, {}).values())
-
 
 @dataclass(frozen=True, repr=False)
 class Code(Reducer):
@@ -74,23 +71,18 @@ class Code(Reducer):
 
     least: int = field(default=1024, kw_only=True)
 
+    lossy = True
+    messages = 1  # sent one after the other; a round spreads them over its delay
+    most = 3.4028234663852886e38  # the largest magnitude it can send
+
     def __post_init__(self) -> None:
-        if isinstance(self.least, bool) or not isinstance(self.least, int) or self.least < 1:
+        if not is_whole(self.least, 1):
             raise ValueError(f"{self!r}: least is a number of values, at least 1.")
 
     def __repr__(self) -> str:
         own = [f"{f.name}={getattr(self, f.name)!r}" for f in fields(self) if f.name != "least"]
         rest = [] if self.least == 1024 else [f"least={self.least}"]
         return f"{type(self).__name__}({', '.join([*own, *rest])})"
-
-    @property
-    def lossy(self) -> bool:
-        return True
-
-    @property
-    def most(self) -> float:
-        """The largest magnitude it can send."""
-        return 3.4028234663852886e38
 
     def takes(self, tensor: Tensor) -> bool:
         """Whether it compresses such a tensor; others are sent as they are."""
@@ -112,12 +104,66 @@ class Code(Reducer):
             for flat in residual or ():
                 flat.zero_()
             return arrived(payload)
-        split = PayloadSplit(payload, comm, clock, self.takes, self.most, residual)
-        return split.finish([self.carry(vector, comm, clock, state) for vector in split.vectors])
+        split = PayloadSplit(payload, comm, clock, residual, takes=self.takes, most=self.most)
+        codes = [self.carry(vector, comm, clock, state) for vector in split.vectors]
+        split.sent = [(code, next(code)) for code in codes]
+        stages = [split.advance] * (self.messages - 1) if codes else []
+        return Staged(stages, split.finish, partial(max, split.arrivals))
 
-    def carry(self, vector: Vector, comm: Communicator, clock: Clock, state: State) -> Pending[None]:
-        """Replace the values of a vector by their mean, compressed, and fill its residual."""
+    def carry(self, vector: Vector, comm: Communicator, clock: Clock, state: State) -> Messages:
+        """Replace the values of a vector by their mean, compressed, and fill its residual.
+
+        A generator: it yields each message that it sends and gets back what arrives.
+        """
         raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class ErrorFeedback(Reducer):
+    """A code whose losses each rank keeps and adds to its next payload.
+
+        e ← decay·e + payload        q = code(e)        e ← e − q
+
+    q is this rank's part of the mean. With decay=1 nothing is ever lost: the sum of all q plus the kept e is
+    the sum of all payloads. Smaller `decay` forgets old losses faster.
+
+        offbeat.local_sgd(model, optimizer, reduce=ErrorFeedback(TopK(64)))
+    """
+
+    code: Code
+    decay: float = 1.0
+
+    lossy = remembers = True
+
+    def __post_init__(self) -> None:
+        check_code(self.code, "ErrorFeedback")
+        if not 0 < self.decay <= 1:
+            raise ValueError(f"{self!r}: decay must be above 0 and at most 1.")
+
+    def init(self) -> State:
+        return {"residual": None, "code": self.code.init()}
+
+    def start(self, payload: Packed, comm: Communicator, clock: Clock, state: State) -> Pending[Packed]:
+        return feed(self.code, self.decay, payload, comm, clock, state)
+
+
+def feed(
+    code: Code, decay: float, payload: Packed, comm: Communicator, clock: Clock, state: State
+) -> Pending[Packed]:
+    """Send the payload plus the losses of earlier ones; `state` keeps the new losses."""
+    flats = payload.flats
+    if state["residual"] is None:
+        state["residual"] = [torch.zeros_like(flat) for flat in flats]
+    for flat, left in zip(flats, state["residual"], strict=True):
+        flat.add_(left, alpha=decay)
+    return code.start(payload, comm, clock, state["code"], state["residual"])
+
+
+def check_code(code: object, call: str) -> None:
+    if not isinstance(code, Code):
+        raise TypeError(f"{call}({code!r}): give it a code that knows its losses, such as TopK(64).")
+    if not code.lossy:
+        raise ValueError(f"{call}({code!r}): it loses nothing; use it alone.")
 
 
 class PayloadSplit:
@@ -132,107 +178,96 @@ class PayloadSplit:
         payload: Packed,
         comm: Communicator,
         clock: Clock,
+        residual: Sequence[Tensor] | None,
+        *,
         takes: Callable[[Tensor], bool],
         most: float,
-        residual: Sequence[Tensor] | None,
         dtype: torch.dtype | None = torch.float32,
     ) -> None:
-        self._payload, self._clock, self._most = payload, clock, most
-        self._residual, self._narrow = residual, list[tuple[Tensor, Tensor | None, Vector]]()
-        views, flats, names = payload.views, payload.flats, payload.names
+        self._payload, self._clock, self._residual, self._most = payload, clock, residual, most
+        self.sent: list[tuple[Messages, Pending[list[Tensor]]]] = []  # what each code waits for
+        self.arrivals: list[float] = []  # when messages have arrived
+        names, views, flats = payload.names, payload.views, payload.flats
         extras = [name.startswith("+") for name in names]
         coded = [not extra and takes(view) for view, extra in zip(views, extras, strict=True)]
-        self._fine = [i for i, taken in enumerate(coded) if not taken]
-        self._exact = Packed.like({names[i]: views[i] for i in self._fine})
-        self._exact.read([views[i] for i in self._fine])
-        _zero([views[i] for i in self._fine if extras[i]])
-        self._word = comm.tell([self._first_bad()])
-        _zero([views[i] for i in self._fine])
+        self._rest = [i for i, taken in enumerate(coded) if not taken]
+        rest = [views[i] for i in self._rest]
+        self._exact = Packed.like(dict(zip([names[i] for i in self._rest], rest, strict=True)))
+        self._exact.read(rest)
+        for i in self._rest:
+            if extras[i]:
+                views[i].zero_()  # which may be infinite
+        ends = [end for flat in flats if len(flat) for end in torch.stack(torch.aminmax(flat)).tolist()]
+        beyond = [end for end in ends if not -most <= end <= most]  # NaN too
+        self._word = comm.tell([self._find_bad() if beyond else 0])
+        for view in rest:
+            view.zero_()
         self._message = comm.mean(self._exact.flats)
-        members: list[list[int]] = [[] for _ in flats]
-        for i, (which, _, _) in enumerate(payload.spans):
-            if coded[i]:
-                members[which].append(i)
-        self.vectors = [self._vector(i, found, dtype) for i, found in enumerate(members) if found]
-        for i, found in enumerate(members):
-            if residual is not None and not found:
-                residual[i].zero_()
+        self.vectors: list[Vector] = []
+        self._narrow: list[tuple[Tensor, Tensor | None, Vector]] = []
+        for index, flat in enumerate(flats):
+            spans = [
+                Span(names[i], start, start + n, views[i].shape)
+                for i, (which, start, n) in enumerate(payload.spans)
+                if which == index and coded[i]
+            ]
+            left = None if residual is None else residual[index]
+            if spans:
+                vector = Vector(flat, left, tuple(spans), index, _buffers.setdefault(payload, {}))
+                if dtype is not None and flat.dtype != dtype:
+                    vector = self._convert(vector, dtype)
+                self.vectors.append(vector)
+            elif left is not None:
+                left.zero_()
 
-    def _vector(self, index: int, members: Sequence[int], dtype: torch.dtype | None) -> Vector:
-        payload, flat = self._payload, self._payload.flats[index]
-        left = None if self._residual is None else self._residual[index]
-        views, places = payload.views, payload.spans
-        spans = tuple([Span(payload.names[j], places[j][1], views[j].shape) for j in members])
-        vector = Vector(flat, left, spans, index, _kept.setdefault(payload, {}))
-        if dtype is None or flat.dtype == dtype:
-            return vector
-        narrow = vector.buffer("narrow", (flat.numel(),), dtype).copy_(flat)
-        if left is not None:
-            torch.sub(flat, narrow, out=left)  # what the narrower type loses is not sent either
-        vector = replace(vector, values=narrow, residual=None if left is None else torch.zeros_like(narrow))
-        self._narrow.append((flat, left, vector))
-        return vector
+    def _convert(self, vector: Vector, dtype: torch.dtype) -> Vector:
+        """A copy in the type of the code. Its loss of precision is not sent either."""
+        narrow = vector.buffer("narrow", (vector.values.numel(),), dtype).copy_(vector.values)
+        left = None if vector.residual is None else torch.zeros_like(narrow)
+        if vector.residual is not None:
+            torch.sub(vector.values, narrow, out=vector.residual)
+        copy = replace(vector, values=narrow, residual=left)
+        self._narrow.append((vector.values, vector.residual, copy))
+        return copy
 
-    def finish(self, messages: Sequence[Pending[None]]) -> Pending[Packed]:
-        """The payload, once its vectors and the exact part have arrived."""
-        staged = [message for message in messages if isinstance(message, Staged)]
+    def _find_bad(self) -> int:
+        """The number, from 1, of the first tensor that cannot be sent."""
+        bad = [not bool((view.abs() <= self._most).all()) for view in self._payload.views]
+        return 1 + bad.index(True)
 
-        def advance() -> None:
-            self._check()
-            for message in staged:
-                message.advance()
+    def advance(self) -> None:
+        """Wait for the message of each code, and let it send the next one."""
+        for rank, (bad, *_) in enumerate(self._word.wait()):
+            if bad:
+                raise NotFinite(
+                    f"Round {self._clock.round} (step {self._clock.step}): "
+                    f"{self._payload.names[bad - 1]!r} on rank {rank} has a value that is NaN, infinite or "
+                    f"beyond {self._most:.3g}. No worker applied the round. Check that rank's loss, or clip "
+                    "its gradients."
+                )
+        sent = []
+        for code, message in self.sent:
+            tensors = message.wait()
+            self.arrivals.append(message.arrived())
+            with suppress(StopIteration):
+                sent.append((code, code.send(tensors)))
+        self.sent = sent
 
-        def wait() -> Packed:
-            self._check()
-            for message in messages:
-                message.wait()
-            self._message.wait()
-            self._put_back()
-            return self._payload
-
-        def arrive() -> float:
-            return max([self._message.arrived(), *[message.arrived() for message in messages]])
-
-        return Staged([advance] * max([len(message.stages) for message in staged], default=0), wait, arrive)
-
-    def _put_back(self) -> None:
+    def finish(self) -> Packed:
+        """Wait for all messages, and return the payload with the means in it."""
+        self.advance()
+        while self.sent:
+            self.advance()
+        self._message.wait()
+        self.arrivals.append(self._message.arrived())
         for flat, left, vector in self._narrow:
             flat.copy_(vector.values)
             if left is not None and vector.residual is not None:
                 left.add_(vector.residual)
-        if self._fine:
+        if self._rest:
             views = self._payload.views
-            torch._foreach_copy_([views[i] for i in self._fine], self._exact.views)
+            torch._foreach_copy_([views[i] for i in self._rest], self._exact.views)
             if self._residual is not None:
-                left_views = self._payload.over(self._residual).views
-                _zero([left_views[i] for i in self._fine])
-
-    def _first_bad(self) -> int:
-        """The number, from 1, of the first tensor that cannot be sent; 0 if there is none."""
-        if all(_largest(flat) <= self._most for flat in self._payload.flats):
-            return 0
-        views = self._payload.views
-        return next(i for i, view in enumerate(views, 1) if not _largest(view.flatten()) <= self._most)
-
-    def _check(self) -> None:
-        for rank, word in enumerate(self._word.wait()):
-            if word[0]:
-                raise NotFinite(
-                    f"Round {self._clock.round} (step {self._clock.step}): rank {rank} was to send "
-                    f"{self._payload.names[word[0] - 1]!r} with a value that is NaN, infinite or beyond "
-                    f"{self._most:.3g}; nobody has applied the round. Look at that rank's loss, or clip its "
-                    "gradients."
-                )
-
-
-def _largest(flat: Tensor) -> float:
-    """The largest magnitude; NaN if there is one."""
-    if flat.numel() == 0:
-        return 0.0
-    low, high = torch.stack(torch.aminmax(flat)).tolist()
-    return math.nan if math.isnan(low) else max(-low, high)
-
-
-def _zero(tensors: list[Tensor]) -> None:
-    if tensors:
-        torch._foreach_zero_(tensors)
+                lefts = self._payload.over(self._residual).views
+                torch._foreach_zero_([lefts[i] for i in self._rest])
+        return self._payload

@@ -11,9 +11,8 @@ from torch import Tensor
 from offbeat.base.checks import is_whole
 from offbeat.base.clock import Clock, State
 from offbeat.base.draws import whole
-from offbeat.comm.communicator import Communicator, Pending
-from offbeat.reduce.code import Code, Span, Vector
-from offbeat.reduce.reducer import Staged
+from offbeat.comm.communicator import Communicator
+from offbeat.reduce.code import Code, Messages, Vector
 
 
 @dataclass(frozen=True, repr=False)
@@ -34,6 +33,8 @@ class LowRank(Code):
     rank: int
     seed: int = 0
 
+    messages = 2
+
     def __post_init__(self) -> None:
         super().__post_init__()
         if not is_whole(self.rank, 1):
@@ -48,49 +49,30 @@ class LowRank(Code):
         rows = tensor.shape[0]
         return self.rank * (rows + tensor.numel() // rows) < tensor.numel()
 
-    def carry(self, vector: Vector, comm: Communicator, clock: Clock, state: State) -> Pending[None]:
-        matrices = _matrices(vector, vector.values)
-        factors = [
-            self._factor(span, m, state["factors"]) for span, m in zip(vector.spans, matrices, strict=True)
-        ]
-        thin = [m @ q for m, q in zip(matrices, factors, strict=True)]
-        first = comm.mean([_join(thin)])
-        lefts: list[Tensor] = []
-        rights: list[Tensor] = []
-        second: list[Pending[list[Tensor]]] = []
-
-        def answer() -> None:
-            lefts.extend([torch.linalg.qr(p).Q for p in _cut(first.wait()[0], thin)])
-            rights.extend([m.t() @ p for m, p in zip(matrices, lefts, strict=True)])
-            if vector.residual is not None:
-                vector.residual.copy_(vector.values)
-                for left, p, q in zip(_matrices(vector, vector.residual), lefts, rights, strict=True):
-                    left.addmm_(p, q.t(), alpha=-1)
-            second.append(comm.mean([_join(rights)]))
-
-        def arrive() -> None:
-            means = _cut(second[0].wait()[0], rights)
-            for span, m, p, q in zip(vector.spans, matrices, lefts, means, strict=True):
-                torch.mm(p, q.t(), out=m)
-                state["factors"][span.name] = q.clone()
-
-        return Staged([answer], arrive, lambda: second[0].arrived())
-
-    def _factor(self, span: Span, matrix: Tensor, factors: dict[str, Tensor]) -> Tensor:
-        """The factor of the round before; a random one at first, and after a mean of zero."""
-        known = factors.get(span.name)
-        if known is not None and bool(known.any()):
-            return known
-        rng = torch.Generator().manual_seed(whole(self.seed, span.name) % 2**63)
-        return torch.randn(matrix.shape[1], self.rank, generator=rng).to(matrix.device)
+    def carry(self, vector: Vector, comm: Communicator, clock: Clock, state: State) -> Messages:
+        matrices, factors = _matrices(vector, vector.values), state["factors"]
+        thin = []
+        for span, m in zip(vector.spans, matrices, strict=True):
+            q = factors.get(span.name)
+            if q is None or not q.any():  # at first, and after a mean of zero
+                rng = torch.Generator().manual_seed(whole(self.seed, span.name) % 2**63)
+                q = torch.randn(m.shape[1], self.rank, generator=rng).to(m.device)
+            thin.append(m @ q)
+        (mean,) = yield comm.mean([torch.cat([p.flatten() for p in thin])])
+        lefts = [torch.linalg.qr(p).Q for p in _cut(mean, thin)]
+        rights = [m.t() @ p for m, p in zip(matrices, lefts, strict=True)]
+        if vector.residual is not None:
+            vector.residual.copy_(vector.values)
+            for left, p, q in zip(_matrices(vector, vector.residual), lefts, rights, strict=True):
+                left.addmm_(p, q.t(), alpha=-1)
+        (mean,) = yield comm.mean([torch.cat([q.flatten() for q in rights])])
+        for span, m, p, q in zip(vector.spans, matrices, lefts, _cut(mean, rights), strict=True):
+            torch.mm(p, q.t(), out=m)
+            factors[span.name] = q.clone()
 
 
 def _matrices(vector: Vector, flat: Tensor) -> list[Tensor]:
-    return [view.flatten(1) for view in vector.views(flat)]
-
-
-def _join(tensors: Sequence[Tensor]) -> Tensor:
-    return torch.cat([tensor.flatten() for tensor in tensors])
+    return [flat[span.start : span.end].view(span.shape).flatten(1) for span in vector.spans]
 
 
 def _cut(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:

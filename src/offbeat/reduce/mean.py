@@ -11,9 +11,8 @@ from torch import Tensor
 from offbeat.base.clock import Clock, State
 from offbeat.base.packed import Packed
 from offbeat.comm.communicator import Communicator, Pending
-from offbeat.reduce.code import Code, Vector
-from offbeat.reduce.codec import CastCodec
-from offbeat.reduce.two_phase import TwoPhaseMean
+from offbeat.reduce.code import Code, Messages, Vector
+from offbeat.reduce.quantized import CastCodec, mean_in_two_phases
 
 _PIECE = 2**24  # values; on loopback gloo moves one long vector faster than many short ones
 _NARROW = {"bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -31,6 +30,8 @@ class Mean(Code):
 
     dtype: str | torch.dtype | None = None
 
+    messages = 2  # in half precision
+
     def __post_init__(self) -> None:
         super().__post_init__()
         name = self.dtype if self.dtype is None else str(self.dtype).removeprefix("torch.")
@@ -39,17 +40,12 @@ class Mean(Code):
             raise ValueError(
                 f'{self!r}: dtype must be "bfloat16", "float16", or left out for full precision.'
             )
+        object.__setattr__(self, "lossy", name is not None)
+        if name is not None:
+            object.__setattr__(self, "most", torch.finfo(_NARROW[name]).max)
 
     def __repr__(self) -> str:
         return super().__repr__() if self.dtype else "Mean()"
-
-    @property
-    def lossy(self) -> bool:
-        return self.dtype is not None
-
-    @property
-    def most(self) -> float:
-        return float(torch.finfo(_NARROW[str(self.dtype)]).max)
 
     def start(
         self,
@@ -78,5 +74,5 @@ class Mean(Code):
             lambda: max(message.arrived() for message in messages),
         )
 
-    def carry(self, vector: Vector, comm: Communicator, clock: Clock, state: State) -> Pending[None]:
-        return TwoPhaseMean(vector, comm, CastCodec(_NARROW[str(self.dtype)]), lambda way: None).send()
+    def carry(self, vector: Vector, comm: Communicator, clock: Clock, state: State) -> Messages:
+        return mean_in_two_phases(vector, comm, CastCodec(_NARROW[str(self.dtype)]))

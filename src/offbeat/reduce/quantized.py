@@ -1,17 +1,23 @@
-"""Values rounded to whole numbers of a few bits."""
+"""Values rounded to few bits: the mean of a vector in two messages, and the wire forms."""
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
+from offbeat.base.checks import is_whole
 from offbeat.base.clock import Clock, State
 from offbeat.base.draws import whole
-from offbeat.comm.communicator import Communicator, Pending
-from offbeat.reduce.code import Code, Vector
-from offbeat.reduce.codec import BlockCodec
-from offbeat.reduce.two_phase import TwoPhaseMean
+from offbeat.comm.communicator import Communicator
+from offbeat.reduce.code import Code, Messages, Vector
+
+_TILE = 2**18  # values processed at a time, so that they stay in the cache between two passes
+_TINY = 2.0**-126  # the smallest scale: division by less is not exact enough
+_PIECES = 4  # at most
+_PIECE = 2**16  # values, about, at least
 
 
 @dataclass(frozen=True, repr=False)
@@ -29,23 +35,170 @@ class Quantized(Code):
     stochastic: bool = False
     seed: int = 0
 
+    messages = 2
+
     def __post_init__(self) -> None:
         super().__post_init__()
         if not isinstance(self.bits, int) or self.bits not in (4, 8):
             raise ValueError(f"{self!r}: bits must be 8 or 4.")
-        if (
-            isinstance(self.block, bool)
-            or not isinstance(self.block, int)
-            or self.block < 8
-            or self.block % 8
-        ):
+        if not is_whole(self.block, 8) or self.block % 8:
             raise ValueError(f"{self!r}: block must be a multiple of 8.")
 
-    def carry(self, vector: Vector, comm: Communicator, clock: Clock, state: State) -> Pending[None]:
-        def rng(way: str) -> torch.Generator | None:
-            if not self.stochastic:
-                return None
-            key = (self.seed, clock.step, clock.round, vector.spans[0].name, comm.rank, way)
-            return torch.Generator(vector.values.device).manual_seed(whole(*key) % 2**63)
+    def carry(self, vector: Vector, comm: Communicator, clock: Clock, state: State) -> Messages:
+        codec = BlockCodec(self.bits, self.block)
+        if not self.stochastic:
+            return mean_in_two_phases(vector, comm, codec)
+        key = (self.seed, clock.step, clock.round, vector.spans[0].name, comm.rank)
+        out, back = (torch.Generator(vector.values.device) for _ in range(2))
+        out.manual_seed(whole(*key, "out") % 2**63)
+        back.manual_seed(whole(*key, "back") % 2**63)
+        return mean_in_two_phases(vector, comm, codec, (out, back))
 
-        return TwoPhaseMean(vector, comm, BlockCodec(self.bits, self.block), rng).send()
+
+def mean_in_two_phases(
+    vector: Vector,
+    comm: Communicator,
+    codec: CastCodec | BlockCodec,
+    rngs: tuple[torch.Generator | None, torch.Generator | None] = (None, None),
+) -> Messages:
+    """An all-to-all, a sum in rank order, an all-gather: the bytes of an all-reduce in this codec.
+
+    Each rank sums one slice in float32 and sends the mean to all. Each value is rounded once before the sum,
+    each mean once after it. All ranks decode the same bytes. The second rounding is charged to the residual
+    of the rank that made it. Slices are coded in pieces: while the mean of one piece travels, the next is
+    summed or the one before decoded.
+    """
+    size, unit, width = comm.size, codec.unit, codec.width
+    units = -(-vector.values.numel() // (size * unit))
+    length = units * unit
+    edges = [*range(0, units, max(-(-units // _PIECES), _PIECE // unit)), units]
+    pieces = [(slice(a * unit, b * unit), slice(a * width, b * width)) for a, b in itertools.pairwise(edges)]
+    cuts = [slice(i * length, (i + 1) * length) for i in range(size)]  # the last may be shorter, or empty
+    slices, residual = [vector.values[cut] for cut in cuts], vector.residual
+    wire = vector.buffer("wire", (size, units * width), torch.uint8)
+    for part, row in zip(slices, wire, strict=True):
+        for values, coded in pieces:
+            codec.encode(part[values], row[coded], rngs[0])
+    message = comm.exchange(list(wire))
+    if residual is not None:  # worked out while the message travels
+        for part, cut, row in zip(slices, cuts, wire, strict=True):
+            for values, coded in pieces:
+                codec.decode(row[coded], residual[cut][values])
+            torch.sub(part, residual[cut], out=residual[cut])
+    parts = yield message
+    mean = vector.buffer("mean", (length,), torch.float32)[: slices[comm.rank].numel()]
+    row = vector.buffer("row", (units * width,), torch.uint8)
+    messages = []
+    for values, coded in pieces:
+        for rank, part in enumerate(parts):
+            codec.decode(part[coded], mean[values], 1 / size, add=rank > 0)
+        codec.encode(mean[values], row[coded], rngs[1])
+        messages.append(comm.gather(row[coded]))
+    if residual is not None:
+        left = residual[cuts[comm.rank]].add_(mean, alpha=size)
+        for values, coded in pieces:
+            codec.decode(row[coded], left[values], -size, add=True)
+    for (values, _), message in zip(pieces, messages, strict=True):
+        for part, row in zip(slices, (yield message), strict=True):
+            codec.decode(row, part[values])
+
+
+@dataclass(frozen=True)
+class CastCodec:
+    """The wire form of a vector as a narrower floating type: `unit` values take `width` bytes.
+
+    A wire has whole units; the vector may be shorter. `encode` writes the values into the bytes. `decode`
+    writes the values times `factor` into `out`, or adds them to it.
+    """
+
+    dtype: torch.dtype
+
+    unit, width = 2, 4
+
+    def encode(self, values: Tensor, wire: Tensor, rng: torch.Generator | None = None) -> None:
+        wire.view(self.dtype)[: values.numel()].copy_(values)
+
+    def decode(self, wire: Tensor, out: Tensor, factor: float = 1.0, *, add: bool = False) -> None:
+        narrow = wire.view(self.dtype)
+        if not add:
+            out.copy_(narrow[: out.numel()])
+            if factor != 1:
+                out.mul_(factor)
+            return
+        tile = torch.empty(min(_TILE, out.numel()), device=out.device)
+        for start in range(0, out.numel(), _TILE):
+            part = out[start : start + _TILE]
+            wide = tile[: part.numel()].copy_(narrow[start : start + part.numel()])
+            part.add_(wide, alpha=factor)
+
+
+@dataclass(frozen=True)
+class BlockCodec:
+    """Whole numbers of 8 or 4 bits, and one scale per block of `unit` values: all codes, then the scales.
+
+    With 4 bits, the low half of a byte is a value of the first half of a block, the high half one of the
+    second. `encode` rounds to the nearest number or, with `rng`, at random and without bias.
+    """
+
+    bits: int
+    unit: int
+
+    @property
+    def width(self) -> int:
+        return self.unit * self.bits // 8 + 4
+
+    def encode(self, values: Tensor, wire: Tensor, rng: torch.Generator | None = None) -> None:
+        unit, row, top = self.unit, self.unit * self.bits // 8, int(2 ** (self.bits - 1)) - 1
+        blocks = wire.numel() // (row + 4)
+        codes, scales = wire[: blocks * row].view(blocks, row), wire[blocks * row :].view(torch.float32)
+        step = max(1, _TILE // unit)
+        tile = torch.empty(min(step, blocks), unit, device=values.device)
+        for start in range(0, -(-values.numel() // unit), step):
+            part = values[start * unit : (start + step) * unit]
+            if part.numel() % unit:
+                part = torch.nn.functional.pad(part, (0, -part.numel() % unit))
+            part = part.view(-1, unit)
+            end = start + len(part)
+            scale, numbers = scales[start:end].view(-1, 1), tile[: len(part)]
+            torch.maximum(part.amax(1, keepdim=True), part.amin(1, keepdim=True).neg_(), out=scale)
+            scale.div_(top).clamp_(min=_TINY)
+            torch.div(part, scale, out=numbers)
+            if rng is None:
+                numbers.round_()
+            else:
+                numbers.add_(torch.rand(numbers.shape, generator=rng, device=numbers.device)).floor_()
+                numbers.clamp_(max=top)  # the addition may have rounded up
+            if self.bits == 8:
+                codes[start:end].view(torch.int8).copy_(numbers)
+            else:
+                low, high = numbers[:, : unit // 2], numbers[:, unit // 2 :]
+                codes[start:end].copy_(low.add_(high, alpha=16).add_(136))
+
+    def decode(self, wire: Tensor, out: Tensor, factor: float = 1.0, *, add: bool = False) -> None:
+        unit, row = self.unit, self.unit * self.bits // 8
+        blocks = wire.numel() // (row + 4)
+        codes, scales = wire[: blocks * row].view(blocks, row), wire[blocks * row :].view(torch.float32)
+        scales = (scales * factor).view(-1, 1)
+        whole, rest = divmod(out.numel(), unit)
+        step = max(1, _TILE // unit)
+        tile = torch.empty(min(step, blocks), unit, device=out.device)
+        for start in range(0, whole + bool(rest), step):
+            end, full = min(start + step, whole + bool(rest)), min(start + step, whole)
+            numbers = tile[: end - start]
+            if self.bits == 8:
+                numbers.copy_(codes[start:end].view(torch.int8))
+            else:
+                low, high = numbers[:, : unit // 2], numbers[:, unit // 2 :]
+                low.copy_(codes[start:end])
+                torch.mul(low, 1 / 16, out=high).floor_()
+                low.sub_(high, alpha=16)
+                numbers.sub_(8)
+            part = out[start * unit : full * unit].view(-1, unit)
+            if add:
+                part.addcmul_(numbers[: full - start], scales[start:full])
+            else:
+                torch.mul(numbers[: full - start], scales[start:full], out=part)
+            if end > whole:  # the last block is shorter
+                last = numbers[-1].mul_(scales[whole])[:rest]
+                part = out[whole * unit :]
+                part.add_(last) if add else part.copy_(last)

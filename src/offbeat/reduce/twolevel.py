@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -11,8 +12,8 @@ from offbeat.base.clock import Clock, State
 from offbeat.base.packed import Packed
 from offbeat.base.tensors import PRESENT
 from offbeat.comm.communicator import Communicator, Pending, arrived
-from offbeat.reduce.code import PayloadSplit
-from offbeat.reduce.reducer import Reducer
+from offbeat.reduce.code import Messages, PayloadSplit
+from offbeat.reduce.reducer import Reducer, Staged
 
 
 @dataclass(frozen=True)
@@ -29,52 +30,34 @@ class TwoLevel(Reducer):
     Yoon et al., "A2SGD", 2020, arXiv 2006.07405.
     """
 
-    @property
-    def lossy(self) -> bool:
-        return True
-
-    @property
-    def agrees(self) -> bool:
-        return False
+    lossy = True
+    agrees = False
 
     def start(self, payload: Packed, comm: Communicator, clock: Clock, state: State) -> Pending[Packed]:
         if comm.size == 1:
             return arrived(payload)
-        sizes, here = _find_tensors(payload)
+        tensors = dict(zip(payload.names, payload.views, strict=True))
+        sizes = torch.tensor([view.numel() for name, view in tensors.items() if not name.startswith("+")])
+        note = tensors.get(f"+{PRESENT}")  # which tensors exist here
+        here = torch.ones_like(sizes).bool() if note is None else note.cpu() > 0
         most = torch.finfo(torch.float32).max
-        split = PayloadSplit(payload, comm, clock, lambda tensor: True, most, None, dtype=None)
-        vectors = [vector.values for vector in split.vectors]
-        mine = torch.cat(
-            [_summarize(vectors, int(sizes[here].sum())).view(torch.uint8), here.to(torch.uint8)]
-        )
-
-        def arrive(heard: list[Tensor]) -> None:
-            levels = _levels(torch.stack(heard), sizes)
-            above, below = (levels.mean(0) - levels[comm.rank]).tolist()
-            for values in vectors:
-                values.add_(torch.where(values >= 0, values.new_tensor(above), values.new_tensor(-below)))
-
-        return split.finish([comm.gather(mine).then(arrive)])
+        split = PayloadSplit(payload, comm, clock, None, takes=lambda tensor: True, most=most, dtype=None)
+        code = _shift([vector.values for vector in split.vectors], comm, sizes, here)
+        split.sent = [(code, next(code))]
+        return Staged([], split.finish, partial(max, split.arrivals))
 
 
-def _find_tensors(payload: Packed) -> tuple[Tensor, Tensor]:
-    """The size of each tensor, and whether it exists here (if the payload says)."""
-    entries = dict(zip(payload.names, payload.views, strict=True))
-    sizes = torch.tensor([view.numel() for name, view in entries.items() if not name.startswith("+")])
-    note = entries.get(f"+{PRESENT}")
-    return sizes, torch.ones_like(sizes).bool() if note is None else note.cpu() > 0
-
-
-def _summarize(vectors: list[Tensor], number: int) -> Tensor:
-    """The sum and the count of the values ≥ 0 among `number` values, and the mean magnitude of the rest."""
+def _shift(vectors: list[Tensor], comm: Communicator, sizes: Tensor, here: Tensor) -> Messages:
+    """Send the sum and number of the values ≥ 0, the mean magnitude of the rest, and which tensors exist."""
     below = sum(int((values < 0).sum()) for values in vectors)
     above = sum(float(values.clamp(min=0).sum(dtype=torch.float64)) for values in vectors)
     under = sum(float(values.clamp(max=0).sum(dtype=torch.float64)) for values in vectors)
-    return torch.tensor([above, number - below, -under / max(1, below)], dtype=torch.float64)
-
-
-def _levels(heard: Tensor, sizes: Tensor) -> Tensor:
-    """The two means of each rank; 0 where there are no values."""
-    sums, here = heard[:, :24].contiguous().view(torch.float64), heard[:, 24:].bool()
-    lacking = (sizes * (here.any(0) & ~here)).sum(1)  # zeros for tensors that only others have
-    return torch.stack([sums[:, 0] / (sums[:, 1] + lacking).clamp(min=1), sums[:, 2]], 1)
+    numbers = [above, int(sizes[here].sum()) - below, -under / max(1, below)]
+    mine = torch.tensor(numbers, dtype=torch.float64).view(torch.uint8)
+    parts = torch.stack((yield comm.gather(torch.cat([mine, here.to(torch.uint8)]))))
+    sums, exist = parts[:, :24].contiguous().view(torch.float64), parts[:, 24:].bool()
+    lacking = (sizes * (exist.any(0) & ~exist)).sum(1)  # zeros for tensors that only others have
+    levels = torch.stack([sums[:, 0] / (sums[:, 1] + lacking).clamp(min=1), sums[:, 2]], 1)
+    up, down = (levels.mean(0) - levels[comm.rank]).tolist()
+    for values in vectors:
+        values.add_(torch.where(values >= 0, values.new_tensor(up), values.new_tensor(-down)))

@@ -3,16 +3,15 @@
 from offbeat.simulate.compute import (
     Compute,
     Constant,
+    Failures,
     HeavyTailed,
     Jittered,
     Recorded,
     Stragglers,
     Uneven,
 )
-from offbeat.simulate.failures import Failures
 from offbeat.simulate.network import Level, Network
-from offbeat.simulate.run import simulate
-from offbeat.simulate.virtual import Virtual
+from offbeat.simulate.virtual import Virtual, simulate
 
 __all__ = [
     "Compute",

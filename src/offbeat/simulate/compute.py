@@ -1,4 +1,4 @@
-"""How long a worker computes: constant, jittered, heavy-tailed or recorded times, and stragglers."""
+"""How long a worker computes, and how often it fails."""
 
 from __future__ import annotations
 
@@ -12,10 +12,16 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from offbeat.base.draws import uniforms
+from offbeat.base.draws import uniform, uniforms
 from offbeat.base.errors import BadArgument
 
 _BLOCK = 256  # steps drawn at once when asked step by step
+
+
+def require(holds: bool, value: object, name: str, rule: str) -> None:
+    """Refuse the argument `name` of a value, unless the rule for it holds."""
+    if not holds:
+        raise BadArgument(name, getattr(value, name), f"{name} {rule}.", call=value)
 
 
 class Compute:
@@ -24,10 +30,7 @@ class Compute:
     Call it with a rank and a step for one number; `seconds` gives the same numbers for many at once.
     """
 
-    @property
-    def spread(self) -> bool:
-        """Whether workers or steps differ."""
-        return True
+    spread = True  # whether workers or steps differ
 
     def seconds(self, ranks: Tensor, steps: Tensor) -> Tensor:
         """Seconds of each rank at each step, in float64. Both are whole numbers that broadcast together."""
@@ -49,12 +52,10 @@ class Constant(Compute):
 
     step: float
 
-    def __post_init__(self) -> None:
-        _check_positive(self, self.step)
+    spread = False
 
-    @property
-    def spread(self) -> bool:
-        return False
+    def __post_init__(self) -> None:
+        require(0 < self.step < math.inf, self, "step", "must be a positive number of seconds")
 
     def seconds(self, ranks: Tensor, steps: Tensor) -> Tensor:
         return torch.full_like(ranks + steps, self.step, dtype=torch.float64)
@@ -69,11 +70,8 @@ class Jittered(Compute):
     seed: int = 0
 
     def __post_init__(self) -> None:
-        _check_positive(self, self.step)
-        if not 0 <= self.jitter <= 100:
-            raise BadArgument(
-                "jitter", self.jitter, "jitter is a share of the step, from 0 to 100.", call=self
-            )
+        require(0 < self.step < math.inf, self, "step", "must be a positive number of seconds")
+        require(0 <= self.jitter <= 100, self, "jitter", "is a share of the step, from 0 to 100")
 
     def seconds(self, ranks: Tensor, steps: Tensor) -> Tensor:
         variance = math.log1p(self.jitter**2)
@@ -90,11 +88,8 @@ class HeavyTailed(Compute):
     seed: int = 0
 
     def __post_init__(self) -> None:
-        _check_positive(self, self.step)
-        if not 1 < self.tail < math.inf:
-            raise BadArgument(
-                "tail", self.tail, "tail must be a finite number above 1, for a finite mean.", call=self
-            )
+        require(0 < self.step < math.inf, self, "step", "must be a positive number of seconds")
+        require(1 < self.tail < math.inf, self, "tail", "must be a finite number above 1, for a finite mean")
 
     def seconds(self, ranks: Tensor, steps: Tensor) -> Tensor:
         least = self.step * (self.tail - 1) / self.tail
@@ -112,7 +107,7 @@ class Recorded(Compute):
 
     def __post_init__(self) -> None:
         if not self.rows or not all(self.rows):
-            raise ValueError("Recorded(rows): at least one row of one step is needed.")
+            raise ValueError("Recorded(rows): rows must contain at least one row, and each row one step.")
         if not all(math.isfinite(time) and time >= 0 for row in self.rows for time in row):
             raise ValueError("Recorded(rows): every step must take 0 seconds or more.")
 
@@ -126,7 +121,7 @@ class Recorded(Compute):
             rows = json.loads(Path(path).read_text())
             return cls(tuple(tuple(float(time) for time in row) for row in rows))
         except (TypeError, json.JSONDecodeError) as error:
-            raise ValueError(f"{path}: a list of seconds for every worker is needed ({error}).") from None
+            raise ValueError(f"{path}: this is not a list of seconds for every worker ({error}).") from None
 
     def write(self, path: str | PathLike[str]) -> None:
         """Write a file for `read`."""
@@ -149,10 +144,8 @@ class Uneven(Compute):
     factors: tuple[float, ...]
 
     def __post_init__(self) -> None:
-        if not self.factors or not all(math.isfinite(f) and f > 0 for f in self.factors):
-            raise BadArgument(
-                "factors", self.factors, "factors must be positive numbers, one or more.", call=self
-            )
+        positive = all(math.isfinite(factor) and factor > 0 for factor in self.factors)
+        require(bool(self.factors) and positive, self, "factors", "must be positive numbers, one or more")
 
     def seconds(self, ranks: Tensor, steps: Tensor) -> Tensor:
         factors = torch.tensor(self.factors, dtype=torch.float64)
@@ -169,10 +162,8 @@ class Stragglers(Compute):
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if not 0 <= self.chance <= 1:
-            raise BadArgument("chance", self.chance, "chance must be from 0 to 1.", call=self)
-        if not (math.isfinite(self.delay) and self.delay >= 0):
-            raise BadArgument("delay", self.delay, "delay must be a number of seconds, 0 or more.", call=self)
+        require(0 <= self.chance <= 1, self, "chance", "must be from 0 to 1")
+        require(0 <= self.delay < math.inf, self, "delay", "must be a number of seconds, 0 or more")
 
     def seconds(self, ranks: Tensor, steps: Tensor) -> Tensor:
         late = uniforms(ranks, steps, self.seed, "straggler") < self.chance
@@ -193,6 +184,50 @@ class Late(Compute):
         return self.base.seconds(ranks, steps) + late * self.delay
 
 
-def _check_positive(value: object, step: float) -> None:
-    if not (math.isfinite(step) and step > 0):
-        raise BadArgument("step", step, "step must be a positive number of seconds.", call=value)
+@dataclass(frozen=True)
+class Failures:
+    """Each worker fails `per_hour` times per hour of work, at random, and is back after `restart` seconds.
+
+    It repeats the work since its last checkpoint; there is one every `checkpoint` seconds of work. A resumed
+    run equals an uninterrupted one to the bit, so a failure costs time and nothing else.
+    """
+
+    per_hour: float
+    restart: float = 60.0
+    checkpoint: float = 0.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("per_hour", "restart", "checkpoint"):
+            require(0 <= getattr(self, name) < math.inf, self, name, "must be a finite number, 0 or more")
+        require(self.per_hour <= 3600, self, "per_hour", "must be at most 3600, one failure per second")
+
+    @property
+    def cost(self) -> float:
+        """The average cost of one failure, in seconds."""
+        return self.restart + self.checkpoint / 2
+
+    def gap(self, rank: int, number: int) -> float:
+        """Seconds of work before failure `number` of a worker, since the one before."""
+        if not self.per_hour:
+            return math.inf
+        return -math.log1p(-uniform(self.seed, rank, number, "failure")) * 3600 / self.per_hour
+
+
+class Uptime:
+    """The failures of one worker over time."""
+
+    def __init__(self, failures: Failures, rank: int) -> None:
+        self._failures, self._rank = failures, rank
+        self._worked, self._number, self._next = 0.0, 0, failures.gap(rank, 0)
+
+    def lose(self, seconds: float) -> float:
+        """Seconds lost to failures during the next `seconds` of work."""
+        self._worked += seconds
+        lost = 0.0
+        while self._next <= self._worked:
+            again = self._next % self._failures.checkpoint if self._failures.checkpoint else 0.0
+            lost += self._failures.restart + again
+            self._number += 1
+            self._next += self._failures.gap(self._rank, self._number)
+        return lost

@@ -6,12 +6,15 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import get_args
 
 from offbeat.base.checks import is_whole
 from offbeat.base.errors import BadArgument
-from offbeat.comm.collective import Algorithm
-from offbeat.simulate.collective import ALGORITHMS, KINDS, hops, own_bytes, uplink_bytes
+from offbeat.comm.collective import COLLECTIVES, Algorithm, Crossing
+from offbeat.simulate.compute import require
+
+_ALGORITHMS: tuple[str, ...] = get_args(Algorithm)
 
 Link = tuple[int, int]
 """A level, 0 for the workers' own links, and the worker or group it belongs to."""
@@ -29,11 +32,9 @@ class Level:
     latency: float = 0.0
 
     def __post_init__(self) -> None:
-        if not is_whole(self.workers, 1):
-            raise BadArgument(
-                "workers", self.workers, "workers must be a whole number, at least 1.", call=self
-            )
-        _check(self, self.latency, (self.bandwidth,))
+        require(is_whole(self.workers, 1), self, "workers", "must be a whole number, at least 1")
+        require(self.latency >= 0, self, "latency", "must not be negative")
+        require(self.bandwidth > 0, self, "bandwidth", "must be positive")
 
 
 @dataclass(frozen=True)
@@ -58,26 +59,26 @@ class Network:
     shares: tuple[tuple[str, float], ...] = ()
 
     def __post_init__(self) -> None:
-        _check(self, self.latency, self.links)
-        if self.reduce not in ALGORITHMS:
-            known = ", ".join(map(repr, ALGORITHMS))
-            raise BadArgument("reduce", self.reduce, f"reduce must be one of {known}.", call=self)
+        require(self.latency >= 0, self, "latency", "must not be negative")
+        positive = all(bandwidth > 0 for bandwidth in self.links)
+        require(bool(self.links) and positive, self, "bandwidth", "must be positive")
+        known = ", ".join(map(repr, _ALGORITHMS))
+        require(self.reduce in _ALGORITHMS, self, "reduce", f"must be one of {known}")
         for kind, share in self.shares:
-            if kind not in KINDS or not 0 < share <= 1:
-                raise ValueError(
-                    f"{self!r}: shares are pairs of one of {', '.join(map(repr, KINDS))} and a number "
-                    "above 0 and at most 1."
-                )
+            kinds = ", ".join(map(repr, COLLECTIVES))
+            rule = f"are pairs of one of {kinds} and a number above 0 and at most 1"
+            require(kind in COLLECTIVES and 0 < share <= 1, self, "shares", rule)
         for inner, outer in itertools.pairwise(self.levels):
             if outer.workers % inner.workers or outer.workers <= inner.workers:
                 reason = f"groups of {outer.workers} must be made of whole groups of {inner.workers}."
                 raise BadArgument("levels", self.levels, reason, call=self)
 
     def __repr__(self) -> str:
-        reduce = "" if self.reduce == "ideal" else f", reduce={self.reduce!r}"
-        levels = f", levels={self.levels!r}" if self.levels else ""
-        shares = f", shares={self.shares!r}" if self.shares else ""
-        return f"Network(latency={self.latency}, bandwidth={self.bandwidth}{reduce}{levels}{shares})"
+        given = {
+            f.name: getattr(self, f.name) for f in fields(self)[2:] if getattr(self, f.name) != f.default
+        }
+        rest = "".join(f", {name}={value!r}" for name, value in given.items())
+        return f"Network(latency={self.latency}, bandwidth={self.bandwidth}{rest})"
 
     @property
     def links(self) -> tuple[float, ...]:
@@ -87,50 +88,24 @@ class Network:
     def check(self, workers: int) -> None:
         """Raise unless there is a link for each worker."""
         if len(self.links) not in (1, workers):
-            raise BadArgument(
-                "workers", workers, f"it has {len(self.links)} links for {workers} workers.", call=self
-            )
+            reason = f"it has {len(self.links)} links for {workers} workers."
+            raise BadArgument("workers", workers, reason, call=self)
 
     def share(self, kind: str) -> float:
         """The fraction of the workers' own bandwidth that a collective reaches."""
         return dict(self.shares).get(kind, 1.0)
 
-    def link(self, rank: int) -> float:
-        return self.links[rank if len(self.links) > 1 else 0]
-
     def seconds(self, nbytes: int) -> float:
         """The time of one message between neighbours, on the slowest of the workers' own links."""
         return self.latency + nbytes / min(self.links)
 
-    def counts(self, members: Sequence[int]) -> list[int]:
-        """The number of members, then of the groups that they come from on each level."""
-        return [len(members), *(len({rank // level.workers for rank in members}) for level in self.levels)]
-
-    def delay(self, kind: str, members: Sequence[int]) -> float:
-        """The sum of the latencies of one collective."""
-        return self.delay_of(kind, self.counts(members))
-
-    def delay_of(self, kind: str, counts: list[int]) -> float:
-        """The sum of the latencies of one collective, from `counts` of its members."""
+    def delay(self, kind: str, counts: list[int]) -> float:
+        """The sum of the latencies of one collective; see `hops` for `counts`."""
         latencies = [self.latency, *(level.latency for level in self.levels)]
         if counts[0] == 1 or not any(latencies):
             return 0.0
         paid = hops(self.reduce, kind, counts)
         return sum(times * latency for times, latency in zip(paid, latencies, strict=True) if times)
-
-    def busy(self, kind: str, members: Sequence[int], given: int) -> dict[Link, float]:
-        """Seconds for which one collective keeps each link busy; links without a limit are left out."""
-        size = len(members)
-        sent = own_bytes(self.reduce, kind, size, given) / self.share(kind)
-        busy = {(0, rank): sent / self.link(rank) for rank in members if self.link(rank) < math.inf}
-        for number, level in enumerate(self.levels, start=1):
-            inside = Counter(rank // level.workers for rank in members)
-            if len(inside) == 1 or level.bandwidth == math.inf:
-                continue
-            for group, count in inside.items():
-                amount = uplink_bytes(self.reduce, kind, size, given, inside=count, groups=len(inside))
-                busy[number, group] = amount / level.bandwidth
-        return busy
 
 
 class Traffic:
@@ -147,17 +122,57 @@ class Traffic:
         """
         if len(members) == 1:
             return ready
-        busy = self.network.busy(kind, members, given)
+        busy = self._busy(kind, members, given)
         start = ready
         if queue:
             start = max([ready, *(self._free.get(link, 0.0) for link in busy)])
             for link, seconds in busy.items():
                 self._free[link] = start + seconds
-        return start + max(busy.values(), default=0.0) + self.network.delay(kind, members)
+        groups = [len({rank // level.workers for rank in members}) for level in self.network.levels]
+        delay = self.network.delay(kind, [len(members), *groups])
+        return start + max(busy.values(), default=0.0) + delay
+
+    def _busy(self, kind: str, members: Sequence[int], given: int) -> dict[Link, float]:
+        """Seconds for which one collective keeps each link busy; links without a limit are left out."""
+        network, size = self.network, len(members)
+        sent = own_bytes(network.reduce, kind, size, given) / network.share(kind)
+        links = network.links if len(network.links) > 1 else network.links * (max(members) + 1)
+        busy = {(0, rank): sent / links[rank] for rank in members if links[rank] < math.inf}
+        for number, level in enumerate(network.levels, start=1):
+            inside = Counter(rank // level.workers for rank in members)
+            if len(inside) == 1 or level.bandwidth == math.inf:
+                continue
+            for group, count in inside.items():
+                crossing = Crossing(given, size, count, len(inside))
+                busy[number, group] = COLLECTIVES[kind].crosses(network.reduce, crossing) / level.bandwidth
+        return busy
 
 
-def _check(value: Network | Level, latency: float, bandwidths: Sequence[float]) -> None:
-    if not latency >= 0:
-        raise BadArgument("latency", latency, "latency must not be negative.", call=value)
-    if not bandwidths or not all(bandwidth > 0 for bandwidth in bandwidths):
-        raise BadArgument("bandwidth", bandwidths, "bandwidth must be positive.", call=value)
+def own_bytes(algorithm: Algorithm, kind: str, size: int, given: int) -> int:
+    """Bytes each of `size` workers sends over its own link, and receives, for `given` bytes.
+
+    A tree sends everything up and down; a ring keeps the worker's own share.
+    """
+    if algorithm == "tree" and COLLECTIVES[kind].ways == 2 and size > 1:
+        return 2 * given
+    return COLLECTIVES[kind].sent(size, given)
+
+
+def hops(algorithm: Algorithm, kind: str, counts: list[int]) -> list[float]:
+    """How often a collective pays the latency of each level; the first level is the workers' own links.
+
+    `counts` are the workers, then the groups that they come from on each level. In a ring each link adds its
+    own latency, twice for a mean. In a tree the groups of one level meet before those of the next.
+    """
+    ways, local = COLLECTIVES[kind].ways, COLLECTIVES[kind].local
+    size = counts[0]
+    if algorithm == "ring" and not local:
+        crossing = [count if count > 1 else 0 for count in [*counts, 1]]
+        edges = [below - above for below, above in itertools.pairwise(crossing)]
+        return [ways * (size - 1) / size * count for count in edges]
+    if algorithm == "tree" and not local:
+        fans = [below / above for below, above in zip(counts, [*counts[1:], 1], strict=True)]
+        return [float(ways * math.ceil(math.log2(fan))) for fan in fans]
+    top = max((level for level, count in enumerate(counts) if count > 1), default=0)
+    once = 1.0 if algorithm == "ideal" else float(ways)
+    return [once if level == top else 0.0 for level in range(len(counts))]

@@ -1,27 +1,80 @@
-"""The threads of simulated workers: one runs at a time, the earliest first."""
+"""The threads of simulated workers, and what they can wait for: one runs at a time, the earliest first."""
 
 from __future__ import annotations
 
 import heapq
+import itertools
 import threading
+from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 from weakref import WeakSet
 
 import torch
+from torch import Tensor
 
 from offbeat.base.errors import Deadlock, Disagreement
-from offbeat.comm.communicator import Communicator
+from offbeat.comm.background import TaskQueue
+from offbeat.comm.collective import Collective, nbytes
+from offbeat.comm.communicator import Communicator, Pending
 from offbeat.comm.presence import Departure, Track, find_disagreement
-from offbeat.simulate.failures import Failures, Uptime
+from offbeat.simulate.compute import Failures, Uptime
 from offbeat.simulate.network import Network, Traffic
-from offbeat.simulate.waits import Call, Condition
 
-if TYPE_CHECKING:
-    from offbeat.simulate.background import VirtualQueue
+T = TypeVar("T")
 
 # A communicator's members, after those of the communicators it was made from; (−n,) is its nth duplicate.
 Path = tuple[tuple[int, ...], ...]
+
+
+@dataclass
+class Post:
+    """One worker's part of a collective."""
+
+    kind: Collective
+    tensors: list[Tensor]
+    when: float
+
+    def __str__(self) -> str:
+        shapes = [f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in self.tensors]
+        return f"{self.kind.name} of {', '.join(shapes)}"
+
+
+@dataclass
+class Call:
+    """One collective: what its members have posted, and when its results land."""
+
+    members: tuple[int, ...]
+    missing: set[int]  # the members that have not posted yet
+    posts: dict[int, Post] = field(default_factory=dict)
+    results: list[list[Tensor]] = field(default_factory=list)
+    lands: float = 0.0
+    error: str | None = None
+
+    def resolve(self, src: int, traffic: Traffic, *, queue: bool) -> None:
+        """Work out the results once all members have posted."""
+        posts = [self.posts[rank] for rank in self.members]
+        first, texts = posts[0], [str(post) for post in posts]
+        for rank, text in zip(self.members, texts, strict=True):
+            if text != texts[0]:
+                self.error = f"Workers disagree: rank {self.members[0]} sends {texts[0]}, rank {rank} {text}."
+                return
+        with torch.no_grad():
+            self.results = first.kind.results([post.tensors for post in posts], src, range(len(posts)))
+        ready = max(post.when for post in posts)
+        self.lands = traffic.carry(first.kind.name, self.members, nbytes(first.tensors), ready, queue=queue)
+
+
+@dataclass
+class Condition:
+    """A wait for a condition, with an optional deadline."""
+
+    ready: Callable[[], bool]
+    what: str
+    due: float | None  # the deadline, or when the condition was first seen to hold
+    holds: bool = False
 
 
 class Scheduler:
@@ -34,57 +87,54 @@ class Scheduler:
     def __init__(
         self, workers: int, network: Network, compute: Callable[[int, int], float], failures: Failures
     ) -> None:
-        self.network, self.compute = network, compute
-        self.traffic = Traffic(network)
-        self._uptimes = [Uptime(failures, rank) for rank in range(workers)]
-        self.clocks = [0.0] * workers
+        self.compute, self.traffic = compute, Traffic(network)
+        self.uptimes = [Uptime(failures, rank) for rank in range(workers)]
         self.calls: dict[tuple[Path, str, int], Call] = {}
         self.departures: dict[int, Departure] = {}
         self.failure: BaseException | None = None
         self.tracks: WeakSet[Track] = WeakSet()  # of all runs
         self.heard: dict[tuple[Path, int], int] = {}  # numbers announced, by sidecar
         self.views: dict[tuple[Path, int], Communicator] = {}
-        self.waiting: dict[int, Call | Condition | None] = dict.fromkeys(range(workers))  # None: can run
-        self.task_queues: dict[int, list[VirtualQueue]] = {}  # of every actor
-        self.current = 0  # the actor that holds the baton
-        self.sidecars: list[threading.Thread] = []
         self.on_exit: dict[int, list[Callable[[], None]]] = {rank: [] for rank in range(workers)}
-        self._ranks = list(range(workers))  # of every actor
+        self.threads: list[threading.Thread] = []
+        self.current = 0  # the actor that holds the baton
+        # Of every actor.
+        self.clocks: list[float] = []
+        self.waiting: dict[int, Call | Condition | None] = {}  # None: can run
+        self.task_queues: dict[int, list[VirtualQueue]] = {}
+        self._ranks: list[int] = []
+        self._turns: list[threading.Lock] = []  # a lock is released when it is the actor's turn
+        self._rng: list[Tensor] = []
         self._posts: list[tuple[float, int, Callable[[float], None]]] = []
-        self._posted = 0
-        self._turns = [_turn() for _ in range(workers)]
-        self._rng = [torch.get_rng_state() for _ in range(workers)]
+        self._number = itertools.count()  # of posts: those of the same time are delivered in order
+        for rank in range(workers):
+            self.add(rank, 0.0)
 
-    def spawn(self, rank: int) -> int:
+    def add(self, rank: int, now: float) -> int:
         """Add an actor for a rank; it does not run yet."""
-        self.clocks.append(self.clocks[rank])
+        self.clocks.append(now)
         self._ranks.append(rank)
-        self._turns.append(_turn())
+        self._turns.append(threading.Lock())
+        self._turns[-1].acquire()
         self._rng.append(torch.get_rng_state())
         return len(self.clocks) - 1
 
     def play(self, actor: int, work: Callable[[], None]) -> None:
-        """Start an actor, at the time at which it was spawned."""
+        """Start the thread of an actor. It runs when it gets the baton."""
 
         def run() -> None:
-            self.enter(actor)
+            self._enter(actor)
             work()
             del self.waiting[actor]
             self.hand_over()
 
         self.waiting[actor] = None
-        self.sidecars.append(threading.Thread(target=run, daemon=True))
-        self.sidecars[-1].start()
+        self.threads.append(threading.Thread(target=run, daemon=True))
+        self.threads[-1].start()
 
     def post(self, when: float, deliver: Callable[[float], None]) -> None:
         """Deliver something at a given time, in nobody's turn."""
-        self._posted += 1
-        heapq.heappush(self._posts, (when, self._posted, deliver))
-
-    def computed(self, rank: int, step: int) -> None:
-        """Move the worker's clock by the time of a gradient and of the failures during it."""
-        seconds = self.compute(rank, step)
-        self.clocks[rank] += seconds + self._uptimes[rank].lost(seconds)
+        heapq.heappush(self._posts, (when, next(self._number), deliver))
 
     def wait(self, actor: int, call: Call) -> None:
         """Give the baton away until the call is complete, then move this actor's clock to its landing."""
@@ -98,7 +148,11 @@ class Scheduler:
         if call.error is not None:
             raise Disagreement(call.error)
         if call.missing:
-            raise self._why_never(self._ranks[actor], call)
+            for other in call.members:
+                if other in call.missing and other in self.departures:
+                    raise self.departures[other].error(other, f"the {call.posts[self._ranks[actor]]}")
+            assert self.failure is not None
+            raise self.failure
         self.clocks[actor] = max(self.clocks[actor], call.lands)
 
     def has_landed(self, actor: int, call: Call) -> bool:
@@ -106,33 +160,22 @@ class Scheduler:
         self.catch_up(actor)
         return not call.missing and call.lands <= self.clocks[actor]
 
-    def _why_never(self, rank: int, call: Call) -> BaseException:
-        for other in call.members:
-            if other not in call.posts and other in self.departures:
-                return self.departures[other].error(other, f"the {call.posts[rank]}")
-        assert self.failure is not None
-        return self.failure
+    def wake(self, now: float) -> None:
+        """Let actors continue from now whose condition has come true."""
+        for wait in self.waiting.values():
+            if isinstance(wait, Condition) and not wait.holds and wait.ready():
+                wait.due, wait.holds = now, True
 
     def catch_up(self, actor: int) -> None:
         """Let all actors run that are behind in time, or come before this one at the same time."""
         self._rng[actor] = torch.get_rng_state()
         self.hand_over()
-        self.enter(actor)
+        self._enter(actor)
 
-    def enter(self, actor: int) -> None:
+    def _enter(self, actor: int) -> None:
         self._turns[actor].acquire()
         self.current = actor
         torch.set_rng_state(self._rng[actor])
-
-    def exit(self, rank: int, error: BaseException | None) -> None:
-        if error is not None:
-            self.failure = self.failure or error
-            self.departures.setdefault(rank, Departure.of(error))
-        del self.waiting[rank]
-        self.departures.setdefault(rank, Departure("has returned"))
-        for leave in self.on_exit[rank]:
-            leave()
-        self.hand_over()
 
     def hand_over(self) -> None:
         """Pass the baton to the earliest actor that can move."""
@@ -157,12 +200,9 @@ class Scheduler:
             if isinstance(what, Condition):
                 if (due := what.due) is not None:
                     able.append((max(due, self.clocks[actor]), actor))
-            elif what is None or self._over(what):
+            elif what is None or not what.missing or not what.missing.isdisjoint(self.departures):
                 able.append((self.clocks[actor], actor))
         return min(able, default=None)
-
-    def _over(self, call: Call) -> bool:
-        return not call.missing or not call.missing.isdisjoint(self.departures)
 
     def _explain_standstill(self) -> BaseException:
         """The error when nobody can move: workers are in different places, or wait for each other."""
@@ -181,8 +221,52 @@ class Scheduler:
         return Deadlock("Nobody can move: " + "; ".join(waits) + ".")
 
 
-def _turn() -> threading.Lock:
-    """A lock that is acquired when somebody releases it."""
-    turn = threading.Lock()
-    turn.acquire()
-    return turn
+class VirtualQueue(TaskQueue):
+    """Runs jobs when a result is needed, at the virtual time at which a thread would have run them.
+
+    During a job, the actor's clock is the queue's: a job starts when the one before it has ended, but not
+    before it was given.
+    """
+
+    def __init__(self, scheduler: Scheduler, actor: int) -> None:
+        super().__init__()
+        self._clocks, self._actor = scheduler.clocks, actor
+        self._now, self.busy = 0.0, False
+        self._open: deque[Callable[[], None]] = deque()
+        scheduler.task_queues.setdefault(actor, []).append(self)
+
+    def give(self, job: Callable[[], T]) -> Pending[T]:
+        clocks, actor = self._clocks, self._actor
+        given, done = clocks[actor], [0.0]
+        result: list[Any] = []
+
+        def run() -> None:
+            worker, self.busy = clocks[actor], True
+            clocks[actor] = max(self._now, given)
+            try:
+                result.append(self._do(job))
+            finally:
+                self._now = done[0] = clocks[actor]
+                clocks[actor] = worker
+                self.busy = False
+
+        def wait() -> T:
+            while not result:
+                if self._error is not None:
+                    raise self._error
+                self._open.popleft()()
+            clocks[actor] = max(clocks[actor], done[0])
+            value: T = result[0]
+            return value
+
+        self._open.append(run)
+        return Pending(wait, lambda: bool(result) and done[0] <= clocks[actor], lambda: done[0])
+
+    def catch_up(self) -> None:
+        """Run the waiting jobs, since other workers may wait for them. Errors are raised later."""
+        with suppress(BaseException):
+            self.close()
+
+    def close(self) -> None:
+        while self._open and self._error is None:
+            self._open.popleft()()

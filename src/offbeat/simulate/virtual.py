@@ -1,19 +1,81 @@
-"""One simulated worker's view of its peers."""
+"""Runs many workers in one process, one at a time, and gives each its view of the others."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 
-from offbeat.comm.background import Sidecar, TaskQueue
+from offbeat.comm.background import Sidecar, Stopped, TaskQueue
 from offbeat.comm.collective import Collective
 from offbeat.comm.communicator import Communicator, Pending, Worker
 from offbeat.comm.presence import Departure, Track
-from offbeat.simulate.background import VirtualQueue, VirtualSidecar
-from offbeat.simulate.scheduler import Path, Scheduler
-from offbeat.simulate.waits import Call, Post
+from offbeat.simulate.compute import Failures
+from offbeat.simulate.network import Network
+from offbeat.simulate.scheduler import Call, Condition, Path, Post, Scheduler, VirtualQueue
+
+T = TypeVar("T")
+
+_ANNOUNCEMENT = 8  # bytes
+
+
+def simulate(
+    worker: Callable[[Communicator], T],
+    workers: int,
+    *,
+    network: Network | None = None,
+    compute: Callable[[int, int], float] | None = None,
+    failures: Failures | None = None,
+) -> list[T]:
+    """Run `worker(comm)` for every rank in one process, and return the results in rank order.
+
+    Exactly one worker runs at a time, and workers switch only where one waits for a message, so a run is a
+    pure function of its inputs. Each worker has its own state of torch's random numbers, initially the
+    caller's.
+
+    Reports are in virtual seconds. `compute(rank, step)` is the time that a worker needs for the gradient
+    after `step` iterations: a function, or a value such as `Jittered(0.2)`. `network` says how long messages
+    take, and `failures` how often workers fail and how long they are away.
+
+        def worker(comm):
+            model, optimizer, batches = build(comm.rank)
+            with offbeat.local_sgd(model, optimizer, every=8, group=comm) as sync:
+                for x, y in batches: ...
+            return sync.totals
+        totals = simulate(worker, workers=4, network=Network(latency=0.02, bandwidth=12.5e6))
+    """
+    if workers < 1:
+        raise ValueError(f"simulate(workers={workers}): workers must be at least 1.")
+    rng = torch.get_rng_state()
+    network = network or Network()
+    network.check(workers)
+    scheduler = Scheduler(workers, network, compute or (lambda rank, step: 0.0), failures or Failures(0.0))
+    results: list[Any] = [None] * workers
+
+    def work(rank: int) -> None:
+        departure = Departure("has returned")
+        try:
+            results[rank] = worker(member(scheduler, (tuple(range(workers)),), rank, rank))
+        except BaseException as error:  # raised again in the caller's thread
+            scheduler.failure = scheduler.failure or error
+            departure = Departure.of(error)
+        scheduler.departures.setdefault(rank, departure)
+        for leave in scheduler.on_exit[rank]:
+            leave()
+
+    for rank in range(workers):
+        scheduler.play(rank, functools.partial(work, rank))
+    scheduler.hand_over()
+    for thread in scheduler.threads:  # workers add the threads of their sidecars
+        thread.join()
+    torch.set_rng_state(rng)
+    if scheduler.failure is not None:
+        raise scheduler.failure
+    return results
 
 
 class Virtual(Communicator, Worker):
@@ -32,8 +94,9 @@ class Virtual(Communicator, Worker):
         lane, given, scheduler = "control" if control else "data", list(tensors), self._scheduler
         key = (self._path, lane, self._number[lane])
         self._number[lane] += 1
-        call = scheduler.calls.setdefault(key, Call(self._members))
-        call.post(self._me, Post(kind, given, self.now()))
+        call = scheduler.calls.setdefault(key, Call(self._members, set(self._members)))
+        call.posts[self._me] = Post(kind, given, self.now())
+        call.missing.discard(self._me)
         if not call.missing:
             del scheduler.calls[key]
             call.resolve(src, scheduler.traffic, queue=not control)
@@ -57,15 +120,10 @@ class Virtual(Communicator, Worker):
         return member(self._scheduler, self._path_beside(), self._me, self._actor)
 
     def task_queue(self) -> TaskQueue:
-        queue = VirtualQueue(self.now, functools.partial(self._scheduler.clocks.__setitem__, self._actor))
-        self._scheduler.task_queues.setdefault(self._actor, []).append(queue)
-        return queue
+        return VirtualQueue(self._scheduler, self._actor)
 
     def sidecar(self) -> Sidecar:
-        path = self._path_beside()
-        return VirtualSidecar(
-            self._scheduler, self._me, path, lambda actor: member(self._scheduler, path, self._me, actor)
-        )
+        return VirtualSidecar(self._scheduler, self._path_beside(), self._me)
 
     def _path_beside(self) -> Path:
         self._duplicates += 1
@@ -83,10 +141,93 @@ class Virtual(Communicator, Worker):
         return self._scheduler.clocks[self._actor]
 
     def computed(self, step: int) -> None:
-        self._scheduler.computed(self._me, step)
+        """Move the worker's clock by the time of a gradient and of the failures during it."""
+        seconds = self._scheduler.compute(self._me, step)
+        self._scheduler.clocks[self._me] += seconds + self._scheduler.uptimes[self._me].lose(seconds)
 
 
-def member(scheduler: Scheduler, path: Path, me: int, actor: int | None = None) -> Communicator:
+def member(scheduler: Scheduler, path: Path, me: int, actor: int) -> Communicator:
     """The view that worker `me` has of a communicator. There is one, because it numbers the messages."""
-    view = Virtual(scheduler, path, me, me if actor is None else actor)
-    return scheduler.views.setdefault((path, me), view)
+    return scheduler.views.setdefault((path, me), Virtual(scheduler, path, me, actor))
+
+
+class VirtualSidecar(Sidecar):
+    """One more actor of the scheduler, with a clock of its own.
+
+    Before an actor touches shared state, all actors behind it in virtual time catch up, so changes happen in
+    the order of time. At the same time a worker acts before any sidecar: workers that need no time are never
+    late.
+    """
+
+    def __init__(self, scheduler: Scheduler, path: Path, rank: int) -> None:
+        self._scheduler, self._path, self._rank = scheduler, path, rank
+        self._actor = scheduler.add(rank, scheduler.clocks[rank])
+        self.comm = member(scheduler, path, rank, self._actor)
+        self._stopped = False
+        self._error: BaseException | None = None
+        scheduler.on_exit[rank].append(self.stop)
+
+    @property
+    def heard(self) -> int:
+        return self._scheduler.heard.get((self._path, self._rank), -1)
+
+    def start(self, work: Callable[[], None]) -> None:
+        def guard() -> None:
+            try:
+                work()
+            except Stopped:
+                pass
+            except BaseException as error:
+                self._error = error
+                self._scheduler.wake(self._scheduler.clocks[self._actor])
+
+        self._scheduler.play(self._actor, guard)
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        scheduler = self._scheduler
+        scheduler.catch_up(scheduler.current)
+        yield
+        scheduler.wake(scheduler.clocks[scheduler.current])
+
+    def until(self, ready: Callable[[], bool], what: str, seconds: float | None = None) -> bool:
+        scheduler, me = self._scheduler, self._scheduler.current
+        now = scheduler.clocks[me]
+        scheduler.wake(now)
+        wait = Condition(
+            lambda: ready() or self._stopped or self._error is not None,
+            f"rank {self._rank} waits for {what}",
+            due=None if seconds is None else now + seconds,
+        )
+        if not wait.ready():
+            scheduler.waiting[me] = wait
+            scheduler.catch_up(me)
+        if not ready():
+            self.check()
+        if self._stopped:
+            raise Stopped
+        if wait.due is None and not ready():
+            assert scheduler.failure is not None
+            raise scheduler.failure
+        return ready()
+
+    def announce(self, number: int) -> None:
+        scheduler = self._scheduler
+        arrival = scheduler.clocks[scheduler.current] + scheduler.traffic.network.seconds(_ANNOUNCEMENT)
+        scheduler.heard[self._path, self._rank] = max(self.heard, number)
+        for rank in self._path[-1]:
+            if rank != self._rank:
+                scheduler.post(arrival, functools.partial(self._deliver, rank, number))
+
+    def _deliver(self, rank: int, number: int, when: float) -> None:
+        heard, key = self._scheduler.heard, (self._path, rank)
+        heard[key] = max(heard.get(key, -1), number)
+        self._scheduler.wake(when)
+
+    def check(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    def stop(self) -> None:
+        self._stopped = True
+        self._scheduler.wake(self._scheduler.clocks[self._rank])

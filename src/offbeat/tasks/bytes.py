@@ -3,7 +3,7 @@
 import os
 import sys
 import sysconfig
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -12,8 +12,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from offbeat.base.errors import BadArgument
-from offbeat.tasks.gpt import Shape, build_gpt
-from offbeat.tasks.task import Batch, Batches, Task, evaluating, look_up_size, shard
+from offbeat.tasks.task import Batch, Batches, Task, cross_entropy, find_size, predict_all, shard
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The dimensions of a GPT; `context` is the longest input, in tokens."""
+
+    layers: int
+    width: int
+    heads: int
+    context: int
+    vocabulary: int = 256
+
 
 SIZES = {
     "tiny": Shape(layers=2, width=96, heads=3, context=64),
@@ -21,7 +32,6 @@ SIZES = {
     "medium": Shape(layers=4, width=192, heads=6, context=128),
     "large": Shape(layers=6, width=384, heads=6, context=256),
 }
-
 SOURCE_BYTES = 4_000_000
 HELD_OUT = 10  # the last tenth of the data
 EVALUATED = 64  # windows, evenly spaced over the held-out part
@@ -36,33 +46,25 @@ def bytes_task(
 ) -> Task:
     """Predict the next byte of a text with a GPT. Losses are in nats per byte; guessing gives ln 256 ≈ 5.55.
 
-    ====== ========== ======= ===== ===== =======
-    size   parameters tensors depth width context
-    ====== ========== ======= ===== ===== =======
-    tiny      254 784      30     2    96      64
-    small     842 752      54     4   128     128
-    medium  1 853 952      54     4   192     128
-    large  10 844 928      78     6   384     256
-    ====== ========== ======= ===== ===== =======
+    The models: "tiny" (254 784 parameters, context 64), "small" (842 752, 128), "medium" (1 853 952, 128) and
+    "large" (10 844 928, 256). `context` is the number of bytes the model sees; each adds `width` parameters.
+    `seed` fixes the initial weights; batches take their own.
 
-    The last tenth of the data is held out; `evaluate` is the loss on 64 windows of it. The rest is cut into
-    one contiguous part per worker.
+    `data` is the path of a text. The default is the single-file modules of Python's standard library, sorted
+    by name, up to 4 000 000 bytes: the same on all workers with the same Python. The last tenth is held out;
+    `evaluate` is the loss on 64 windows of it. The rest is cut into one contiguous part per worker.
 
-    Args:
-        data: the path of a text. The default is the single-file modules of Python's standard library, sorted
-            by name, up to 4 000 000 bytes, which are the same on all workers with the same Python.
-        context: bytes the model sees, by default as in the table; each adds `width` parameters.
-        seed: seeds the initial weights; batches take their own seed.
-
-    Example:
-        >>> task = bytes_task("tiny", seed=1)
-        >>> task.evaluate(task.model())
+        task = bytes_task("tiny", seed=1)
+        task.evaluate(task.model())
     """
-    shape = look_up_size("bytes_task", size, SIZES)
+    shape = find_size("bytes_task", size, SIZES)
     if context is not None and context < 1:
         raise ValueError(f"bytes_task(context={context}): context must be at least 1.")
+    if data is not None and not os.path.isfile(data):
+        reason = "data must be the path of an existing file."
+        raise BadArgument("data", os.fspath(data), reason, call="bytes_task")
     shape = shape if context is None else replace(shape, context=context)
-    text = Text(standard_library() if data is None else read(Path(data)), context=shape.context)
+    text = Text(standard_library() if data is None else Path(data).read_bytes(), context=shape.context)
     return Task(
         name=f"bytes-{size}",
         model=partial(build_gpt, shape, seed=seed),
@@ -104,21 +106,13 @@ class Text:
         """The mean loss over the fixed windows of the held-out bytes."""
         room = len(self.bytes) - self.context - 1 - self.trained
         starts = self.trained + torch.arange(EVALUATED, device="cpu") * room // (EVALUATED - 1)
-        with evaluating(model):
-            losses = [cross_entropy(model, self.windows(part)) for part in starts.view(4, -1)]
-        return torch.stack(losses).mean().item()
+        predicted = predict_all(model, map(self.windows, starts.view(4, -1)))
+        return torch.stack([F.cross_entropy(*pair) for pair in predicted]).mean().item()
 
     def windows(self, starts: Tensor) -> Batch:
         """The inputs from each start, and the targets one byte later."""
         window = self.bytes[starts[:, None] + torch.arange(self.context + 1, device="cpu")].long()
         return window[:, :-1], window[:, 1:]
-
-
-def cross_entropy(model: nn.Module, batch: Batch) -> Tensor:
-    """The mean over all bytes of −ln p(next byte), on the model's device."""
-    device = next(model.parameters()).device
-    inputs, targets = (tensor.to(device) for tensor in batch)
-    return F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
 
 
 def standard_library() -> bytes:
@@ -132,7 +126,66 @@ def standard_library() -> bytes:
     return b"".join(path.read_bytes() for path in modules)[:SOURCE_BYTES]
 
 
-def read(path: Path) -> bytes:
-    if not path.is_file():
-        raise BadArgument("data", str(path), "data must be the path of an existing file.", call="bytes_task")
-    return path.read_bytes()
+class Block(nn.Module):
+    """Attention and a perceptron, each with a residual connection."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        width, self.heads = shape.width, shape.heads
+        self.attention_norm = nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width)
+        self.attention_out = nn.Linear(width, width)
+        self.mlp_norm = nn.LayerNorm(width)
+        self.mlp_in = nn.Linear(width, 4 * width)
+        self.mlp_out = nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        qkv = self.qkv(self.attention_norm(x)).unflatten(-1, (3, self.heads, -1))
+        q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.attention_out(mixed.transpose(1, 2).flatten(2))
+        hidden: Tensor = self.mlp_out(F.gelu(self.mlp_in(self.mlp_norm(x))))
+        return x + hidden
+
+
+class GPT(nn.Module):
+    """Tokens of shape (batch, time) in, logits of shape (batch, time, vocabulary) out.
+
+    Pre-norm blocks, learned positions, GELU, and the embedding matrix reused as the head. Twelve tensors per
+    block and six around them: token and position embeddings, and the weight and bias of the norms before the
+    first block and after the last.
+    """
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(shape.vocabulary, shape.width)
+        self.positions = nn.Embedding(shape.context, shape.width)
+        self.first_norm = nn.LayerNorm(shape.width)
+        self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.layers))
+        self.last_norm = nn.LayerNorm(shape.width)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.first_norm(self.tokens(tokens) + self.positions.weight[: tokens.shape[1]])
+        for block in self.blocks:
+            x = block(x)
+        return F.linear(self.last_norm(x), self.tokens.weight)
+
+
+def build_gpt(shape: Shape, *, seed: int) -> GPT:
+    """A GPT initialised as GPT-2; shape and seed fix the weights.
+
+    Matrices are normal with deviation 0.02; those that write to the residual stream are divided by
+    √(2 · layers), so that its variance at the end does not grow with depth. Biases are 0, norms are 1.
+    """
+    # On the meta device the layers draw nothing, so the global generator is untouched.
+    with torch.device("meta"):
+        model = GPT(shape)
+    model.to_empty(device="cpu")
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 1:
+            nn.init.constant_(parameter, 1.0 if name.endswith("norm.weight") else 0.0)
+        else:
+            scale = (2 * shape.layers) ** -0.5 if name.endswith("out.weight") else 1.0
+            nn.init.normal_(parameter, std=0.02 * scale, generator=generator)
+    return model

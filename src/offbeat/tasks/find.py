@@ -7,16 +7,13 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from offbeat.tasks.bytes import bytes_task
-from offbeat.tasks.digits import digits_task
-from offbeat.tasks.images import images_task
+from offbeat.tasks.pictures import digits_task, images_task
 from offbeat.tasks.task import Task
 
 TASKS: dict[str, Callable[..., Task]] = {"bytes": bytes_task, "digits": digits_task, "images": images_task}
-
-T = TypeVar("T")
 
 
 def find_task(name: str, **given: Any) -> Task:
@@ -28,26 +25,25 @@ def find_task(name: str, **given: Any) -> Task:
     Your own file says `def task(size="small", seed=0): return Task(...)`; `path/to/file.py:other` calls
     the function `other` instead.
 
-    Example:
-        >>> find_task("digits", size="tiny", seed=1)
-        Task(name='digits-tiny')
+        find_task("digits", size="tiny", seed=1)
     """
     build = TASKS[name] if name in TASKS else _load_function(name)
     accepted = inspect.signature(build).parameters
     wanted = {key: value for key, value in given.items() if value is not None}
     for key in wanted:
         if key not in accepted and key not in ("seed", "cache"):
-            raise ValueError(
-                f"The task {name!r} has no argument {key!r}: it takes {', '.join(accepted) or 'none'}."
-            )
+            takes = ", ".join(accepted) or "none"
+            raise ValueError(f"The task {name!r} has no argument {key!r}: it takes {takes}.")
     for key, parameter in accepted.items():
         if parameter.default is parameter.empty and key not in wanted:
             raise ValueError(f"The task {name!r} needs {key!r}.")
     arguments = {key: value for key, value in wanted.items() if key in accepted}
-    task = build(**arguments) if name in TASKS else _call(name, lambda: build(**arguments))
+    if name in TASKS:
+        return build(**arguments)
+    task = _run(name, lambda: build(**arguments))
     if not isinstance(task, Task):
         raise ValueError(f"The function of the task {name!r} must return a Task, not {type(task).__name__}.")
-    return task if name in TASKS or task.name != "task" else replace(task, name=Path(name).stem)
+    return replace(task, name=Path(name).stem) if task.name == "task" else task
 
 
 def _load_function(name: str) -> Callable[..., Task]:
@@ -60,25 +56,21 @@ def _load_function(name: str) -> Callable[..., Task]:
         )
     if not os.path.isfile(file):
         raise ValueError(f"The task file {file!r} does not exist.")
-    build = getattr(_call(file, lambda: _import(Path(file))), function or "task", None)
+    spec = importlib.util.spec_from_file_location(Path(file).stem, file)
+    assert spec is not None
+    module, loader = importlib.util.module_from_spec(spec), spec.loader
+    assert loader is not None
+    sys.modules.setdefault(spec.name, module)  # dataclasses and pickle look for it here
+    _run(file, lambda: loader.exec_module(module))
+    build = getattr(module, function or "task", None)
     if not callable(build):
         raise ValueError(f"{file!r} has no function {function or 'task'!r} that returns a Task.")
     return build  # type: ignore[no-any-return]
 
 
-def _call(file: str, call: Callable[[], T]) -> T:
+def _run(file: str, call: Callable[[], Any]) -> Any:
     """Run the user's code. Whatever it raises becomes one sentence."""
     try:
         return call()
     except Exception as error:
         raise ValueError(f"{file!r} cannot be used: {type(error).__name__}: {error}.") from error
-
-
-def _import(path: Path) -> Any:
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules.setdefault(path.stem, module)  # dataclasses and pickle look for it here
-    spec.loader.exec_module(module)
-    return module

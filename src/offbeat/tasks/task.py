@@ -2,11 +2,11 @@
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -22,11 +22,7 @@ class Batches(Iterator[Batch]):
     """One worker's endless batches, drawn with replacement from its own positions in the data.
 
     A batch is a pure function of (seed, rank, step). The only state is the step, so resuming is exact.
-
-    Args:
-        positions: the positions this worker may draw.
-        gather: turns drawn positions into a batch.
-        augment: changes a batch at random, with the generator that drew its positions.
+    `gather` turns drawn positions into a batch. `augment` changes it at random, with the same generator.
     """
 
     def __init__(
@@ -83,20 +79,15 @@ def heavy_ball(parameters: Iterable[nn.Parameter], lr: float) -> Optimizer:
 class Task:
     """Something to train.
 
-    Attributes:
-        name: as printed in tables.
-        model: builds the model, with equal weights on every rank.
-        loss: the mean loss of a model on a batch, which is moved to the model's device.
-        batches: the endless training batches of one rank.
-        evaluate: the loss on data that no rank trains on; leaves train/eval mode as it was.
-        accuracy: the share of the same data that the model gets right, for a classifier.
-        unit: what one target is, in the plural: images, bytes.
-        optimizer, lr, batch_size: defaults that train it well.
+    `model` builds the model, with equal weights on every rank. `loss` is its mean loss on a batch, which is
+    moved to the model's device. `batches` are the endless training batches of one rank. `evaluate` is the
+    loss on data that no rank trains on, and `accuracy` the share of them that a classifier gets right; both
+    leave train/eval mode as it was. `unit` is what one target is, in the plural: images, bytes. `optimizer`,
+    `lr` and `batch_size` are defaults that train it well.
 
-    Example:
-        >>> task = bytes_task("tiny")
-        >>> model, batches = task.model(), task.batches(rank=0, workers=4, batch_size=16, seed=0)
-        >>> task.loss(model, next(batches)).backward()
+        task = bytes_task("tiny")
+        model, batches = task.model(), task.batches(rank=0, workers=4, batch_size=16, seed=0)
+        task.loss(model, next(batches)).backward()
     """
 
     name: str = "task"
@@ -120,28 +111,30 @@ def shard(length: int, *, rank: int, workers: int) -> range:
     return range(rank * length // workers, (rank + 1) * length // workers)
 
 
-def look_up_size(task: str, size: str, sizes: Mapping[str, T]) -> T:
+def find_size(task: str, size: str, sizes: Mapping[str, T]) -> T:
     if size not in sizes:
         raise BadArgument("size", size, f"size must be one of {', '.join(map(repr, sizes))}.", call=task)
     return sizes[size]
 
 
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluate without gradients, then restore the mode of each module."""
+def predict(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+    """The logits, one row per target, and the targets, on the model's device."""
+    device = next(model.parameters()).device
+    return model(batch[0].to(device)).flatten(0, -2), batch[1].to(device).flatten()
+
+
+def predict_all(model: nn.Module, batches: Iterable[Batch]) -> list[tuple[Tensor, Tensor]]:
+    """The same for each batch, in eval mode and without gradients. Restores the mode of each module."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
         with torch.no_grad():
-            yield
+            return [predict(model, batch) for batch in batches]
     finally:
         for module, training in modes:
             module.training = training
 
 
-@contextmanager
-def seeded(seed: int) -> Iterator[None]:
-    """Layers built inside draw their weights from this seed. The global generator is untouched."""
-    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
-        torch.manual_seed(seed)
-        yield
+def cross_entropy(model: nn.Module, batch: Batch) -> Tensor:
+    """The mean of −ln p(target)."""
+    return F.cross_entropy(*predict(model, batch))

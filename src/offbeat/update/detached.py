@@ -12,7 +12,7 @@ from offbeat.base.clock import Clock, State
 from offbeat.base.packed import Packed
 from offbeat.comm.communicator import Communicator, Pending
 from offbeat.reduce import Code, Reducer
-from offbeat.reduce.feedback import check_code, feed
+from offbeat.reduce.code import check_code, feed
 from offbeat.update.anchor import Anchor
 from offbeat.update.outer import Anchored
 
