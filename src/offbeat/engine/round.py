@@ -12,7 +12,7 @@ from torch.profiler import record_function
 from offbeat.base.clock import Clock, State
 from offbeat.base.packed import Packed
 from offbeat.comm.communicator import Metered, Pending, arrived
-from offbeat.engine.checkpoint import copied
+from offbeat.engine.checkpoint import copy_state
 from offbeat.engine.report import Report, naming
 from offbeat.reduce.reducer import Staged
 
@@ -88,9 +88,9 @@ class Round:
             "period": self.period,
             "bytes": [self.comm.sent, self.comm.received],
             "mean": [flat.clone() for flat in self.mean.wait().flats],
-            "followed": copied(None if self.followed is None else self.followed.wait()),
+            "followed": copy_state(None if self.followed is None else self.followed.wait()),
             "moments": None if self.moments is None else self.moments.wait().tensors(),
-            "sent": copied(self.sent),
+            "sent": copy_state(self.sent),
         }
 
     @classmethod
@@ -103,10 +103,10 @@ class Round:
         round = cls(clock, state["period"], comm, comm.now(), heads=arrived([]))
         round.mean = arrived(packed)
         if state["followed"] is not None:
-            round.followed = arrived(copied(state["followed"]))
+            round.followed = arrived(copy_state(state["followed"]))
         if state["moments"] is not None:
             moments = Packed.like(state["moments"])
             moments.read(list(state["moments"].values()))
             round.moments = arrived(moments)
-        round.sent = copied(state["sent"])
+        round.sent = copy_state(state["sent"])
         return round

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.profiler import record_function
 
-from offbeat.among import Peers, World
+from offbeat.among import Group, Peers, World
 from offbeat.base.checks import is_whole
 from offbeat.base.clock import Clock, State
 from offbeat.base.packed import Packed
@@ -18,7 +18,7 @@ from offbeat.base.tensors import Live
 from offbeat.comm.communicator import Communicator, Metered
 from offbeat.comm.presence import Departure
 from offbeat.engine.handshake import ROUND, compare_headers, header
-from offbeat.engine.optimizers import mark
+from offbeat.engine.optimizers import read_rates
 from offbeat.engine.part import Part
 from offbeat.engine.report import Report
 from offbeat.server.replica import Replica, find_spans, param_groups
@@ -54,7 +54,7 @@ class PushPull(Part):
         local: LocalRule | None = None,
         server: OptimizerFactory | None = None,
         in_flight: int = 2,
-        among: Peers | Communicator | None = None,
+        among: Peers | Group = None,
     ) -> None:
         for name, value, least in (("every", every, 1), ("warmup", warmup, 0), ("in_flight", in_flight, 1)):
             if not is_whole(value, least):
@@ -69,7 +69,7 @@ class PushPull(Part):
         self.every, self.warmup, self.in_flight = every, warmup, in_flight
         self.local = LocalStep() if local is None else local
         self.server = server
-        self.peers: Peers = World(among) if among is None or isinstance(among, Communicator) else among
+        self.peers: Peers = World(among) if isinstance(among, Group) else among
         self._transport, self._watch = Transport(), Watch(every, self.local)
         self._clock = Clock(step=0, round=0, lr=0.0)
         self._round = 0
@@ -125,7 +125,8 @@ class PushPull(Part):
 
     def _snapshot_options(self) -> None:
         """Read the options of this step now: a scheduler may change them before `after`."""
-        self._options, self._rates = read_options(param_groups(self._optimizers)), mark(self._optimizers)
+        self._options = read_options(param_groups(self._optimizers))
+        self._rates, _ = read_rates(self._optimizers)
 
     @torch.no_grad()
     def after(self, clock: Clock) -> None:
