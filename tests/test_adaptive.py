@@ -358,7 +358,7 @@ def test_what_decides_must_be_measured(expression: str, sentence: str) -> None:
 
 def test_adaptive_without_sample() -> None:
     net = Slopes()
-    sentence = "adaptive() needs sample=."
+    sentence = "adaptive needs sample=."
     with pytest.raises(TypeError, match=f"^{re.escape(sentence)}$"):
         offbeat.adaptive(net, torch.optim.SGD(net.parameters(), lr=0.1), start=4)
 

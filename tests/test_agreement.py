@@ -11,6 +11,7 @@ from torch import nn
 
 import offbeat
 from offbeat import Clock, Communicator, Every, Exchange, Schedule, Synchronizer, params
+from offbeat.engine.weights import checksum
 
 ODD = 2  # the rank that is different
 Worker = Callable[[Communicator, bool], Any]
@@ -107,7 +108,7 @@ def made(change: Callable[[nn.Sequential], Any]) -> Worker:
         (
             lambda m: m[1].bias.requires_grad_(False),
             "parameter 1.bias [2] float32",
-            "parameter 1.bias [2] float32, frozen with checksum 0",
+            f"parameter 1.bias [2] float32, frozen with checksum {checksum([torch.zeros(2)])}",
         ),
     ],
     ids=["another layer", "a layer less", "another shape", "another dtype", "another buffer", "one frozen"],
@@ -117,8 +118,6 @@ def test_another_model(change: Callable[[nn.Sequential], Any], ours: str, theirs
 
 
 def test_other_frozen_values() -> None:
-    """1.0 is 0x3f800000 and 2.0 is 0x40000000: the checksum of two is twice that."""
-
     def worker(comm: Communicator, odd: bool) -> None:
         model = net()
         with torch.no_grad():
@@ -127,8 +126,9 @@ def test_other_frozen_values() -> None:
         offbeat.local_sgd(model, torch.optim.SGD(trainable, lr=0.5), group=comm)
 
     assert told(worker) == (
-        f"Workers disagree: rank 0 has parameter 0.bias [2] float32, frozen with checksum {2 * 0x3F800000}, "
-        f"rank 2 has parameter 0.bias [2] float32, frozen with checksum {2 * 0x40000000}. {ADVICE}"
+        "Workers disagree: rank 0 has parameter 0.bias [2] float32, "
+        f"frozen with checksum {checksum([torch.full((2,), 1.0)])}, rank 2 has parameter 0.bias [2] float32, "
+        f"frozen with checksum {checksum([torch.full((2,), 2.0)])}. {ADVICE}"
     )
 
 
@@ -188,7 +188,7 @@ def test_another_learning_rate() -> None:
 
     assert told(worker) == (
         "Workers disagree in round 0 at step 3: rank 0 has learning rate 0.5, rank 2 0.25. "
-        "Step the learning-rate scheduler alike everywhere."
+        "Step the learning-rate scheduler on every worker."
     )
 
 
@@ -199,7 +199,7 @@ def test_a_learning_rate_that_differs_in_its_last_bit_only() -> None:
 
     assert told(worker) == (
         "Workers disagree in round 0 at step 1: rank 0 has learning rate 0.1, rank 2 0.10000000000000006. "
-        "Step the learning-rate scheduler alike everywhere."
+        "Step the learning-rate scheduler on every worker."
     )
 
 
@@ -284,7 +284,7 @@ def test_in_a_group_ranks_are_numbered_among_all() -> None:
 
     assert told(faster, odd=3) == (
         "Workers disagree in round 0 at step 1: rank 2 has learning rate 0.5, rank 3 0.25. "
-        "Step the learning-rate scheduler alike everywhere."
+        "Step the learning-rate scheduler on every worker."
     )
 
 

@@ -113,7 +113,7 @@ BAD: list[tuple[str, Callable[..., Any], dict[str, Any], type[Exception], str]] 
         build,
         {"evry": 3},
         TypeError,
-        "local_sgd(evry=...): no such argument; it takes every, delay, reduce, buffers, moments, drift.",
+        "local_sgd has no argument 'evry'; it takes every, delay, reduce, buffers, moments, drift.",
     ),
     ("every 0", build, {"every": 0}, ValueError, "Every(steps=0): steps must be at least 1."),
     (
@@ -165,14 +165,14 @@ BAD: list[tuple[str, Callable[..., Any], dict[str, Any], type[Exception], str]] 
         strange,
         {},
         ValueError,
-        "AdamW holds parameters the model lacks: build it from the parameters of the very model passed here.",
+        "AdamW holds parameters that are not in the model: build it from the model passed here.",
     ),
     (
         "None for the optimizer",
         nothing_given,
         {"model": True},
         TypeError,
-        "optimizer=None: a torch Optimizer, or a list of them, is needed.",
+        "optimizer=None: pass a torch Optimizer, or a list of them.",
     ),
     (
         "None for the model",
@@ -194,7 +194,7 @@ BAD: list[tuple[str, Callable[..., Any], dict[str, Any], type[Exception], str]] 
         parameters_given,
         {},
         TypeError,
-        "optimizer holds a Parameter: a torch Optimizer, or a list of them, is needed.",
+        "optimizer holds a Parameter: pass a torch Optimizer, or a list of them.",
     ),
     (
         "nan",
@@ -245,7 +245,7 @@ def test_a_bad_call_on_one_rank(pool: Pool, bad: int) -> None:
 
 
 def test_a_missing_argument() -> None:
-    with pytest.raises(TypeError, match=r"^post_local_sgd\(\) needs switch=\.$"):
+    with pytest.raises(TypeError, match=r"^post_local_sgd needs switch=\.$"):
         build(offbeat.Solo(), "post_local_sgd")
 
 
@@ -321,12 +321,12 @@ def other_checkpoint(comm: offbeat.Communicator, guilty: Sequence[int], change: 
     [
         ({"method": "ddp()"}, "The checkpoint has method ddp(), this run has local_sgd(every=2)."),
         ({"workers": 8}, "The checkpoint has workers 8, this run has 3."),
-        ({"rank": 7}, "The checkpoint was written by rank 7, this is rank 1: every rank loads its own."),
+        ({"rank": 7}, "The checkpoint has rank 7, this worker has 1: every rank loads its own."),
         ({}, "The checkpoint has format None, this run has 2."),
     ],
 )
 def test_a_checkpoint_that_does_not_fit(pool: Pool, change: dict[str, Any], sentence: str) -> None:
-    told = "Rank 1 cannot load its checkpoint: its own error says why."
+    told = "Rank 1 cannot load its checkpoint: see its error."
     assert pool.run(other_checkpoint, (1,), change, workers=3, fresh=True) == [[told], [sentence], [told]]
     if "rank" not in change:
         answers = pool.run(other_checkpoint, (0, 1, 2), change, workers=3, fresh=True)

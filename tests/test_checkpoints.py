@@ -87,7 +87,7 @@ def contradict(state: State) -> State:
 
 OTHER_RUN = (
     "CheckpointMismatch",
-    "Rank 2's checkpoint is of another run than rank 0's: load the files of one run on every rank.",
+    "The checkpoints of rank 2 and rank 0 come from different runs: load the files of one run on every rank.",
 )
 OTHER_WEIGHTS = (
     "CheckpointMismatch",
@@ -123,7 +123,7 @@ def test_one_rank_has_another_checkpoint(expression: str) -> None:
     assert answers(replaced, ("sync", "net", "opt")) == [OTHER_WEIGHTS] * WORKERS
     method = right["sync"]["method"]
     strange = right | {"sync": right["sync"] | {"method": "local_sgd(every=77)"}}
-    told = [("CheckpointMismatch", "Rank 2 cannot load its checkpoint: its own error says why.")] * WORKERS
+    told = [("CheckpointMismatch", "Rank 2 cannot load its checkpoint: see its error.")] * WORKERS
     told[GUILTY] = (
         "CheckpointMismatch",
         f"The checkpoint has method local_sgd(every=77), this run has {method}.",
@@ -181,7 +181,7 @@ def test_the_odd_one_is_named_also_if_it_is_rank_0() -> None:
         return loaded(comm, expression, (other if comm.rank == 0 else mine)[comm.rank][0])
 
     for answer in offbeat.simulate(worker, WORKERS):
-        assert answer[1].startswith("Rank 0's checkpoint is of another run than rank 1's")
+        assert answer[1].startswith("The checkpoints of rank 0 and rank 1 come from different runs")
 
 
 def test_two_runs_that_begin_alike_are_told_apart(pool: Pool) -> None:
@@ -325,7 +325,7 @@ def test_a_run_is_not_resumed_from_a_damaged_checkpoint(tmp_path: Path, damage: 
     else:
         state["sync"]["run"] += 1
         torch.save(state, path)
-        sentence = "^Rank 1's checkpoint is of another run than rank 0's"
+        sentence = "^The checkpoints of rank 1 and rank 0 come from different runs"
     with pytest.raises(offbeat.CheckpointMismatch, match=sentence):
         launch([tmp_path / "one"], resume=True)
     assert launch([tmp_path / "two"], resume=True)

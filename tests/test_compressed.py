@@ -278,9 +278,16 @@ def test_a_hook_saves_what_it_keeps(pool: Pool) -> None:
     saved = pool.run(hooked, reducer, 3)[0][2]
     with pytest.raises(offbeat.CheckpointMismatch, match="this is ddp_hook"):
         pool.run(hooked, ErrorFeedback(RandomBlock(8)), 1, saved, workers=4)
+    with pytest.raises(offbeat.CheckpointMismatch, match=r"of 2 workers, this is ddp_hook.* of 4 workers\.$"):
+        pool.run(of_two_workers, reducer)
     with pytest.raises(offbeat.CheckpointMismatch, match="is of a model with other parameters"):
         pool.run(of_another_model, reducer)
     assert pool.attempt(resumed, reducer) == [(6, True, True)] * 4
+
+
+def of_two_workers(comm: offbeat.Communicator, reducer: offbeat.Reducer) -> None:
+    hook = Hooked(comm, reducer).hook
+    hook.load_state_dict({**hook.state_dict(), "workers": 2})
 
 
 class Hooked:

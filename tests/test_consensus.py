@@ -32,7 +32,7 @@ from offbeat import (
     params,
 )
 from offbeat.base.draws import shuffled
-from offbeat.update.overlap import Eager, Overlap
+from offbeat.update.own import Eager, Overlap
 
 STEPS, EVERY = 7, 2
 SCALE = torch.tensor([1.0, -2.0, 3.0, 5.0]).double()  # of the slopes of four weights
@@ -177,7 +177,7 @@ UPDATES = [
     Row(SlowMo(0.5, 0.5), Stepping, stays=True),
     Row(Rebase(), Correcting, 1, stays=True),
     Row(Gossip(MOMENTUM), Gossiping),
-    Row(Eager(MOMENTUM), Eagerly, "round", stays=True),
+    Row(Eager(MOMENTUM), Eagerly, "round"),
     Row(Overlap(0.75, 0.5), Overlapping, "round"),
     Row(Detached(TopK(2, least=1), 0.25), Alone, stays=True),
 ]

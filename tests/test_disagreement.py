@@ -120,7 +120,7 @@ def names_the_rates(sentence: str, expression: str, guilty: int) -> None:
     other = 2 if guilty == 3 and expression.startswith("hierarchical") else 0 if guilty else 1
     low, high = ("0.125", "0.25") if guilty == 0 else ("0.25", "0.125")
     assert f"rank {min(guilty, other)} has learning rate {low}, rank {max(guilty, other)} {high}." in sentence
-    assert sentence.endswith("Step the learning-rate scheduler alike everywhere.")
+    assert sentence.endswith("Step the learning-rate scheduler on every worker.")
 
 
 @pytest.mark.parametrize("guilty", [0, 3])

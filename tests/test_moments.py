@@ -385,8 +385,8 @@ def test_an_optimizer_that_cannot_be_built_anew() -> None:
     assert not opt.state
     opt.step()
     sentence = (
-        'moments="reset" with Wrapped, which has state before its first step: how to make that state is not '
-        "known. Make the synchronizer before the optimizer steps or loads a checkpoint."
+        'moments="reset" with Wrapped, whose state before its first step is unknown: make the synchronizer '
+        "before the optimizer steps or loads a checkpoint."
     )
     with says(ValueError, sentence):
         offbeat.local_sgd(net, opt, every=1, moments="reset")

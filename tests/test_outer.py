@@ -440,7 +440,7 @@ def test_a_bound_outer_optimizer(update: Callable[..., offbeat.Update]) -> None:
         update(torch.optim.Adam([torch.zeros(1)]))
     with pytest.raises(
         TypeError,
-        match=r"^Outer\(0.7\): a function that makes an optimizer is needed, such as SGD\(lr=0.7\).$",
+        match=r"^Outer\(0.7\): pass a function that makes one, such as SGD\(lr=0.7\).$",
     ):
         update(0.7)
 

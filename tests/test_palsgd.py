@@ -417,7 +417,24 @@ def test_a_pull_needs_an_anchor() -> None:
         offbeat.PseudoSync(exchange, p=0.1, eta=0.5)
 
 
+def test_a_pull_before_the_first_period_is_refused(hits: set[int]) -> None:
+    hits.add(2)
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    when = offbeat.Then(4, offbeat.Never(), offbeat.Every(4))
+    outer = offbeat.Outer(offbeat.SGD(lr=0.7))
+    exchange = offbeat.Exchange(offbeat.params(model), when=when, update=outer)
+    sync = offbeat.Synchronizer(optimizer, [exchange, offbeat.PseudoSync(exchange, p=0.1, eta=0.5, warmup=1)])
+    sync.step()
+    sentence = (
+        f"PseudoSync(warmup=1): {when!r} has no anchor yet, because its first period begins later: give both "
+        "the same warm-up."
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(sentence)}$"):
+        sync.step()
+
+
 def test_own_draws_need_a_number_of_iterations() -> None:
-    sentence = "every=Every(steps=8) with shared=False: a whole number of iterations is needed."
+    sentence = "every=Every(steps=8) with shared=False: every must be a whole number of iterations."
     with pytest.raises(TypeError, match=f"^{re.escape(sentence)}$"):
         Walk(offbeat.Solo(), "palsgd(every=Every(8), shared=False)")

@@ -13,7 +13,7 @@ from torch import nn
 
 import offbeat
 from offbeat.base.tensors import trainable
-from offbeat.methods.fragments import fragments
+from offbeat.methods.parts import cut_into_fragments
 from offbeat.tasks.bytes import SIZES, build_gpt
 
 
@@ -111,7 +111,7 @@ NAMES = (
 def test_fragments_are_disjoint_and_together_the_model(build: Callable[[], nn.Module], most: int) -> None:
     model = build()
     for number in range(1, most + 1):
-        cut = fragments(model, number)
+        cut = cut_into_fragments(model, number)
         assert len(cut) == number
         assert all(cut)
         assert sorted(name for names in cut for name in names) == sorted(trainable(model))
@@ -133,7 +133,7 @@ def test_more_fragments_than_layers(build: Callable[[], nn.Module], most: int) -
 
 def test_layers_are_strided() -> None:
     """Layer i in fragment i mod F; what comes before the blocks in the first, after them in the last."""
-    cut = [{name.rsplit(".", 1)[0] for name in names} for names in fragments(Stack(5), 3)]
+    cut = [{name.rsplit(".", 1)[0] for name in names} for names in cut_into_fragments(Stack(5), 3)]
     assert cut == [
         {"scale", "embed", "blocks.0.0", "blocks.0.1", "blocks.3.0", "blocks.3.1"},
         {"blocks.1.0", "blocks.1.1", "blocks.4.0", "blocks.4.1"},
@@ -142,7 +142,7 @@ def test_layers_are_strided() -> None:
 
 
 def test_tied_parameters_belong_to_the_first_of_their_layers() -> None:
-    cut = fragments(Tied(), 4)
+    cut = cut_into_fragments(Tied(), 4)
     assert "embed.weight" in cut[0]
     assert "blocks.1.0.weight" in cut[1]
     assert cut[3] == [
@@ -156,7 +156,7 @@ def test_tied_parameters_belong_to_the_first_of_their_layers() -> None:
 
 
 def test_frozen_layers_do_not_count() -> None:
-    cut = fragments(Frozen(), 3)
+    cut = cut_into_fragments(Frozen(), 3)
     assert cut[1] == ["blocks.2.0.weight", "blocks.2.0.bias", "blocks.2.1.weight", "blocks.2.1.bias"]
 
 
@@ -164,7 +164,7 @@ def test_frozen_layers_do_not_count() -> None:
 def test_the_gpt_is_cut_between_its_blocks(size: str, number: int) -> None:
     """Though the model itself may have more members than blocks, of which all blocks together are one."""
     model = build_gpt(SIZES[size], seed=0)
-    for i, names in enumerate(fragments(model, number)):
+    for i, names in enumerate(cut_into_fragments(model, number)):
         blocks = {int(name.split(".")[1]) for name in names if name.startswith("blocks.")}
         assert blocks == set(range(i, SIZES[size].layers, number))
 

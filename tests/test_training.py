@@ -195,7 +195,7 @@ def test_learning_rate_schedulers(pool: Pool, name: str, expression: str) -> Non
 def test_a_plateau_seen_by_each_rank_for_itself(pool: Pool) -> None:
     answers = pool.attempt(scheduled, "plateau", "local_sgd(every=3)", True)
     assert {type(answer) for answer in answers} == {offbeat.Disagreement}
-    assert all("Step the learning-rate scheduler alike everywhere." in str(answer) for answer in answers)
+    assert all("Step the learning-rate scheduler on every worker." in str(answer) for answer in answers)
 
 
 def compiled(

@@ -45,9 +45,8 @@ from offbeat.simulate import (
     Virtual,
     simulate,
 )
-from offbeat.update.detached import Detached
-from offbeat.update.outer import SGD, Gossip, Outer, Rebase, SlowMo
-from offbeat.update.overlap import Eager, Overlap
+from offbeat.update.outer import SGD, Detached, Outer, Rebase, SlowMo
+from offbeat.update.own import Eager, Gossip, Overlap
 from offbeat.update.update import Correct, Replace, Update
 from offbeat.waitfree import Attendance, EagerGradients, GroupAverage, GroupReport
 from offbeat.when import QSR, AdaComm, Adaptive, Every, Never, Schedule, Then

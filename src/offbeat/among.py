@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Protocol
 from weakref import WeakKeyDictionary
 
@@ -21,10 +22,11 @@ from offbeat.comm.torch_backend import Torch
 Group = Communicator | dist.ProcessGroup | DeviceMesh | None
 
 _communicators: WeakKeyDictionary[dist.ProcessGroup, Torch] = WeakKeyDictionary()
+_PARTITIONS = 16  # random ones, if a size is not a power of two; each keeps its connections
 
 
 def communicator(group: Group = None) -> Communicator:
-    """The communicator of a group. None means the default process group, or a world of one without it.
+    """Return the communicator of a group; None means the default process group, or one worker alone.
 
     Each process group has one communicator, so several synchronizers share its connections.
     """
@@ -61,13 +63,13 @@ class Peers(Protocol):
         """Whether the groups are the same in every round."""
 
     def at(self, round: int) -> Communicator:
-        """This worker's group in a round; a pure function of the round's number."""
+        """Return this worker's group in a round. It depends on the round's number alone."""
 
 
 class _Grouped:
     group: Group
 
-    @property
+    @cached_property
     def everyone(self) -> Communicator:
         return communicator(self.group)
 
@@ -76,7 +78,7 @@ class _Grouped:
 class World(_Grouped):
     """All workers, in every round."""
 
-    group: Group = None
+    group: Group = field(default=None, repr=False)
 
     fixed = True
     cycle = 1  # the number of rounds after which the groups repeat
@@ -84,15 +86,12 @@ class World(_Grouped):
     def at(self, round: int) -> Communicator:
         return self.everyone
 
-    def __repr__(self) -> str:
-        return "World()"
-
 
 @dataclass(frozen=True)
 class Pairs(_Grouped):
     """Random pairs, drawn from `seed` and the round. If the number of workers is odd, one stays alone."""
 
-    group: Group = None
+    group: Group = field(default=None, repr=False)
     seed: int = 0
 
     @property
@@ -102,9 +101,6 @@ class Pairs(_Grouped):
     def at(self, round: int) -> Communicator:
         order = shuffled(self.everyone.size, self.seed, round, "pairs")
         return self.everyone.split([sorted(order[i : i + 2]) for i in range(0, len(order), 2)])
-
-    def __repr__(self) -> str:
-        return f"Pairs(seed={self.seed})"
 
 
 @dataclass(frozen=True)
@@ -117,34 +113,30 @@ class Subgroups(_Grouped):
     fixed = True
 
     def __post_init__(self) -> None:
-        self._groups()
+        _ = self._groups  # raises if the ranks do not divide into groups
 
     def at(self, round: int) -> Communicator:
-        return self.everyone.split(self._groups())
+        return self.everyone.split(self._groups)
 
     def __repr__(self) -> str:
         return f"Subgroups({self.ranks!r})"
 
+    @cached_property
     def _groups(self) -> list[list[int]]:
-        size = self.everyone.size
-        if isinstance(self.ranks, int):
-            if self.ranks < 1 or size % self.ranks:
+        size, ranks = self.everyone.size, self.ranks
+        if isinstance(ranks, int):
+            if ranks < 1 or size % ranks:
                 raise ValueError(
-                    f"{self!r}: {size} workers do not divide into groups of {self.ranks}; for uneven "
-                    "groups, list the ranks of each."
+                    f"{self!r}: {size} workers do not divide into groups of {ranks}; for uneven groups, list "
+                    "the ranks of each."
                 )
-            return [list(range(start, start + self.ranks)) for start in range(0, size, self.ranks)]
-        lists = isinstance(self.ranks, Sequence) and all(
-            isinstance(group, list | tuple) for group in self.ranks
-        )
-        if not lists or not all(isinstance(rank, int) for group in self.ranks for rank in group):
+            return [list(range(start, start + ranks)) for start in range(0, size, ranks)]
+        lists = isinstance(ranks, Sequence) and all(isinstance(group, list | tuple) for group in ranks)
+        if not lists or not all(isinstance(rank, int) for group in ranks for rank in group):
             raise TypeError(f"{self!r}: pass the number of ranks per group, or the ranks of each group.")
-        if sorted(rank for group in self.ranks for rank in group) != list(range(size)):
+        if sorted(itertools.chain(*ranks)) != list(range(size)):
             raise ValueError(f"{self!r}: each of the ranks 0 to {size - 1} must be in exactly one group.")
-        return [list(group) for group in self.ranks]
-
-
-_PARTITIONS = 16  # random ones, if a size is not a power of two; each keeps its connections
+        return [list(group) for group in ranks]
 
 
 @dataclass(frozen=True)
@@ -167,59 +159,49 @@ class Butterfly(_Grouped):
         if size is not None and not is_whole(size, 1):
             raise ValueError(f"group_size={size!r}: group_size must be a whole number, at least 1.")
 
-    @property
+    @cached_property
     def size(self) -> int:
         """The largest number of workers in a group."""
         workers = self.everyone.size
         wanted = 2 ** math.ceil(math.log2(workers) / 2) if self.group_size is None else self.group_size
         return min(wanted, workers)
 
-    @property
+    @cached_property
     def cycle(self) -> int:
         """The number of rounds after which the groups repeat."""
         if self.size in (1, self.everyone.size):
             return 1
-        if self._regular:
-            bits, width = _log2(self.everyone.size), _log2(self.size)
-            return bits // math.gcd(bits, width)
-        return _PARTITIONS
+        return self._bits[0] // math.gcd(*self._bits) if self._bits else _PARTITIONS
 
     @property
     def fixed(self) -> bool:
         return self.cycle == 1
 
+    @cached_property
+    def _bits(self) -> tuple[int, int] | None:
+        """log₂ K and log₂ S; None unless both are whole."""
+        bits, width = self.everyone.size.bit_length() - 1, self.size.bit_length() - 1
+        return (bits, width) if (2**bits, 2**width) == (self.everyone.size, self.size) else None
+
     def at(self, round: int) -> Communicator:
         return self.everyone.split(self.groups(round))
 
     def groups(self, round: int) -> list[list[int]]:
-        """The ranks of each group in a round."""
+        """Return the ranks of each group in a round."""
         workers, size = self.everyone.size, self.size
-        if size == workers:
-            return [list(range(workers))]
         if size == 1:
             return [[rank] for rank in range(workers)]
-        if self._regular:
-            together: dict[int, list[int]] = {}
-            for rank in range(workers):
-                together.setdefault(rank & ~self._mask(round), []).append(rank)
-            return list(together.values())
-        order = shuffled(workers, self.seed, round % _PARTITIONS, "butterfly")
-        count = -(-workers // size)
-        edges = [workers * i // count for i in range(count + 1)]
-        return [sorted(order[low:high]) for low, high in itertools.pairwise(edges)]
-
-    @property
-    def _regular(self) -> bool:
-        return all(n & (n - 1) == 0 for n in (self.everyone.size, self.size))
-
-    def _mask(self, round: int) -> int:
-        """The bits in which members of a group may differ."""
-        bits, width = _log2(self.everyone.size), _log2(self.size)
-        return sum(1 << (round * width + r) % bits for r in range(width))
+        if self._bits is None:
+            order = shuffled(workers, self.seed, round % _PARTITIONS, "butterfly")
+            count = -(-workers // size)
+            edges = [workers * i // count for i in range(count + 1)]
+            return [sorted(order[low:high]) for low, high in itertools.pairwise(edges)]
+        bits, width = self._bits
+        free = sum(1 << (round * width + i) % bits for i in range(width))  # where members may differ
+        together: dict[int, list[int]] = {}
+        for rank in range(workers):
+            together.setdefault(rank & ~free, []).append(rank)
+        return list(together.values())
 
     def __repr__(self) -> str:
         return f"Butterfly({self.group_size}, seed={self.seed})"
-
-
-def _log2(power: int) -> int:
-    return power.bit_length() - 1

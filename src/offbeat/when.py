@@ -27,14 +27,13 @@ class Schedule:
         return frozenset()
 
     def init(self) -> State:
-        """Its initial state."""
+        """Return the initial state."""
         return {}
 
     def next(self, clock: Clock, state: State) -> int | None:
-        """The number of completed iterations after which the next round begins; more than `clock.step`.
+        """Return the number of completed iterations after which the next round begins; above `clock.step`.
 
-        Called once per period, before its first step. None plans nothing: `next` is called again before the
-        next step.
+        Called once per period, before its first step. After None it is called again before the next step.
         """
         raise NotImplementedError
 
@@ -166,30 +165,22 @@ class QSR(Schedule):
         return self.base
 
     def next(self, clock: Clock, state: State) -> int | None:
-        period = self._period(self.peak if clock.absolute < self.warmup else clock.lr)
+        lr = self.peak if clock.absolute < self.warmup else clock.lr
+        period = self.base
+        if lr is not None and lr > 0:
+            # A period beyond 2³¹ steps means no more rounds; the cap keeps the power finite.
+            ratio = min(self.alpha / lr, 2.0 ** min(31 / self.power, 1023))
+            period = max(period, int(ratio**self.power))
         if self.total is not None and clock.absolute < self.total:
             period = max(1, min(period, self.total - clock.absolute))
         return clock.step + period
-
-    def _period(self, lr: float | None) -> int:
-        if lr is None or lr <= 0:
-            return self.base
-        # A period beyond 2³¹ steps means no more rounds; the cap keeps the power finite.
-        ratio = min(self.alpha / lr, 2.0 ** min(31 / self.power, 1023))
-        return max(self.base, int(ratio**self.power))
 
 
 @dataclass(frozen=True)
 class Adaptive(Schedule):
     """The period grows while the workers stay closer together than the learning rate explains.
 
-        C = mean of S/γ over the rounds from warmup to sample,   S = mean |x − x̄|²,   γ the lr at the round
-        S < 0.7 γ C: period + 1        S > 1.3 γ C: period − 1, at least 1
-
-    Until step `sample`, a quarter of the run in the paper, the period is `start`. Larger `start` communicates
-    less.
-
-    Jiang & Agrawal, "Adaptive Periodic Averaging", 2020, arXiv 2007.06134.
+    `offbeat.adaptive` states the rule.
     """
 
     start: int
@@ -211,36 +202,26 @@ class Adaptive(Schedule):
         return {"period": self.start, "seen": 0, "total": 0.0, "count": 0}
 
     def next(self, clock: Clock, state: State) -> int | None:
-        if clock.drift is not None and clock.round_lr and clock.round > state["seen"]:
+        drift, lr, step = clock.drift, clock.round_lr, clock.absolute
+        if drift is not None and lr and clock.round > state["seen"]:
             state["seen"] = clock.round
-            self._learn(clock.absolute, clock.drift, clock.round_lr, state)
+            if step >= self.warmup and (step < self.sample or not state["count"]):
+                state["total"] += drift / lr
+                state["count"] += 1
+            elif step >= self.warmup:
+                expected = lr * state["total"] / state["count"]
+                if drift < 0.7 * expected:
+                    state["period"] += 1
+                elif drift > 1.3 * expected:
+                    state["period"] = max(1, state["period"] - 1)
         return clock.step + int(state["period"])
-
-    def _learn(self, step: int, drift: float, lr: float, state: State) -> None:
-        if step < self.warmup:
-            return
-        if step < self.sample or not state["count"]:
-            state["total"] += drift / lr
-            state["count"] += 1
-            return
-        expected = lr * state["total"] / state["count"]
-        if drift < 0.7 * expected:
-            state["period"] += 1
-        elif drift > 1.3 * expected:
-            state["period"] = max(1, state["period"] - 1)
 
 
 @dataclass(frozen=True)
 class AdaComm(Schedule):
     """The period shrinks as the loss falls. The loop passes in the loss with `sync.observe(loss)`.
 
-        τ' = max(1, ⌈√(γ₀/γ · F/F₀) · start⌉)        τ ← τ' if it is smaller, else ⌈τ/2⌉
-
-    The rule applies at the end of each `interval` of steps. F is the mean loss of the interval over all
-    workers; F₀ and γ₀ are the loss and the last lr of the first interval after `warmup`. Larger `start`
-    communicates less; larger `interval` keeps long periods for longer.
-
-    Wang & Joshi, "Adaptive Communication Strategies", SysML 2019, arXiv 1810.08313.
+    `offbeat.adacomm` states the rule. It applies at the end of each `interval` of steps.
     """
 
     start: int

@@ -29,7 +29,7 @@ def origin(method: str, comm: Communicator) -> State:
 
 def identity(method: str, nonce: int, model: nn.Module) -> int:
     """Return a number for a run. It is the same on all ranks, which start with rank 0's weights."""
-    return _number(f"{method} {nonce} {weights_checksum(model)}")
+    return _digest(f"{method} {nonce} {weights_checksum(model)}")
 
 
 def weights_checksum(model: nn.Module) -> int:
@@ -52,22 +52,24 @@ def check_origin(state: State, method: str, model: nn.Module, comm: Communicator
 
     Return whether the model holds the weights saved with them, on all ranks.
     """
-    mismatch = _mismatch(state, origin(method, comm))
+    ours = origin(method, comm)
+    wrong = next((what for what in ours if state.get(what) != ours[what]), None)
     mine = [-1, 0, 0, 0]
-    if not mismatch:
+    if wrong is None:
         loaded = state["weights"] in (None, weights_checksum(model))
-        mine = [state["steps"], state["run"], _number("\n".join(_outline(state["parts"]))), int(loaded)]
-    heard = [word[:4] for word in comm.tell(mine).wait()]
-    if mismatch:
-        raise CheckpointMismatch(mismatch)
-    steps, runs, outlines, weights = zip(*heard, strict=True)
-    if -1 in steps:
+        mine = [state["steps"], state["run"], _digest("\n".join(_outline(state["parts"]))), int(loaded)]
+    answers = comm.tell(mine).wait()
+    if wrong is not None:
+        who, hint = ("worker", ": every rank loads its own") if wrong == "rank" else ("run", "")
         raise CheckpointMismatch(
-            f"Rank {steps.index(-1)} cannot load its checkpoint: its own error says why."
+            f"The checkpoint has {wrong} {state.get(wrong)}, this {who} has {ours[wrong]}{hint}."
         )
-    if odd := _odd_one(runs):
+    steps, runs, outlines, weights = zip(*[words[:4] for words in answers], strict=True)
+    if -1 in steps:
+        raise CheckpointMismatch(f"Rank {steps.index(-1)} cannot load its checkpoint: see its error.")
+    if odd := _find_odd(runs):
         raise CheckpointMismatch(
-            f"Rank {odd[0]}'s checkpoint is of another run than rank {odd[1]}'s: "
+            f"The checkpoints of rank {odd[0]} and rank {odd[1]} come from different runs: "
             "load the files of one run on every rank."
         )
     for rank, step in enumerate(steps):
@@ -75,7 +77,7 @@ def check_origin(state: State, method: str, model: nn.Module, comm: Communicator
             raise Disagreement(
                 f"Checkpoints disagree: rank 0 loads step {steps[0]}, rank {rank} step {step}."
             )
-    if odd := _odd_one(outlines):
+    if odd := _find_odd(outlines):
         raise CheckpointMismatch(
             f"Rank {odd[0]}'s checkpoint of step {steps[0]} contradicts rank {odd[1]}'s: their rounds or the "
             "shapes of their tensors differ. Load an earlier checkpoint."
@@ -85,24 +87,22 @@ def check_origin(state: State, method: str, model: nn.Module, comm: Communicator
 
 def check_weights(expected: int, model: nn.Module, comm: Communicator) -> None:
     """Raise unless the model holds the weights saved with the checkpoint, on all ranks."""
-    heard = comm.tell([int(expected in (None, weights_checksum(model)))]).wait()
-    if wrong := [rank for rank, word in enumerate(heard) if not word[0]]:
+    answers = comm.tell([int(expected in (None, weights_checksum(model)))]).wait()
+    if wrong := [rank for rank, words in enumerate(answers) if not words[0]]:
         raise CheckpointMismatch(
             f"The weights of rank {', '.join(map(str, wrong))} are not those saved with the checkpoint: "
             "load model and synchronizer from the same file on every rank."
         )
 
 
-def _odd_one(values: Sequence[int]) -> tuple[int, int] | None:
+def _find_odd(values: Sequence[int]) -> tuple[int, int] | None:
     """Return the first rank with an unusual value and the first with the usual one, if they differ."""
     usual = Counter(values).most_common(1)[0][0]
-    for rank, value in enumerate(values):
-        if value != usual:
-            return rank, values.index(usual)
-    return None
+    odd = [rank for rank, value in enumerate(values) if value != usual]
+    return (odd[0], values.index(usual)) if odd else None
 
 
-def _outline(value: Any, name: object = "") -> Iterator[str]:
+def _outline(value: Any, name: str = "") -> Iterator[str]:
     """Yield what must be equal on all ranks in the state of a part: keys, shapes and rounds."""
     if torch.is_tensor(value):
         yield f"{name} {value.dtype} {list(value.shape)}"
@@ -113,33 +113,19 @@ def _outline(value: Any, name: object = "") -> Iterator[str]:
     elif isinstance(value, list) and not all(isinstance(item, float) for item in value):
         for index, item in enumerate(value):
             yield from _outline(item, f"{name}.{index}")
-    elif value is None or str(name).rpartition(".")[2] in _SHARED:
+    elif value is None or name.rpartition(".")[2] in _SHARED:
         yield f"{name} {value}"
 
 
-def _number(text: str) -> int:
+def _digest(text: str) -> int:
     """Return a digest of 64 bits."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
 
 
-def _mismatch(state: State, ours: State) -> str | None:
-    for what in ("format", "method", "workers"):
-        if state.get(what) != ours[what]:
-            return f"The checkpoint has {what} {state.get(what)}, this run has {ours[what]}."
-    if state["rank"] != ours["rank"]:
-        return (
-            f"The checkpoint was written by rank {state['rank']}, this is rank {ours['rank']}: "
-            "every rank loads its own."
-        )
-    return None
-
-
-def copied(value: Any) -> Any:
+def copy_state(value: Any) -> Any:
     """Return a deep copy of tensors in dicts and lists."""
     if torch.is_tensor(value):
         return value.clone()
     if isinstance(value, dict):
-        return {key: copied(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [copied(item) for item in value]
-    return value
+        return {key: copy_state(item) for key, item in value.items()}
+    return [copy_state(item) for item in value] if isinstance(value, list) else value

@@ -44,7 +44,7 @@ def check_reducer(reduce: Reducer | None, update: Update, live: Live) -> Reducer
         return chosen
     if not chosen.agrees:
         raise ValueError(f"reduce={chosen!r}: every worker gets its own result, so it is for grads(model).")
-    if chosen.lossy and update.anchors != "shared":
+    if chosen.lossy and update.sends == "weights":
         raise ValueError(
             f"reduce={chosen!r} with update={update!r}: the weights themselves would be rounded; send the "
             "difference from an anchor, with update=Outer(SGD(lr=1)), which also averages."

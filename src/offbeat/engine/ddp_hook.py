@@ -4,7 +4,6 @@
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -17,50 +16,50 @@ from offbeat.base.tensors import named
 from offbeat.comm.communicator import Communicator, Metered
 from offbeat.comm.presence import Departure
 from offbeat.comm.torch_backend import Torch
-from offbeat.engine.checkpoint import copied
+from offbeat.engine.checkpoint import copy_state
 from offbeat.engine.handshake import compare_lines
 from offbeat.reduce import Mean, Reducer
 
+_Bucket = tuple[dict[str, Tensor], Tensor, torch.futures.Future[Tensor]]
+"""The gradients of a bucket by name, the buffer in which they lie, and the future that DDP waits for."""
+
 
 def ddp_hook(
-    reducer: Reducer,
-    *,
-    model: nn.Module | None = None,
-    group: dist.ProcessGroup | Communicator | None = None,
+    reducer: Reducer, *, model: nn.Module | None = None, group: dist.ProcessGroup | Communicator | None = None
 ) -> "Hook":
     """Any reducer as a communication hook of DistributedDataParallel: codes overlap with backward.
 
         model = DistributedDataParallel(model)
         model.register_comm_hook(None, offbeat.ddp_hook(ErrorFeedback(Quantized(4))))
 
-    A thread of its own sends bucket after bucket, on connections of Offbeat's own, over gloo too. The first
-    backward pass of a run is averaged exactly, since DDP rearranges its buckets after it. `group` is that
-    of the DDP model; with `model` errors name its parameters, not their numbers. All ranks call this.
+    A background thread sends the buckets on connections of its own, over gloo too. The first backward pass of
+    a run is averaged exactly, because DDP rearranges its buckets after it. `group` is that of the DDP model.
+    With `model`, errors name its parameters instead of numbering them. All ranks call this.
     """
     return Hook(reducer, model, group)
 
 
 class Hook:
-    """What `ddp_hook` returns; `sent` and `received` count its bytes, `state_dict` holds what codes keep."""
+    """What `ddp_hook` returns. `sent` and `received` count its bytes."""
 
     def __init__(
         self, reducer: Reducer, model: nn.Module | None, group: dist.ProcessGroup | Communicator | None
     ) -> None:
         if not isinstance(reducer, Reducer):
-            raise TypeError(f"ddp_hook({reducer!r}): a reducer is needed, such as Quantized(8).")
+            raise TypeError(f"ddp_hook({reducer!r}): pass a reducer, such as Quantized(8).")
         self.reducer = reducer
         self.error: Exception | None = None
         self.__name__ = self.__qualname__ = repr(self)  # torch looks at them
         # Never the communicator of a synchronizer: two threads on one would mix their messages.
         self._comm = Metered(group if isinstance(group, Communicator) else Torch(group))
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="offbeat")
-        self._saved: dict[str, State] = {}
-        self._before = 0  # steps of the run this one goes on from
+        self._step = 0
+        self._before = 0  # steps made before the checkpoint that was loaded
+        self._saved: dict[str, State] = {}  # states from the checkpoint, until their buckets come
+        self._buckets: dict[str, tuple[Packed, State]] = {}  # memory and state, by the names of the gradients
+        self._held: list[_Bucket] = []  # of a first pass, whose buckets are not those of the checkpoint
         known = {} if model is None else named(model.named_parameters())
         self._parameters = {id(p): (name, p) for name, p in known.items()}
-        self._buckets: dict[str, tuple[Packed, State]] = {}
-        self._held: list[_Message] = []  # of a first pass, whose buckets are not those of before
-        self._step = 0
         compare_lines([f"the hook {self!r}"], self._comm)
 
     def __repr__(self) -> str:
@@ -79,85 +78,84 @@ class Hook:
         state: object,
         bucket: dist.GradBucket,  # type: ignore[name-defined]
     ) -> torch.futures.Future[Tensor]:
-        buffer = bucket.buffer()
+        buffer, parameters = bucket.buffer(), bucket.parameters()
         if buffer.is_cuda:
             torch.cuda.current_stream(buffer.device).synchronize()  # the thread works on a stream of its own
         future: torch.futures.Future[Tensor] = torch.futures.Future(
             devices=[buffer.device] if buffer.is_cuda else None
         )
-        gradients = self._named(bucket.parameters(), bucket.gradients())
-        message = _Message(gradients, buffer, future)
-        self._thread.submit(self._receive, message, self._step, bucket.is_last())
-        if bucket.is_last():
-            self._step += 1
+        for p in parameters:  # numbered in the order in which they first appear, the same in every run
+            self._parameters.setdefault(id(p), (str(len(self._parameters)), p))
+        names = [self._parameters[id(p)][0] for p in parameters]
+        gradients = dict(zip(names, bucket.gradients(), strict=True))
+        self._thread.submit(self._receive, (gradients, buffer, future), self._step, bucket.is_last())
+        self._step += bucket.is_last()
         return future
 
     def state_dict(self) -> State:
-        """What the code remembers, per rank; to be asked between two steps."""
-        states = copied({**self._saved, **{key: state for key, (_, state) in self._buckets.items()}})
-        step = self._before + self._step
-        return {"hook": repr(self), "rank": self._comm.rank, "step": step, "states": states}
+        """Return what the code remembers on this rank. Call it between two steps."""
+        states = copy_state({**self._saved, **{key: state for key, (_, state) in self._buckets.items()}})
+        return {**self._origin(), "step": self._before + self._step, "states": states}
 
     def load_state_dict(self, state: State) -> None:
-        """Go on from there, to the bit if at least two steps had been made: between two steps, or before all.
+        """Continue from a checkpoint, to the bit if it was saved after at least two steps.
 
-        The first backward pass of a process is then sent when it is complete, in the buckets of before.
+        Call it before the first step or between two. The first backward pass of a process is then sent when
+        it is complete, in the buckets of the checkpoint.
         """
-        if (state["hook"], state["rank"]) != (repr(self), self._comm.rank):
+        ours = self._origin()
+        saved = {"workers": self._comm.size, **state}  # old checkpoints do not say how many
+        if any(saved[key] != ours[key] for key in ours):
+            sentence = "{hook} on rank {rank} of {workers} workers"
             raise CheckpointMismatch(
-                f"The checkpoint is of {state['hook']} on rank {state['rank']}, "
-                f"this is {self!r} on rank {self._comm.rank}."
+                f"The checkpoint is of {sentence.format(**saved)}, this is {sentence.format(**ours)}."
             )
-        self._saved, self._buckets = copied(state["states"]), {}
+        self._saved, self._buckets = copy_state(state["states"]), {}
         self._before = state["step"] - self._step
 
-    def _named(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> dict[str, Tensor]:
-        """The gradients, named by when their parameters were first seen, which is the same in every run."""
-        for parameter in parameters:
-            self._parameters.setdefault(id(parameter), (str(len(self._parameters)), parameter))
-        names = [self._parameters[id(parameter)][0] for parameter in parameters]
-        return dict(zip(names, gradients, strict=True))
+    def _origin(self) -> State:
+        return {"hook": repr(self), "rank": self._comm.rank, "workers": self._comm.size}
 
     @torch.no_grad()
-    def _receive(self, message: "_Message", step: int, last: bool) -> None:
-        """In the thread: average a bucket and hand it back, or all that were held, once they are complete."""
-        self._held.append(message)
-        again = step == 0 and bool(self._saved)
-        if again and not last:
+    def _receive(self, bucket: _Bucket, step: int, last: bool) -> None:
+        """In the thread: average a bucket and return it. In the first pass after loading, wait for all."""
+        self._held.append(bucket)
+        resuming = step == 0 and bool(self._saved)
+        if resuming and not last:
             return
         held, self._held = self._held, []
         try:
             if self.error is not None:
                 raise self.error
-            for gradients in self._layout(held) if again else [message.gradients]:
-                self._reduce(gradients, step, coded=again or step > 0)
+            for gradients in self._restore_layout(held) if resuming else [bucket[0]]:
+                self._reduce(gradients, step, coded=resuming or step > 0)
         except Exception as error:
             if self.error is None:
                 self._comm.worker.leave(Departure.of(error))
             self.error = error
-            for one in held:
-                one.future.set_exception(error)  # type: ignore[arg-type]
+            for _, _, future in held:
+                future.set_exception(error)  # type: ignore[arg-type]
         else:
-            for one in held:
-                one.future.set_result(one.buffer)
+            for _, buffer, future in held:
+                future.set_result(buffer)
 
-    def _layout(self, held: "Sequence[_Message]") -> list[dict[str, Tensor]]:
-        """The gradients of a whole pass in the buckets of the checkpoint."""
-        found = {name: gradient for one in held for name, gradient in one.gradients.items()}
+    def _restore_layout(self, held: Sequence[_Bucket]) -> list[dict[str, Tensor]]:
+        """Return the gradients of a whole pass in the buckets of the checkpoint."""
+        found = {name: gradient for gradients, _, _ in held for name, gradient in gradients.items()}
         layout = [key.split(" ") for key in self._saved]
         if sorted(name for names in layout for name in names) != sorted(found):
             raise CheckpointMismatch(f"The checkpoint of {self!r} is of a model with other parameters.")
         return [{name: found[name] for name in names} for names in layout]
 
     def _reduce(self, gradients: dict[str, Tensor], step: int, *, coded: bool) -> None:
-        room, state = self._bucket(gradients) if coded else (Packed.like(gradients), {})
+        room, state = self._find_bucket(gradients) if coded else (Packed.like(gradients), {})
         room.read(list(gradients.values()))
         clock = Clock(step=self._before + step, round=self._before + step, lr=0.0)
         reducer = self.reducer if coded else Mean()
         reducer.start(room, self._comm, clock, state).wait().write(list(gradients.values()))
 
-    def _bucket(self, gradients: dict[str, Tensor]) -> tuple[Packed, State]:
-        """Memory and state of a bucket, which are those of its gradients; others that had one go."""
+    def _find_bucket(self, gradients: dict[str, Tensor]) -> tuple[Packed, State]:
+        """Return a bucket's memory and state. A new bucket ends the others that held its gradients."""
         key = " ".join(gradients)
         if key not in self._buckets:
             state = self._saved.pop(key) if key in self._saved else self.reducer.init()
@@ -166,12 +164,3 @@ class Hook:
                     del kept[other]
             self._buckets[key] = Packed.like(gradients), state
         return self._buckets[key]
-
-
-@dataclass(frozen=True)
-class _Message:
-    """A bucket: its gradients, which lie in its buffer, and who waits for it."""
-
-    gradients: dict[str, Tensor]
-    buffer: Tensor
-    future: torch.futures.Future[Tensor]

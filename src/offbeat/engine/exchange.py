@@ -12,21 +12,21 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from offbeat.among import Peers, World
+from offbeat.among import Group, Peers, World
 from offbeat.base.clock import Clock, State
 from offbeat.base.tensors import Gradients, Live, Share
 from offbeat.comm.communicator import Communicator
-from offbeat.engine.checkpoint import OWN, copied
+from offbeat.engine.checkpoint import OWN, copy_state
 from offbeat.engine.composition import check_drift, check_reducer, check_update
 from offbeat.engine.extras import BufferRule, MomentRule
-from offbeat.engine.optimizers import mark, rates
+from offbeat.engine.optimizers import read_rates
 from offbeat.engine.part import Landing, Part
 from offbeat.engine.payload import Payload
 from offbeat.engine.report import Ledger, Report
 from offbeat.engine.rhythm import Delay, Rhythm
 from offbeat.engine.round import Round
 from offbeat.reduce import Mean, Reducer, Staged
-from offbeat.update.anchor import Anchor
+from offbeat.update.outer import Anchor
 from offbeat.update.update import Replace, Update
 from offbeat.when import Schedule
 
@@ -51,7 +51,7 @@ class Exchange(Part):
         live: Live,
         *,
         when: Schedule,
-        among: Peers | Communicator | None = None,
+        among: Peers | Group = None,
         reduce: Reducer | None = None,
         update: Update | None = None,
         delay: Delay = 0,
@@ -60,7 +60,7 @@ class Exchange(Part):
         drift: bool | None = None,
     ) -> None:
         self.live, self.model, self.when, self.delay = live, live.model, when, delay
-        self.peers: Peers = World(among) if among is None or isinstance(among, Communicator) else among
+        self.peers: Peers = World(among) if isinstance(among, Group) else among
         self.rhythm = Rhythm(when, delay)
         self.update: Update = check_update(update, delay, live, self.peers)
         self.reduce = check_reducer(reduce, self.update, live)
@@ -116,10 +116,8 @@ class Exchange(Part):
 
     def snapshot_rates(self) -> None:
         """Note the learning rates of the coming step: a scheduler may step before the round begins."""
-        optimizers = self.payload.moments.optimizers
-        self._rates_digest = mark(optimizers)
-        # Gradients have no use for the rates.
-        self._rates = () if self.live.early else rates(self.live.parameters, optimizers)
+        parameters = () if self.live.early else self.live.parameters  # gradients have no use for the rates
+        self._rates_digest, self._rates = read_rates(self.payload.moments.optimizers, parameters)
 
     def before(self, clock: Clock) -> bool:
         if self.live.early:
@@ -256,9 +254,7 @@ class Exchange(Part):
     def anchor(self) -> Anchor | None:
         """The weights that workers set out from; None without an anchor, or before the first period."""
         flats = self._states["update"].get("anchor")
-        shared = self.update.anchors == "shared"
-        workers = self._last_peers.size if shared else 1
-        return None if flats is None else Anchor(self.payload.own.over(flats), workers)
+        return None if flats is None else Anchor(self.payload.own.over(flats))
 
     @property
     def _scope(self) -> int:
@@ -274,9 +270,9 @@ class Exchange(Part):
 
     def state_dict(self) -> State:
         air = None if self._round is None else self._round.state_dict()  # first: arrivals change states
-        own = {"states": copied(self._states), "air": air}
+        own = {"states": copy_state(self._states), "air": air}
         return {
-            "rhythm": copied(self.rhythm.state_dict()),
+            "rhythm": copy_state(self.rhythm.state_dict()),
             "landed_at": self._landed_at,
             "opened": self.opened,
             "ledger": self._ledger.state_dict(),
@@ -286,11 +282,11 @@ class Exchange(Part):
 
     @torch.no_grad()
     def load_state_dict(self, state: State) -> None:
-        self.rhythm.load_state_dict(copied(state["rhythm"]))
+        self.rhythm.load_state_dict(copy_state(state["rhythm"]))
         self._landed_at, self.opened = state["landed_at"], state["opened"]
         self._ledger.load_state_dict(state["ledger"])
         own = state.get(OWN, state)
-        self._states = copied(own["states"])
+        self._states = copy_state(own["states"])
         self._round = None
         if own["air"] is not None:
             comm = self.peers.at(own["air"]["round"])

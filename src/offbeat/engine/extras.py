@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from offbeat.base.packed import Packed
 from offbeat.base.tensors import Live, local, named
 from offbeat.comm.communicator import Communicator, Pending, arrived
-from offbeat.engine.reset import check_reset, reset
+from offbeat.engine.optimizers import check_reset, reset
 
 BufferRule = Literal["average", "keep", "follow"]
 MomentRule = Literal["keep", "average", "reset"]

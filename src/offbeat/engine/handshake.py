@@ -1,4 +1,4 @@
-"""Do all workers do the same? One sentence on every rank if not, naming the one that differs."""
+"""Do all workers do the same? If not, every rank raises one sentence that names the odd one."""
 
 from __future__ import annotations
 
@@ -6,47 +6,22 @@ import hashlib
 import re
 import struct
 from collections.abc import Sequence
+from itertools import zip_longest
 
 import torch
 from torch import nn
 
 from offbeat.base.clock import Clock
 from offbeat.base.errors import Disagreement
-from offbeat.base.tensors import local, named
+from offbeat.base.tensors import named
 from offbeat.comm.communicator import Communicator
 from offbeat.comm.presence import BATCHES
+from offbeat.engine.weights import checksum
 
-_KINDS = ("round {round}", "averaged()", "finish()")
+KINDS = ("round {round}", "averaged()", "finish()")
 ROUND, AVERAGED, FINISH = range(3)
 
-
-_COMPARED = 6  # the words of a header in which all ranks must agree
-
-
-def name(kind: int) -> str:
-    """What a kind of meeting is called."""
-    return _KINDS[kind]
-
-
-def header(kind: int, part: int, clock: Clock, rates: int, rank: int) -> list[int]:
-    """What a rank is about to do, in a few whole numbers; then its number among all workers, since in a
-    subgroup it has another."""
-    (lr,) = struct.unpack("<q", struct.pack("<d", clock.lr))
-    return [kind, part, clock.round, clock.step, lr, rates, rank]
-
-
-def compare_headers(headers: Sequence[Sequence[int]]) -> list[int]:
-    """Raise if the ranks are not all at the same point; what each has told behind its header."""
-    first = headers[0]
-    for other in headers:
-        if other[:_COMPARED] != first[:_COMPARED]:
-            field = next(i for i in range(_COMPARED) if other[i] != first[i])
-            if first[0] != ROUND and field == 3:
-                field = 0  # both in finish(), but not after the same step
-            raise Disagreement(_SENTENCES[field].format(**_words(first, ""), **_words(other, "o_")))
-    return [heard[_COMPARED + 1] for heard in headers]
-
-
+# One sentence for each word of a header in which all ranks must agree.
 _SENTENCES = (
     "Workers disagree: rank {rank} is in {kind} at step {step}, rank {o_rank} in {o_kind} at step {o_step}. "
     f"{BATCHES}",
@@ -56,41 +31,54 @@ _SENTENCES = (
     "Workers disagree at round {round}: rank {rank} is at step {step}, rank {o_rank} at step {o_step}. "
     "Does every worker use the same schedule?",
     "Workers disagree in {kind} at step {step}: rank {rank} has learning rate {lr}, rank {o_rank} {o_lr}. "
-    "Step the learning-rate scheduler alike everywhere.",
-    "Workers disagree in {kind} at step {step}: rank {rank} and rank {o_rank} have other learning rates in "
-    "one of the parameter groups. Step the learning-rate scheduler alike everywhere.",
+    "Step the learning-rate scheduler on every worker.",
+    "Workers disagree in {kind} at step {step}: the learning rates of rank {rank} and rank {o_rank} differ "
+    "in a parameter group. Step the learning-rate scheduler on every worker.",
 )
 
 
-def _words(header: Sequence[int], prefix: str) -> dict[str, object]:
+def header(kind: int, part: int, clock: Clock, rates: int, rank: int) -> list[int]:
+    """Return what a rank is about to do, in whole numbers. `rank` is its number among all workers."""
+    (lr,) = struct.unpack("<q", struct.pack("<d", clock.lr))
+    return [kind, part, clock.round, clock.step, lr, rates, rank]
+
+
+def compare_headers(headers: Sequence[Sequence[int]]) -> list[int]:
+    """Raise unless all ranks are at the same point. Return the word that each sent after its header."""
+    first, compared = headers[0], len(_SENTENCES)
+    for other in headers:
+        if other[:compared] != first[:compared]:
+            field = next(i for i in range(compared) if other[i] != first[i])
+            if first[0] != ROUND and field == 3:
+                field = 0  # both in finish(), but not after the same step
+            words = _name_words(first) | {f"o_{name}": word for name, word in _name_words(other).items()}
+            raise Disagreement(_SENTENCES[field].format(**words))
+    return [words[compared + 1] for words in headers]
+
+
+def _name_words(header: Sequence[int]) -> dict[str, object]:
     kind, part, round, step, lr, _, rank = header[:7]
     (rate,) = struct.unpack("<d", struct.pack("<q", lr))
-    kinds = _KINDS[kind].format(round=round)
-    values = {"kind": kinds, "part": part, "round": round, "step": step, "lr": rate, "rank": rank}
-    return {prefix + name: value for name, value in values.items()}
+    name = KINDS[kind].format(round=round)
+    return {"kind": name, "part": part, "round": round, "step": step, "lr": rate, "rank": rank}
 
 
 def without_addresses(call: str) -> str:
-    """The call without the addresses of functions in it, which are different in every process."""
+    """Return the call without the addresses of functions in it, which differ between processes."""
     return re.sub(r" at 0x[0-9a-f]+", "", call)
 
 
 def describe(call: str, model: nn.Module) -> list[str]:
-    """The method and every tensor of the model, one line each; frozen ones with a checksum."""
+    """Describe the method and every tensor of the model, one line each; frozen ones with a checksum."""
     lines = [f"the method {call}"]
-    for name, p in named(model.named_parameters()).items():
-        frozen = "" if p.requires_grad else f", frozen with checksum {checksum(p)}"
-        lines.append(f"parameter {name} {list(p.shape)} {str(p.dtype).removeprefix('torch.')}{frozen}")
-    for name, b in named(model.named_buffers()).items():
-        lines.append(f"buffer {name} {list(b.shape)} {str(b.dtype).removeprefix('torch.')}")
+    tensors = [("parameter", *item) for item in named(model.named_parameters()).items()]
+    tensors += [("buffer", *item) for item in named(model.named_buffers()).items()]
+    for kind, name, tensor in tensors:
+        fixed = kind == "parameter" and not tensor.requires_grad
+        frozen = f", frozen with checksum {checksum([tensor])}" if fixed else ""
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        lines.append(f"{kind} {name} {list(tensor.shape)} {dtype}{frozen}")
     return lines
-
-
-def checksum(tensor: torch.Tensor) -> int:
-    """The sum of the bits read as whole numbers: exact, so the same in whatever order it is taken."""
-    flat = local(tensor).detach().contiguous().view(-1)
-    whole = {1: torch.uint8, 2: torch.int16, 4: torch.int32}.get(flat.element_size(), torch.int64)
-    return int(flat.view(whole).sum(dtype=torch.int64))
 
 
 def compare_lines(lines: Sequence[str], comm: Communicator, *, nonce: int = 0) -> int:
@@ -99,29 +87,18 @@ def compare_lines(lines: Sequence[str], comm: Communicator, *, nonce: int = 0) -
     Returns rank 0's nonce.
     """
     text = "\n".join(lines).encode()
-    mine = struct.unpack("<4q", hashlib.sha256(text).digest())
-    told = comm.tell([len(text), *mine, nonce]).wait()
-    heard = [word[:5] for word in told]
-    if all(word == heard[0] for word in heard):
-        return told[0][5]
-    room = torch.zeros(max(word[0] for word in heard), dtype=torch.uint8)
+    digest = struct.unpack("<4q", hashlib.sha256(text).digest())
+    answers = comm.tell([len(text), *digest, nonce]).wait()
+    odd = next((rank for rank, words in enumerate(answers) if words[:5] != answers[0][:5]), None)
+    if odd is None:
+        return answers[0][5]
+    room = torch.zeros(max(words[0] for words in answers), dtype=torch.uint8)
     room[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    texts = [
-        bytes(part.tolist())[: word[0]].decode().splitlines()
-        for part, word in zip(comm.gather(room).wait(), heard, strict=True)
-    ]
-    rank = next(rank for rank, word in enumerate(heard) if word != heard[0])
-    ours, theirs = _first_difference(texts[0], texts[rank])
+    texts = comm.gather(room).wait()
+    these, those = (bytes(texts[r].tolist())[: answers[r][0]].decode().splitlines() for r in (0, odd))
+    pairs = zip_longest(these, those, fillvalue="nothing more")
+    ours, theirs = next(pair for pair in pairs if pair[0] != pair[1])
     raise Disagreement(
-        f"Workers disagree: rank 0 has {ours}, rank {rank} has {theirs}. "
+        f"Workers disagree: rank 0 has {ours}, rank {odd} has {theirs}. "
         "Build the same model and method on every worker."
     )
-
-
-def _first_difference(these: Sequence[str], those: Sequence[str]) -> tuple[str, str]:
-    end = "nothing more"
-    for i in range(max(len(these), len(those))):
-        this, that = (lines[i] if i < len(lines) else end for lines in (these, those))
-        if this != that:
-            return this, that
-    raise AssertionError("the texts are equal")

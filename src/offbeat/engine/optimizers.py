@@ -1,7 +1,8 @@
-"""The user's optimizers: checks, learning rates, and steps that are scaled or replaced."""
+"""The user's optimizers: checks, learning rates, steps that are scaled or replaced, and fresh states."""
 
 from __future__ import annotations
 
+import inspect
 import math
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -9,30 +10,26 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, nn, optim
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from offbeat.base.tensors import named
 
-
-def as_list(optimizer: Optimizer | Sequence[Optimizer]) -> list[Optimizer]:
-    """Return one optimizer or several as a list."""
-    if isinstance(optimizer, Optimizer):
-        return [optimizer]
-    if not isinstance(optimizer, Sequence):
-        raise TypeError(f"optimizer={optimizer!r}: a torch Optimizer, or a list of them, is needed.")
-    return list(optimizer)
+_NAMES = (
+    "ASGD Adadelta Adafactor Adagrad Adam AdamW Adamax LBFGS Muon NAdam RAdam RMSprop Rprop SGD SparseAdam"
+)
+# Not every version of torch has Muon.
+_KNOWN = {getattr(optim, name) for name in _NAMES.split() if hasattr(optim, name)}
 
 
-def check_fit(optimizers: Sequence[Optimizer], model: nn.Module) -> None:
-    """Raise if the optimizers cannot train this model."""
+def list_optimizers(optimizer: Optimizer | Sequence[Optimizer], model: nn.Module) -> list[Optimizer]:
+    """Return one optimizer or several as a list. Raise if they cannot train this model."""
+    optimizers = [optimizer] if isinstance(optimizer, Optimizer) else optimizer
+    if not isinstance(optimizers, Sequence):
+        raise TypeError(f"optimizer={optimizer!r}: pass a torch Optimizer, or a list of them.")
     if not optimizers:
-        raise ValueError("optimizer=[]: at least one optimizer is needed.")
-    for optimizer in optimizers:
-        if not isinstance(optimizer, Optimizer):
-            kind = type(optimizer).__name__
-            raise TypeError(f"optimizer holds a {kind}: a torch Optimizer, or a list of them, is needed.")
+        raise ValueError("optimizer=[]: pass at least one optimizer.")
     if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
         raise TypeError(
             "The model is wrapped in DistributedDataParallel, which averages gradients at every step: "
@@ -40,11 +37,14 @@ def check_fit(optimizers: Sequence[Optimizer], model: nn.Module) -> None:
         )
     own = {id(p) for p in model.parameters()}
     for optimizer in optimizers:
+        kind = type(optimizer).__name__
+        if not isinstance(optimizer, Optimizer):
+            raise TypeError(f"optimizer holds a {kind}: pass a torch Optimizer, or a list of them.")
         if any(id(p) not in own for group in optimizer.param_groups for p in group["params"]):
             raise ValueError(
-                f"{type(optimizer).__name__} holds parameters the model lacks: "
-                "build it from the parameters of the very model passed here."
+                f"{kind} holds parameters that are not in the model: build it from the model passed here."
             )
+    return list(optimizers)
 
 
 class Trained:
@@ -70,31 +70,23 @@ def learning_rate(optimizers: Sequence[Optimizer]) -> float:
     return lr
 
 
-def mark(optimizers: Sequence[Optimizer]) -> int:
-    """Return a digest of the learning rates of all groups."""
-    return zlib.crc32(repr(group_rates(optimizers)).encode())
+def read_rates(
+    optimizers: Sequence[Optimizer], parameters: Sequence[Tensor] = ()
+) -> tuple[int, tuple[float, ...]]:
+    """Return a digest of the learning rates of all groups, and the rate of each of these parameters.
 
-
-def rates(
-    parameters: Sequence[Tensor], optimizers: Sequence[Optimizer], given: Sequence[float] | None = None
-) -> tuple[float, ...]:
-    """Return the learning rate of each parameter; 0 for one that no optimizer holds.
-
-    `given` are the rates of the groups; without it, they are read now.
+    The rate of a parameter that no optimizer holds is 0.
     """
-    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-    now = group_rates(optimizers) if given is None else given
-    own = {id(p): lr for group, lr in zip(groups, now, strict=True) for p in group["params"]}
-    return tuple(own.get(id(p), 0.0) for p in parameters)
-
-
-def group_rates(optimizers: Sequence[Optimizer]) -> list[float]:
-    """Return the learning rate of every parameter group."""
-    return [float(group["lr"]) for optimizer in optimizers for group in optimizer.param_groups]
+    groups = [(float(g["lr"]), g["params"]) for optimizer in optimizers for g in optimizer.param_groups]
+    digest = zlib.crc32(repr([lr for lr, _ in groups]).encode())
+    if not parameters:
+        return digest, ()
+    own = {id(p): lr for lr, held in groups for p in held}
+    return digest, tuple(own.get(id(p), 0.0) for p in parameters)
 
 
 @contextmanager
-def scaled_steps(optimizer: Optimizer, divisor: float) -> Iterator[None]:
+def scale_steps(optimizer: Optimizer, divisor: float) -> Iterator[None]:
     """Divide the optimizer's rates by a number during its own steps.
 
     Anything else, such as a scheduler that multiplies the current rate, sees the user's rates.
@@ -122,7 +114,7 @@ def scaled_steps(optimizer: Optimizer, divisor: float) -> Iterator[None]:
 
 
 @contextmanager
-def replaced_steps(optimizers: Sequence[Optimizer], instead: Callable[[Optimizer], None]) -> Iterator[None]:
+def replace_steps(optimizers: Sequence[Optimizer], instead: Callable[[Optimizer], None]) -> Iterator[None]:
     """Call `instead(optimizer)` wherever an optimizer would step."""
     before = [vars(optimizer).get("step") for optimizer in optimizers]  # set where a scheduler wraps the step
     for optimizer in optimizers:
@@ -147,3 +139,70 @@ def _replacement(optimizer: Optimizer, instead: Callable[[Optimizer], None]) -> 
 
     vars(step)["_wrapped_by_lr_sched"] = True  # or a scheduler that steps inside `local` warns as well
     return step
+
+
+def check_reset(optimizers: Sequence[Optimizer], parameters: Sequence[Tensor]) -> None:
+    """Refuse an optimizer that cannot be given the state of a new one."""
+    for optimizer in optimizers:
+        unknown = type(optimizer) not in _KNOWN and any(p in optimizer.state for p in parameters)
+        if unknown and _build(optimizer) is None:
+            raise ValueError(
+                f'moments="reset" with {type(optimizer).__name__}, whose state before its first step is '
+                "unknown: make the synchronizer before the optimizer steps or loads a checkpoint."
+            )
+
+
+def reset(optimizer: Optimizer, parameters: Sequence[Tensor]) -> None:
+    """Make the next step of these parameters that of a new optimizer.
+
+    The optimizers of `torch.optim` keep their tensors, which are written in place, because a captured graph
+    may use them. Any other optimizer loses its state of the parameters and creates it in the next step. One
+    that creates state in its constructor is built once more, to read the values.
+    """
+    groups = {p: group for group in optimizer.param_groups for p in group["params"]}
+    held = [p for p in parameters if p in optimizer.state]
+    if type(optimizer) in _KNOWN:
+        for p in held:
+            _reset_state(type(optimizer), optimizer.state[p], groups[p])
+    elif held:
+        new = _build(optimizer)
+        for p in held:
+            del optimizer.state[p]
+            if new is not None and p in new.state:
+                optimizer.state[p] = new.state[p]
+
+
+def _reset_state(kind: type[Optimizer], state: dict[str, Any], group: dict[str, Any]) -> None:
+    # SGD's first buffer is the gradient, undampened. Starting from 0 gives the same only without dampening.
+    if kind is optim.LBFGS or (kind is optim.SGD and group["dampening"] != 0):
+        state.clear()
+        return
+    starts: dict[type[Optimizer], dict[str, str | float]] = {
+        optim.Adagrad: {"sum": "initial_accumulator_value"},
+        optim.ASGD: {"eta": "lr", "mu": 1.0},
+        optim.NAdam: {"mu_product": 1.0},
+        optim.Rprop: {"step_size": "lr"},
+    }
+    for key, value in state.items():
+        if torch.is_tensor(value):
+            start = starts.get(kind, {}).get(key, 0.0)
+            number = float(group[start] if isinstance(start, str) else start)
+            # As in torch, a complex value starts with equal real and imaginary parts.
+            value.fill_(complex(number, number) if value.is_complex() else number)
+        elif key == "step":
+            state[key] = 0
+
+
+def _build(optimizer: Optimizer) -> Optimizer | None:
+    """Build an optimizer like it, on the same parameters; None if its groups do not hold all it takes."""
+    first, *others = inspect.signature(type(optimizer)).parameters.values()
+    names = [p.name for p in others if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
+    groups = [
+        {"params": group["params"], **{name: group[name] for name in names if name in group}}
+        for group in optimizer.param_groups
+    ]
+    options = {name: value for name, value in groups[0].items() if name != "params"}
+    required = {p.name for p in others if p.name in names and p.default is p.empty}
+    if first.name != "params" or not required <= options.keys():
+        return None
+    return type(optimizer)(groups, **options)

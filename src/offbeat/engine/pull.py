@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from offbeat.base.clock import Clock
 from offbeat.base.draws import uniform
 from offbeat.engine.exchange import Exchange
-from offbeat.engine.optimizers import group_rates, rates, scaled_steps
+from offbeat.engine.optimizers import read_rates, scale_steps
 from offbeat.engine.part import Part
 from offbeat.engine.report import Report
 
@@ -20,13 +20,9 @@ from offbeat.engine.report import Report
 class PseudoSync(Part):
     """Pulls the weights toward the anchor of an exchange, at random, between gradient steps (PALSGD).
 
-        x ← x − min(1, γ·eta/p)·(x − a)        with probability p, without gradient, data or communication
-        gradient steps run with γ/(1 − p)
-
-    A pull follows a gradient step and counts as an iteration. Draws depend on `seed` and the iteration, so
-    all ranks draw alike. With shared=False each rank draws for itself; pulls then do not count as iterations,
-    or ranks would reach rounds at different times. The first `warmup` iterations neither draw nor scale. A
-    larger `eta` pulls harder, a larger `p` more often and more softly.
+    `offbeat.palsgd` states the rule. Draws depend on `seed` and the iteration, so they are the same on all
+    ranks. With shared=False each rank draws for itself; pulls then do not count as iterations, or ranks would
+    reach rounds at different times. The first `warmup` iterations neither draw nor scale.
     """
 
     def __init__(
@@ -45,7 +41,7 @@ class PseudoSync(Part):
         self.follows = exchange
         self.p, self.eta, self.warmup, self.seed, self.shared = p, eta, warmup, seed, shared
         self._optimizers: Sequence[Optimizer] = ()
-        self._rates: list[float] = []  # of the parameter groups in the current step, before scaling
+        self._rates: tuple[float, ...] = ()  # of the live tensors in the current step, before scaling
         self._scaled = ExitStack()
 
     def __repr__(self) -> str:
@@ -53,14 +49,15 @@ class PseudoSync(Part):
         return f"PseudoSync({', '.join(f'{name}={getattr(self, name)}' for name in names)})"
 
     def bind(self, index: int, optimizers: Sequence[Optimizer], report: Callable[[Report], None]) -> None:
-        self._optimizers, self._rates = optimizers, group_rates(optimizers)
+        self._optimizers = optimizers
 
     def before(self, clock: Clock) -> bool:
         """Scale the rates of the optimizers' own steps until `release`. Schedulers see the user's rates."""
-        self._rates = group_rates(self._optimizers)
+        # Pulls use the rates of this step: a scheduler may change them inside the local step.
+        self._rates = read_rates(self._optimizers, self.exchange.live.parameters)[1]
         if clock.step >= self.warmup:
             for optimizer in self._optimizers:
-                self._scaled.enter_context(scaled_steps(optimizer, 1 - self.p))
+                self._scaled.enter_context(scale_steps(optimizer, 1 - self.p))
         return True
 
     def release(self) -> None:
@@ -83,8 +80,10 @@ class PseudoSync(Part):
     @torch.no_grad()
     def _pull(self) -> None:
         anchor, live = self.exchange.anchor, self.exchange.live
-        assert anchor is not None, "the exchange's first period begins before the first pull"
-        # The rates of the step just made: a scheduler may have changed them inside the local step.
-        own = rates(live.parameters, self._optimizers, self._rates)
-        for x, a, lr in zip(live.tensors(), anchor.views, own, strict=True):
+        if anchor is None:
+            raise ValueError(
+                f"PseudoSync(warmup={self.warmup}): {self.exchange.when!r} has no anchor yet, because its "
+                "first period begins later: give both the same warm-up."
+            )
+        for x, a, lr in zip(live.tensors(), anchor.views, self._rates, strict=True):
             x.lerp_(a.to(x.device, x.dtype), min(1.0, lr * self.eta / self.p))

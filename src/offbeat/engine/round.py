@@ -14,7 +14,7 @@ from offbeat.base.clock import Clock, State
 from offbeat.base.errors import PeerLost
 from offbeat.base.packed import Packed
 from offbeat.comm.communicator import Communicator, Metered, Pending, arrived
-from offbeat.engine.checkpoint import copied
+from offbeat.engine.checkpoint import copy_state
 from offbeat.engine.handshake import ROUND, compare_headers, header
 from offbeat.engine.report import Report
 from offbeat.reduce.reducer import Staged
@@ -110,9 +110,9 @@ class Round:
             "since": self.since,
             "bytes": [self.comm.sent, self.comm.received],
             "mean": [flat.clone() for flat in self.mean.wait().flats],
-            "followed": copied(None if self.followed is None else self.followed.wait()),
+            "followed": copy_state(None if self.followed is None else self.followed.wait()),
             "moments": None if self.moments is None else self.moments.wait().tensors(),
-            "sent": copied(self.sent),
+            "sent": copy_state(self.sent),
         }
 
     @classmethod
@@ -124,10 +124,10 @@ class Round:
         round.comm.sent, round.comm.received = state["bytes"]
         round.mean = arrived(packed)
         if state["followed"] is not None:
-            round.followed = arrived(copied(state["followed"]))
+            round.followed = arrived(copy_state(state["followed"]))
         if state["moments"] is not None:
             moments = Packed.like(state["moments"])
             moments.read(list(state["moments"].values()))
             round.moments = arrived(moments)
-        round.sent = copied(state["sent"])
+        round.sent = copy_state(state["sent"])
         return round

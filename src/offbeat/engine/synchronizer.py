@@ -20,7 +20,7 @@ from offbeat.comm.presence import Departure, Track
 from offbeat.engine import checkpoint
 from offbeat.engine import handshake as agreement
 from offbeat.engine.costs import Costs
-from offbeat.engine.optimizers import Trained, as_list, check_fit, learning_rate, mark, replaced_steps
+from offbeat.engine.optimizers import Trained, learning_rate, list_optimizers, read_rates, replace_steps
 from offbeat.engine.part import Landing, Part, check_order
 from offbeat.engine.report import Report, Totals
 from offbeat.engine.weights import average_where_different, preserve, take_from_first, write
@@ -41,7 +41,6 @@ class Synchronizer:
         *,
         on_report: Callable[[Report], None] | None = None,
     ) -> None:
-        self.optimizers = as_list(optimizer)
         self.parts = list(parts)
         if not self.parts:
             raise ValueError("Synchronizer(optimizer, []): at least one part is needed.")
@@ -53,7 +52,7 @@ class Synchronizer:
         if any(part.model is not self.model for part in self.parts):
             raise ValueError("Synchronizer(...): all parts must be of one model.")
         check_order(self.parts)
-        check_fit(self.optimizers, self.model)
+        self.optimizers = list_optimizers(optimizer, self.model)
         self._lr = learning_rate(self.optimizers)
         self._comm = Metered(self.parts[0].peers.everyone)
         self._worker = self._comm.worker
@@ -89,7 +88,7 @@ class Synchronizer:
         `scaler.update()`. It is always called, and its result is returned. Without it the optimizers step.
         """
         theirs = self._before()
-        with self._failing(), nullcontext() if theirs else replaced_steps(self.optimizers, self._stepped):
+        with self._failing(), nullcontext() if theirs else replace_steps(self.optimizers, self._stepped):
             result = (local or self._local)()
         self.after_step()
         return result
@@ -278,8 +277,9 @@ class Synchronizer:
 
     def _meet(self, kind: int) -> None:
         """Raise on every rank unless all workers are at the same place."""
-        self._track.meet(agreement.name(kind), self.steps)
-        where = agreement.header(kind, 0, self._clock(), mark(self.optimizers), self._comm.rank)
+        self._track.meet(agreement.KINDS[kind], self.steps)
+        rates, _ = read_rates(self.optimizers)
+        where = agreement.header(kind, 0, self._clock(), rates, self._comm.rank)
         talks = {id(comm): Metered(comm) for part in self.parts for comm in part.communicators()}
         # On all communicators at once: a worker that is elsewhere waits on one of them.
         for message in [comm.tell(where) for comm in talks.values()]:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from offbeat.base.packed import Packed
 from offbeat.base.tensors import local, trainable
-from offbeat.comm.communicator import Communicator
+from offbeat.comm.communicator import Communicator, Pending
 from offbeat.engine.extras import floating_buffers
 
 _PIECE = 2**15  # values per pass of a checksum: few enough to stay in the cache
@@ -18,12 +19,21 @@ _MIX, _NEXT = -7046029254386353131, 6364136223846793005  # odd, so that multiply
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-@torch.no_grad()
 def take_from_first(model: nn.Module, comm: Communicator) -> None:
     """Copy rank 0's weights and buffers to every rank."""
-    tensors = _all(model)
-    packed = _pack(tensors)
-    comm.broadcast(packed.flats).wait()
+    _exchange(_list_all(model), comm.broadcast)
+
+
+def replace_by_mean(tensors: Sequence[Tensor], comm: Communicator) -> None:
+    """Average the tensors among all workers, in one message."""
+    _exchange(tensors, comm.mean)
+
+
+@torch.no_grad()
+def _exchange(tensors: Sequence[Tensor], collective: Callable[[list[Tensor]], Pending[Any]]) -> None:
+    packed = Packed.like({str(i): tensor for i, tensor in enumerate(tensors)})
+    packed.read(tensors)
+    collective(packed.flats).wait()
     packed.write(tensors)
 
 
@@ -33,18 +43,10 @@ def average_where_different(model: nn.Module, comm: Communicator) -> None:
     Equal tensors keep every bit, which a mean of three would not guarantee: x + x + x times 1/3 is not x.
     """
     kinds = [list(map(local, trainable(model).values())), list(floating_buffers(model).values())]
-    heard = comm.tell([checksum(tensors) for tensors in kinds]).wait()
-    different = [tensors for i, tensors in enumerate(kinds) if len({words[i] for words in heard}) > 1]
+    answers = comm.tell([checksum(tensors) for tensors in kinds]).wait()
+    different = [tensors for i, tensors in enumerate(kinds) if len({words[i] for words in answers}) > 1]
     if different:
         replace_by_mean([tensor for tensors in different for tensor in tensors], comm)
-
-
-@torch.no_grad()
-def replace_by_mean(tensors: Sequence[Tensor], comm: Communicator) -> None:
-    """Average the tensors among all workers, in one message."""
-    packed = _pack(tensors)
-    comm.mean(packed.flats).wait()
-    packed.write(tensors)
 
 
 @torch.no_grad()
@@ -54,24 +56,19 @@ def checksum(tensors: Sequence[Tensor]) -> int:
     All arithmetic is on integers modulo 2^64, so the device and the order of summation do not matter. Tensors
     are read in pieces: the only extra memory is that of one piece.
     """
-    factors: dict[torch.device, Tensor] = {}
+    factors: dict[torch.device, Tensor] = {}  # one odd, irregular factor per position
     flats = [local(tensor).contiguous().view(-1) for tensor in tensors]
     longest = min(_PIECE, max((flat.numel() for flat in flats), default=0))
     total = 0
     for flat in flats:
         if flat.device not in factors:
-            factors[flat.device] = _position_factors(longest, flat.device)
+            mixed = torch.arange(longest, device=flat.device).mul_(_MIX)
+            factors[flat.device] = mixed.bitwise_xor_(mixed >> 29).mul_(_NEXT).bitwise_or_(1)
         pieces = torch.split(flat.view(_INTEGERS[flat.element_size()]), _PIECE)
         sums = [(piece * factors[flat.device][: piece.numel()]).sum() for piece in pieces]
         for own in torch.stack(sums).tolist():
             total = (total * _NEXT + own) % 2**64
     return total - 2**64 if total >= 2**63 else total
-
-
-def _position_factors(length: int, device: torch.device) -> Tensor:
-    """Return one odd, irregular factor per position."""
-    mixed = torch.arange(length, device=device).mul_(_MIX)
-    return mixed.bitwise_xor_(mixed >> 29).mul_(_NEXT).bitwise_or_(1)
 
 
 @torch.no_grad()
@@ -85,7 +82,7 @@ def write(model: nn.Module, values: Mapping[str, Tensor]) -> None:
 @contextmanager
 def preserve(model: nn.Module) -> Iterator[None]:
     """Put the weights and buffers back on leaving, to the bit."""
-    tensors = _all(model)
+    tensors = _list_all(model)
     saved = [tensor.clone() for tensor in tensors]
     try:
         yield
@@ -95,12 +92,6 @@ def preserve(model: nn.Module) -> Iterator[None]:
                 tensor.copy_(original)
 
 
-def _all(model: nn.Module) -> list[Tensor]:
+def _list_all(model: nn.Module) -> list[Tensor]:
     """Return the trainable parameters and every buffer."""
     return [*map(local, trainable(model).values()), *map(local, model.buffers())]
-
-
-def _pack(tensors: Sequence[Tensor]) -> Packed:
-    packed = Packed.like({str(i): tensor for i, tensor in enumerate(tensors)})
-    packed.read(tensors)
-    return packed

@@ -3,36 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from torch import nn
+from typing_extensions import Unpack
 
-from offbeat.among import Group, Subgroups, World
+from offbeat.among import Group, Subgroups
 from offbeat.base.tensors import grads, params
 from offbeat.engine.exchange import Exchange
 from offbeat.engine.rhythm import Delay
 from offbeat.engine.synchronizer import Synchronizer
-from offbeat.methods.call import Optimizers, Options, recorded
-from offbeat.methods.parts import after, average, correct, exact, synchronous
+from offbeat.methods.call import Optimizers, Options, record_call
+from offbeat.methods.parts import average, correct, exact, exchange_params
 from offbeat.reduce import Reducer
 from offbeat.update.update import Update
-from offbeat.when import QSR, AdaComm, Adaptive, Every, Schedule, schedule
+from offbeat.when import QSR, AdaComm, Adaptive, Every, Schedule
 
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
-__all__ = [
-    "adacomm",
-    "adaptive",
-    "ddp",
-    "hierarchical",
-    "local_sgd",
-    "post_local_sgd",
-    "qsr",
-]
+__all__ = ["adacomm", "adaptive", "ddp", "hierarchical", "local_sgd", "post_local_sgd", "qsr"]
 
 
-@recorded
+@record_call
 def ddp(
     model: nn.Module, optimizer: Optimizers, *, reduce: Reducer | None = None, group: Group = None
 ) -> Synchronizer:
@@ -45,12 +34,11 @@ def ddp(
         sync = offbeat.ddp(model, optimizer)
     """
     return Synchronizer(
-        optimizer,
-        [Exchange(grads(model), when=Every(1), among=World(group), reduce=reduce, buffers="follow")],
+        optimizer, [Exchange(grads(model), when=Every(1), among=group, reduce=reduce, buffers="follow")]
     )
 
 
-@recorded
+@record_call
 def local_sgd(
     model: nn.Module,
     optimizer: Optimizers,
@@ -72,22 +60,12 @@ def local_sgd(
 
     Stich, "Local SGD Converges Fast and Communicates Little", ICLR 2019, arXiv 1805.09767.
     """
-    return Synchronizer(
-        optimizer,
-        [
-            Exchange(
-                params(model),
-                when=schedule(every),
-                among=World(group),
-                update=correct(options) if delay else average(options),
-                delay=delay,
-                **options,
-            )
-        ],
+    return exchange_params(
+        model, optimizer, every, (correct if delay else average)(options), group, delay=delay, **options
     )
 
 
-@recorded
+@record_call
 def post_local_sgd(
     model: nn.Module,
     optimizer: Optimizers,
@@ -108,22 +86,10 @@ def post_local_sgd(
 
     Lin et al., "Don't Use Large Mini-batches, Use Local SGD", ICLR 2020, arXiv 1808.07217.
     """
-    return Synchronizer(
-        optimizer,
-        [
-            *synchronous(model, switch, group),
-            Exchange(
-                params(model),
-                when=after(switch, schedule(every)),
-                among=World(group),
-                update=average(options),
-                **options,
-            ),
-        ],
-    )
+    return exchange_params(model, optimizer, every, average(options), group, warmup=switch, **options)
 
 
-@recorded
+@record_call
 def hierarchical(
     model: nn.Module,
     optimizer: Optimizers,
@@ -152,23 +118,16 @@ def hierarchical(
         optimizer,
         [
             Exchange(
-                params(model),
-                when=Every(inner, skip=outer),
-                among=Subgroups(nodes, group),
-                **exact(options),
+                params(model), when=Every(inner, skip=outer), among=Subgroups(nodes, group), **exact(options)
             ),
             Exchange(
-                params(model),
-                when=Every(outer),
-                among=World(group),
-                update=update or average(options),
-                **options,
+                params(model), when=Every(outer), among=group, update=update or average(options), **options
             ),
         ],
     )
 
 
-@recorded
+@record_call
 def qsr(
     model: nn.Module,
     optimizer: Optimizers,
@@ -191,21 +150,12 @@ def qsr(
 
     Gu et al., "A Quadratic Synchronization Rule for Distributed Deep Learning", ICLR 2024, arXiv 2310.14423.
     """
-    return Synchronizer(
-        optimizer,
-        [
-            Exchange(
-                params(model),
-                when=QSR(alpha=alpha, base=base, warmup=warmup, peak=peak, total=total),
-                among=World(group),
-                update=average(options),
-                **options,
-            )
-        ],
+    return exchange_params(
+        model, optimizer, QSR(alpha, base, warmup, peak, total), average(options), group, **options
     )
 
 
-@recorded
+@record_call
 def adaptive(
     model: nn.Module,
     optimizer: Optimizers,
@@ -227,21 +177,12 @@ def adaptive(
 
     Jiang & Agrawal, "Adaptive Periodic Averaging", 2020, arXiv 2007.06134.
     """
-    return Synchronizer(
-        optimizer,
-        [
-            Exchange(
-                params(model),
-                when=Adaptive(start=start, sample=sample, warmup=warmup),
-                among=World(group),
-                update=average(options),
-                **options,
-            )
-        ],
+    return exchange_params(
+        model, optimizer, Adaptive(start, sample, warmup), average(options), group, **options
     )
 
 
-@recorded
+@record_call
 def adacomm(
     model: nn.Module,
     optimizer: Optimizers,
@@ -256,7 +197,8 @@ def adacomm(
 
         τ' = max(1, ⌈√(γ₀/γ · F/F₀) · start⌉)        τ ← τ' if it is smaller, else ⌈τ/2⌉
 
-    F is the mean loss of an `interval` of steps, F₀ and γ₀ the loss and lr of the first one after `warmup`.
+    F is the mean loss of an `interval` over all workers; F₀ and γ₀ are the loss and the last lr of the first
+    interval after `warmup`.
     Larger `start` communicates less; larger `interval` keeps long periods for longer.
 
         sync = offbeat.adacomm(model, optimizer, start=16, interval=500)
@@ -265,15 +207,6 @@ def adacomm(
     Wang & Joshi, "Adaptive Communication Strategies", SysML 2019, arXiv 1810.08313.
     Differs from the paper, whose intervals are seconds: here they are steps.
     """
-    return Synchronizer(
-        optimizer,
-        [
-            Exchange(
-                params(model),
-                when=AdaComm(start=start, interval=interval, warmup=warmup),
-                among=World(group),
-                update=average(options),
-                **options,
-            )
-        ],
+    return exchange_params(
+        model, optimizer, AdaComm(start, interval, warmup), average(options), group, **options
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, ParamSpec, TypedDict
 
@@ -12,6 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from offbeat.among import communicator
+from offbeat.base.checks import is_whole
 from offbeat.base.errors import OffbeatError, show
 from offbeat.engine.exchange import Exchange
 from offbeat.engine.extras import BufferRule, MomentRule
@@ -38,22 +39,25 @@ class Options(Extras, total=False):
     reduce: Reducer | None
 
 
-def recorded(function: Callable[P, Synchronizer]) -> Callable[P, Synchronizer]:
+def record_call(function: Callable[P, Synchronizer]) -> Callable[P, Synchronizer]:
     """Record the call as one would type it, for repr, checkpoints and the comparison between workers."""
-    known = arguments(function)
-    kinds = {name: p.annotation for name, p in inspect.signature(function).parameters.items()}
+    name, known = function.__name__, arguments(function)
+    kinds = {key: p.annotation for key, p in inspect.signature(function).parameters.items()}
 
     @functools.wraps(function)
     def method(*args: P.args, **kwargs: P.kwargs) -> Synchronizer:
+        group: Any = kwargs.get("group")
         try:
-            call = _write_call(function.__name__, known, kwargs)
-            check_numbers(function.__name__, kinds, kwargs)
+            call = _write_call(name, known, kwargs)
+            check_numbers(name, kinds, kwargs)
             model = kwargs.get("model", args[0] if args else None)
             if not isinstance(model, nn.Module):
-                raise TypeError(f"{function.__name__}(model={model!r}): model must be a torch module.")
+                raise TypeError(f"{name}(model={model!r}): model must be a torch module.")
+            communicator(group)  # raises if it is none
             sync = function(*args, **kwargs)
         except (TypeError, ValueError) as error:
-            _share_error(error, kwargs.get("group"))
+            with suppress(OffbeatError, TypeError, ValueError):  # the others wait unless they have it too
+                compare_lines([f"the error {str(error)!r}"], communicator(group))
             raise
         sync.agree(call)
         return sync
@@ -61,26 +65,32 @@ def recorded(function: Callable[P, Synchronizer]) -> Callable[P, Synchronizer]:
     return method
 
 
-def _write_call(name: str, known: dict[str, Any], given: dict[str, Any]) -> str:
-    """The call as one would type it, without defaults."""
-    for key in given:
-        if key not in known and key not in ("model", "optimizer", "group"):
-            raise TypeError(f"{name}({key}=...): no such argument; it takes {', '.join(known)}.")
-    for key, default in known.items():
-        if default is inspect.Parameter.empty and key not in given:
-            raise TypeError(f"{name}() needs {key}=.")
-    values = {key: _normalize(given[key], known[key]) for key in known if key in given}
-    written = [f"{key}={value!r}" for key, value in values.items() if value != known[key]]
+def _write_call(name: str, known: Mapping[str, Any], given: Mapping[str, Any]) -> str:
+    """Write the call as one would type it, without defaults."""
+    given = {key: value for key, value in given.items() if key not in ("model", "optimizer", "group")}
+    check_names(name, known, given)
+    written = []
+    for key in [key for key in known if key in given]:
+        value, default = given[key], known[key]
+        if isinstance(value, Every) and value == Every(value.steps):
+            value = value.steps  # equal values get one spelling
+        elif isinstance(default, float) and is_whole(value):
+            value = float(value)
+        elif isinstance(value, list):
+            value = tuple(value)
+        if value != default:
+            written.append(f"{key}={value!r}")
     return f"{name}({', '.join(written)})"
 
 
-def _normalize(value: Any, default: Any) -> Any:
-    """One spelling for equal values: 8 for Every(8), 1.0 for 1, a tuple for a list."""
-    if isinstance(value, Every) and value == Every(value.steps):
-        return value.steps
-    if isinstance(default, float) and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
-    return tuple(value) if isinstance(value, list) else value
+def check_names(name: str, known: Mapping[str, Any], given: Collection[str]) -> None:
+    """Refuse arguments the method does not have, and the lack of one that has no default."""
+    for key in given:
+        if key not in known:
+            raise TypeError(f"{name} has no argument {key!r}; it takes {', '.join(known)}.")
+    for key, default in known.items():
+        if default is inspect.Parameter.empty and key not in given:
+            raise TypeError(f"{name} needs {key}=.")
 
 
 def check_numbers(name: str, kinds: Mapping[str, str], given: Mapping[str, Any]) -> None:
@@ -98,14 +108,8 @@ def check_numbers(name: str, kinds: Mapping[str, str], given: Mapping[str, Any])
             raise ValueError(f"{name}({key}={show(value)}): {key} must be a number of at most 63 bits.")
 
 
-def _share_error(error: Exception, group: Any) -> None:
-    """Tell the other workers, which wait for this one unless they have the same error."""
-    with suppress(OffbeatError, TypeError, ValueError):
-        compare_lines([f"the error {str(error)!r}"], communicator(group))
-
-
 def arguments(function: Callable[..., Synchronizer]) -> dict[str, Any]:
-    """A method's own arguments and options with their defaults, `Parameter.empty` if required."""
+    """Return a method's arguments and options with their defaults, `Parameter.empty` if required."""
     parameters = inspect.signature(function).parameters.values()
     own = {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY and p.name != "group"}
     taken = {"options": ("reduce", *Extras.__annotations__), "extras": tuple(Extras.__annotations__)}

@@ -6,6 +6,7 @@ import ast
 import inspect
 import math
 from dataclasses import dataclass, fields, is_dataclass
+from itertools import accumulate
 from typing import Any
 
 from torch import nn
@@ -14,18 +15,17 @@ from offbeat import methods, reduce
 from offbeat import when as schedule
 from offbeat.base.errors import show
 from offbeat.engine.synchronizer import Synchronizer
-from offbeat.methods.call import Optimizers, check_numbers
+from offbeat.methods.call import Optimizers, check_names, check_numbers
 from offbeat.server import rules
-from offbeat.update import detached, outer, overlap, update
+from offbeat.update import outer, own, update
 
 LONGEST, DEEPEST = 20_000, 30  # characters and levels of an expression
-_ABSTRACT = ("Anchored", "Clock", "Code")
 
 VALUES = {
     name: value
-    for module in (schedule, reduce, update, outer, overlap, detached, rules)
+    for module in (schedule, reduce, update, outer, own, rules)
     for name, value in vars(module).items()
-    if inspect.isclass(value) and hasattr(value, "__dataclass_fields__") and name not in _ABSTRACT
+    if inspect.isclass(value) and is_dataclass(value) and name not in ("Anchored", "Clock", "Code")
 }
 
 
@@ -43,8 +43,7 @@ class Call:
     arguments: dict[str, Any]
 
     def __str__(self) -> str:
-        written = [f"{name}={brief(value)}" for name, value in self.arguments.items()]
-        return f"{self.name}({', '.join(written)})"
+        return f"{self.name}({', '.join(f'{name}={brief(value)}' for name, value in self.arguments.items())})"
 
     def __call__(self, model: nn.Module, optimizer: Optimizers, **group: Any) -> Synchronizer:
         sync: Synchronizer = getattr(methods, self.name)(model, optimizer, **self.arguments, **group)
@@ -55,8 +54,20 @@ class Call:
         return argument in methods.arguments(getattr(methods, self.name))
 
     def but(self, **changed: Any) -> Call:
-        """The same call with other arguments."""
+        """Return the same call with other arguments."""
         return Call(self.name, {**self.arguments, **changed})
+
+
+def brief(value: object) -> str:
+    """Write a value as one would type it, without its group and its defaults."""
+    if not is_dataclass(value):
+        return repr(value)
+    defaults = {name: p.default for name, p in inspect.signature(type(value)).parameters.items()}
+    given = {f.name: getattr(value, f.name) for f in fields(value) if f.repr and f.name != "group"}
+    written = [
+        f"{name}={brief(v)}" for name, v in given.items() if defaults.get(name, inspect.Parameter.empty) != v
+    ]
+    return f"{type(value).__name__}({', '.join(written)})"
 
 
 def method(expression: str) -> Call:
@@ -68,123 +79,77 @@ def method(expression: str) -> Call:
         build = offbeat.method("local_sgd(every=8)")
         sync = build(model, optimizer)
     """
-    tree = parse(expression)
-    name, keywords = _method_call(tree, expression)
-    accepted = methods.arguments(getattr(methods, name))
-    for keyword in keywords:
-        if keyword not in accepted:
-            choice = ", ".join(accepted)
-            raise ValueError(
-                f"method({show(expression)}): {name} has no argument {keyword!r}; it takes {choice}."
-            )
-    for key, default in accepted.items():
-        if default is inspect.Parameter.empty and key not in keywords:
-            raise ValueError(f"method({show(expression)}): {name} needs {key}=.")
-    return Call(name, keywords)
-
-
-def brief(value: object) -> str:
-    """A value as one would type it, without its group and its defaults."""
-    if not is_dataclass(value):
-        return repr(value)
-    given = {f.name: getattr(value, f.name) for f in fields(value) if f.repr and f.name != "group"}
-    written = [f"{name}={brief(v)}" for name, v in given.items() if not _is_default(value, name, v)]
-    return f"{type(value).__name__}({', '.join(written)})"
-
-
-def _is_default(value: object, name: str, given: object) -> bool:
-    parameter = inspect.signature(type(value)).parameters.get(name)
-    return parameter is not None and parameter.default == given
-
-
-def parse(expression: str) -> ast.expr:
-    """The syntax tree of an expression. Refuses text that is longer or deeper than any method needs."""
+    call = f"method({show(expression)})"
     if not isinstance(expression, str):
-        raise TypeError(
-            f"method({show(expression)}): an expression must be a string, such as 'local_sgd(every=8)'."
-        )
-    text, call = expression.strip(), f"method({show(expression)})"
+        raise TypeError(f"{call}: an expression must be a string, such as 'local_sgd(every=8)'.")
+    try:
+        return _read_call(_parse(expression.strip()))
+    except TypeError as error:  # why it cannot be read, or a value's own
+        text = str(error).replace(".__init__()", "()").removesuffix(".")
+        raise ValueError(f"{call}: {text}.") from None
+
+
+def _parse(text: str) -> ast.expr:
+    """Return the syntax tree. Refuses text that is longer or deeper than any method needs."""
     if len(text) > LONGEST:
-        raise ValueError(f"{call}: an expression has at most {LONGEST} characters, but this has {len(text)}.")
-    if _brackets(text) > DEEPEST:
-        raise ValueError(f"{call}: an expression has at most {DEEPEST} levels, but this has more.")
+        raise TypeError(f"an expression has at most {LONGEST} characters, but this has {len(text)}.")
+    too_deep = TypeError(f"an expression has at most {DEEPEST} levels, but this has more.")
+    if max(accumulate((sign in "([{") - (sign in ")]}") for sign in text), default=0) > DEEPEST:
+        raise too_deep
     try:
         tree = ast.parse(text, mode="eval").body
     except (SyntaxError, ValueError) as error:  # a ValueError means the text cannot be encoded
-        raise ValueError(f"{call}: this is not a valid expression: {getattr(error, 'msg', error)}.") from None
+        raise TypeError(f"this is not a valid expression: {getattr(error, 'msg', error)}.") from None
     except (MemoryError, RecursionError):  # Python's parser gives up on a deep tree
-        tree = None
-    if tree is None or _depth(tree) > DEEPEST:
-        raise ValueError(f"{call}: an expression has at most {DEEPEST} levels, but this has more.")
+        raise too_deep from None
+    depth, level = 0, list[ast.AST]([tree])
+    while level:
+        depth, level = depth + 1, [child for node in level for child in ast.iter_child_nodes(node)]
+    if depth > DEEPEST:
+        raise too_deep
     return tree
 
 
-def _brackets(text: str) -> int:
-    """The nesting depth of brackets."""
-    depth = deepest = 0
-    for sign in text:
-        depth += (sign in "([{") - (sign in ")]}")
-        deepest = max(deepest, depth)
-    return deepest
-
-
-def _depth(tree: ast.AST) -> int:
-    """The depth of a tree, computed without recursion."""
-    depth, level = 0, [tree]
-    while level:
-        depth, level = depth + 1, [child for node in level for child in ast.iter_child_nodes(node)]
-    return depth
-
-
-def _method_call(tree: ast.expr, expression: str) -> tuple[str, dict[str, Any]]:
+def _read_call(tree: ast.expr) -> Call:
     call = tree if isinstance(tree, ast.Call) else ast.Call(func=tree, args=[], keywords=[])
     if not isinstance(call.func, ast.Name) or call.func.id not in methods.__all__:
-        raise ValueError(f"method({show(expression)}): name one of {', '.join(methods.__all__)}.")
+        raise TypeError(f"name one of {', '.join(methods.__all__)}.")
+    name = call.func.id
     if call.args:
-        raise ValueError(f"method({show(expression)}): name the arguments, as in {call.func.id}(every=8).")
-    return call.func.id, _keywords(call, expression)
+        raise TypeError(f"name the arguments, as in {name}(every=8).")
+    given, known = _read_keywords(call), methods.arguments(getattr(methods, name))
+    check_names(name, known, given)
+    return Call(name, given)
 
 
-def _keywords(call: ast.Call, expression: str) -> dict[str, Any]:
+def _read_keywords(call: ast.Call) -> dict[str, Any]:
     found = {}
     for keyword in call.keywords:
         if keyword.arg is None:
-            raise ValueError(f"method({show(expression)}): ** is not supported.")
+            raise TypeError("** is not supported.")
         if keyword.arg in found:  # ast.parse accepts it
-            raise ValueError(f"method({show(expression)}): {keyword.arg}= is given twice.")
-        found[keyword.arg] = _value(keyword.value, expression)
+            raise TypeError(f"{keyword.arg}= is given twice.")
+        found[keyword.arg] = _read_value(keyword.value)
     return found
 
 
-def _number(value: Any, expression: str) -> Any:
-    """The value. Refuses numbers that do not fit in 64 bits, because workers compare them."""
-    if isinstance(value, int) and value.bit_length() > 63:
-        raise ValueError(f"method({show(expression)}): {show(value, 40)} is too large.")
-    if isinstance(value, float) and not math.isfinite(value):
-        raise ValueError(f"method({show(expression)}): {value} is too large.")
-    return value
-
-
-def _value(node: ast.expr, expression: str) -> Any:
-    if isinstance(node, ast.Constant) and isinstance(node.value, bool | int | float | str | None):
-        return _number(node.value, expression)
-    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
-        number = _value(node.operand, expression)
-        if isinstance(number, int | float):
+def _read_value(node: ast.expr) -> Any:
+    match node:
+        case ast.Constant(value=int() | float() as number):
+            # Workers compare numbers, so they must fit in 64 bits.
+            if (isinstance(number, int) and number.bit_length() > 63) or not math.isfinite(number):
+                raise TypeError(f"{show(number, 40)} is too large.")
+            return number
+        case ast.Constant(value=str() | None as constant):
+            return constant
+        case ast.UnaryOp(op=ast.USub()) if isinstance(number := _read_value(node.operand), int | float):
             return -number
-    if isinstance(node, ast.Tuple | ast.List):
-        return tuple(_value(item, expression) for item in node.elts)
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in VALUES:
-        kind = VALUES[node.func.id]
-        args, given = [_value(arg, expression) for arg in node.args], _keywords(node, expression)
-        kinds = {name: p.annotation for name, p in inspect.signature(kind).parameters.items()}
-        try:
-            check_numbers(node.func.id, kinds, dict(zip(kinds, args, strict=False)) | given)
-            return kind(*args, **given)
-        except TypeError as error:
-            text = str(error).replace(".__init__()", "()").removesuffix(".")
-            raise ValueError(f"method({show(expression)}): {text}.") from None
-    raise ValueError(
-        f"method({show(expression)}): {show(ast.unparse(node), 80)} is not supported; use numbers, "
-        f"strings and {', '.join(sorted(VALUES))}."
-    )
+        case ast.Tuple() | ast.List():
+            return tuple(map(_read_value, node.elts))
+        case ast.Call(func=ast.Name(id=name)) if name in VALUES:
+            args, given = [_read_value(arg) for arg in node.args], _read_keywords(node)
+            kinds = {key: p.annotation for key, p in inspect.signature(VALUES[name]).parameters.items()}
+            check_numbers(name, kinds, dict(zip(kinds, args, strict=False)) | given)
+            return VALUES[name](*args, **given)
+    names = ", ".join(sorted(VALUES))
+    raise TypeError(f"{show(ast.unparse(node), 80)} is not supported; use numbers, strings and {names}.")

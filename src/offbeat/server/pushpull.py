@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from offbeat.among import Peers, World
+from offbeat.among import Group, Peers, World
 from offbeat.base.checks import is_whole
 from offbeat.base.clock import Clock, State
 from offbeat.base.packed import Packed
 from offbeat.base.tensors import Live
 from offbeat.comm.communicator import Communicator
 from offbeat.comm.presence import Departure
-from offbeat.engine.optimizers import mark
+from offbeat.engine.optimizers import read_rates
 from offbeat.engine.part import Part
 from offbeat.engine.report import Report
 from offbeat.engine.round import Round
@@ -52,7 +52,7 @@ class PushPull(Part):
         local: LocalRule | None = None,
         server: OptimizerFactory | None = None,
         in_flight: int = 2,
-        among: Peers | Communicator | None = None,
+        among: Peers | Group = None,
     ) -> None:
         for key, value, low in (("every", every, 1), ("warmup", warmup, 0), ("in_flight", in_flight, 1)):
             if not is_whole(value, low):
@@ -62,7 +62,7 @@ class PushPull(Part):
         self.live, self.model, self.server = live, live.model, server
         self.every, self.warmup, self.in_flight = every, warmup, in_flight
         self.local = LocalStep() if local is None else local
-        self.peers: Peers = World(among) if among is None or isinstance(among, Communicator) else among
+        self.peers: Peers = World(among) if isinstance(among, Group) else among
         self._transport, self._watch = Transport(), Watch(every, self.local)
         self._round: Round  # collects pushes until their result is requested
         self._pull: Round | None = None  # requested, not yet landed
@@ -113,7 +113,8 @@ class PushPull(Part):
 
     def _snapshot_options(self) -> None:
         """Read the options of this step now: a scheduler may change them before `after`."""
-        self._options, self._rates = read_options(self._optimizers), mark(self._optimizers)
+        self._options = read_options(self._optimizers)
+        self._rates, _ = read_rates(self._optimizers)
 
     @torch.no_grad()
     def after(self, clock: Clock) -> None:

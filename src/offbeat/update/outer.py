@@ -1,9 +1,9 @@
-"""Updates with an anchor: outer steps along the mean displacement of the workers."""
+"""Updates with an anchor that the workers of a round share, and what all updates with an anchor need."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -13,10 +13,40 @@ from torch.optim import Optimizer
 
 from offbeat.base.clock import Clock, State
 from offbeat.base.packed import Packed
-from offbeat.update.anchor import Anchor
+from offbeat.comm.communicator import Communicator, Pending
+from offbeat.reduce import Code, Reducer
+from offbeat.reduce.code import check_code, feed
 from offbeat.update.update import Update, blend, square_distance
 
 Factory = Callable[[list[Tensor]], Optimizer]
+
+
+class Anchor:
+    """The weights that workers set out from, packed like the live tensors.
+
+    An update stores its vectors, `packed.flats`, in its state.
+    """
+
+    def __init__(self, packed: Packed) -> None:
+        self.packed, self.views = packed, packed.views
+
+    def displacement(self, live: Sequence[Tensor], room: Packed) -> None:
+        """Write anchor − x into `room`."""
+        for start, x, out in zip(self.views, live, room.views, strict=True):
+            torch.sub(start.to(out.device), x, out=out)
+
+    def follow(self, live: Sequence[Tensor], names: Collection[str]) -> None:
+        """Set the tensors of these names to the live ones."""
+        for name, start, x in zip(self.packed.names, self.views, live, strict=True):
+            if name in names:
+                start.copy_(x)
+
+
+def check_step(value: object, lr: float, momentum: float) -> None:
+    if not (math.isfinite(lr) and lr > 0):
+        raise ValueError(f"{value!r}: lr must be a positive number.")
+    if not 0 <= momentum < 1:
+        raise ValueError(f"{value!r}: momentum must be at least 0 and below 1.")
 
 
 @dataclass(frozen=True)
@@ -28,10 +58,7 @@ class SGD:
     nesterov: bool = False
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.lr) and self.lr > 0):
-            raise ValueError(f"{self!r}: lr must be a positive number.")
-        if not 0 <= self.momentum < 1:
-            raise ValueError(f"{self!r}: momentum must be at least 0 and below 1.")
+        check_step(self, self.lr, self.momentum)
 
     def __call__(self, tensors: list[Tensor]) -> Optimizer:
         nesterov = self.nesterov and self.momentum > 0
@@ -43,12 +70,16 @@ class Anchored(Update):
     """Base of updates with an anchor, whose vectors are in `state["anchor"]`. It sends displacements."""
 
     anchors: ClassVar[Literal["none", "own", "shared"]] = "shared"
+    zeros: ClassVar[tuple[str, ...]] = ()  # names of further vectors in the state, which start at zero
 
     def init(self) -> State:
         return {"anchor": None}
 
     def open(self, live: Sequence[Tensor], room: Packed, state: State) -> None:
-        state["anchor"] = Anchor.take(live, room).flats
+        room.read(live)
+        state["anchor"] = [flat.clone() for flat in room.flats]
+        for name in self.zeros:
+            state[name] = [torch.zeros_like(flat) for flat in room.flats]
 
     def shown(self, live: Sequence[Tensor], room: Packed, state: State) -> list[Tensor] | None:
         return None if state["anchor"] is None else room.over(state["anchor"]).views
@@ -58,6 +89,8 @@ class Anchored(Update):
 
     def distances(self, live: Sequence[Tensor], mean: Packed, state: State) -> tuple[float, float | None]:
         """The length of the change is unknown: it would cost one more copy of the model."""
+        if self.sends == "weights":
+            return square_distance(live, mean.views), None
         anchor = mean.over(state["anchor"]).views
         own = (a.to(x.device) - x for a, x in zip(anchor, live, strict=True))
         return square_distance(own, mean.views), None
@@ -87,7 +120,8 @@ class Outer(Anchored):
         return {"anchor": None, "outer": None}
 
     def open(self, live: Sequence[Tensor], room: Packed, state: State) -> None:
-        state["anchor"] = Anchor.take(live, room, self.device).flats
+        room.read(live)
+        state["anchor"] = [flat.to(self.device or flat.device, copy=True) for flat in room.flats]
 
     def incoming(self, live: Sequence[Tensor], mean: Packed, clock: Clock, state: State) -> None:
         anchor = mean.over(state["anchor"])
@@ -98,14 +132,11 @@ class Outer(Anchored):
 def check_factory(optimizer: object) -> None:
     if isinstance(optimizer, Optimizer):
         raise TypeError(
-            f"Outer({type(optimizer).__name__}(...)): this optimizer is already bound to parameters: "
-            "pass a function that makes one, such as SGD(lr=0.7) or "
-            "functools.partial(torch.optim.Adam, lr=0.01)."
+            f"Outer({type(optimizer).__name__}(...)): this optimizer is already bound to parameters: pass a "
+            "function that makes one, such as SGD(lr=0.7) or functools.partial(torch.optim.Adam, lr=0.01)."
         )
     if not callable(optimizer):
-        raise TypeError(
-            f"Outer({optimizer!r}): a function that makes an optimizer is needed, such as SGD(lr=0.7)."
-        )
+        raise TypeError(f"Outer({optimizer!r}): pass a function that makes one, such as SGD(lr=0.7).")
 
 
 def outer_step(factory: Factory, anchor: Packed, gradient: Packed, state: State) -> None:
@@ -154,28 +185,24 @@ class SlowMo(Anchored):
         v ← β·r·v + (a − mean(x))        a ← a − α v        x ← a
 
     with r = γ/γ_prev, the ratio of the rates at this round and the one before, at most 10; where γ = 0:
-    v ← β v and a ← a − α (a − mean(x)). A larger `momentum` (β) remembers longer, a larger `lr` (α) moves
-    further.
+    v ← β v and a ← a − α (a − mean(x)). β is `momentum`, α is `lr`.
     """
+
+    zeros = ("momentum",)
 
     lr: float = 1.0
     momentum: float = 0.7
 
     def __post_init__(self) -> None:
-        check_slow(self, self.lr, self.momentum)
+        check_step(self, self.lr, self.momentum)
 
     def init(self) -> State:
         return {"anchor": None, "momentum": None, "rates": None}
 
-    def open(self, live: Sequence[Tensor], room: Packed, state: State) -> None:
-        super().open(live, room, state)
-        state["momentum"] = [torch.zeros_like(flat) for flat in room.flats]
-
     def incoming(self, live: Sequence[Tensor], mean: Packed, clock: Clock, state: State) -> None:
         anchor, momentum = mean.over(state["anchor"]), mean.over(state["momentum"])
-        for a, v, d, ratio in zip(
-            anchor.views, momentum.views, mean.views, ratios(clock, state), strict=True
-        ):
+        rows = zip(anchor.views, momentum.views, mean.views, ratios(clock, state), strict=True)
+        for a, v, d, ratio in rows:
             if ratio is None:
                 a.sub_(d, alpha=self.lr)
                 v.mul_(self.momentum)
@@ -183,13 +210,6 @@ class SlowMo(Anchored):
                 v.mul_(self.momentum * ratio).add_(d)
                 a.sub_(v, alpha=self.lr)
         anchor.write(live)
-
-
-def check_slow(update: Update, lr: float, momentum: float) -> None:
-    if not (math.isfinite(lr) and lr > 0):
-        raise ValueError(f"{update!r}: lr must be a positive number.")
-    if not 0 <= momentum < 1:
-        raise ValueError(f"{update!r}: momentum must be at least 0 and below 1.")
 
 
 def ratios(clock: Clock, state: State) -> list[float | None]:
@@ -206,33 +226,57 @@ def ratios(clock: Clock, state: State) -> list[float | None]:
 
 
 @dataclass(frozen=True)
-class Gossip(Anchored):
-    """An outer step from the worker's own anchor toward the mean of its peers' weights.
+class Detached(Anchored, Reducer):
+    """Places each worker at a − lam·e, offset from the anchor by a fraction of its unsent error.
 
-        Δ = a − mean(x)        a ← optimizer.step(a, grad=Δ)        x ← a
+    `offbeat.def_sgd` states the rule. `averaged()` shows, and `finish()` leaves, a − mean(Δ), as if all
+    errors had arrived. The update is its own reducer and needs a delay of 0.
 
-    Anchors differ between workers, so it sends weights, not displacements.
+        Exchange(params(model), when=Every(1), update=Detached(RandomBlock(64), lam=0.3))
     """
 
-    anchors = "own"
+    lossy = remembers = True
 
-    optimizer: Factory
+    code: Code
+    lam: float = 0.3
 
     def __post_init__(self) -> None:
-        check_factory(self.optimizer)
+        check_code(self.code, "Detached")
+        if not 0 <= self.lam <= 1:
+            raise ValueError(f"{self!r}: lam must be at least 0 and at most 1.")
 
     def init(self) -> State:
-        return {"anchor": None, "outer": None}
+        return {"anchor": None, "residual": None, "code": self.code.init()}
 
-    def outgoing(self, live: Sequence[Tensor], room: Packed, clock: Clock, state: State) -> None:
-        room.read(live)
+    def start(self, payload: Packed, comm: Communicator, clock: Clock, state: State) -> Pending[Packed]:
+        """Add (1 − lam)·e to the payload and send it."""
+        return feed(self.code, 1 - self.lam, payload, comm, clock, state)
 
     def incoming(self, live: Sequence[Tensor], mean: Packed, clock: Clock, state: State) -> None:
-        anchor = mean.over(state["anchor"])
-        for start, flat in zip(state["anchor"], mean.flats, strict=True):
-            torch.sub(start, flat, out=flat)
-        outer_step(self.optimizer, anchor, mean, state)
-        anchor.write(live)
+        for anchor, change, error in zip(state["anchor"], mean.flats, _errors(mean, state), strict=True):
+            anchor.sub_(change)
+            torch.sub(anchor, error, alpha=self.lam, out=change)
+        mean.write(live)
 
-    def distances(self, live: Sequence[Tensor], mean: Packed, state: State) -> tuple[float, float | None]:
-        return square_distance(live, mean.views), None
+    def shown(self, live: Sequence[Tensor], room: Packed, state: State) -> list[Tensor] | None:
+        if state["residual"] is None:
+            return None
+        errors = room.over(_errors(room, state)).views
+        return [x - (1 - self.lam) * error for x, error in zip(live, errors, strict=True)]
+
+    def close(self, live: Sequence[Tensor], room: Packed, comm: Communicator, state: State) -> None:
+        if state["residual"] is None:
+            return
+        Anchor(room.over(state["anchor"])).displacement(live, room)
+        for flat, error in zip(room.flats, _errors(room, state), strict=True):
+            flat.add_(error, alpha=1 - self.lam)
+            error.zero_()
+        comm.mean(room.flats).wait()
+        for anchor, flat in zip(state["anchor"], room.flats, strict=True):
+            torch.sub(anchor, flat, out=flat)
+        room.write(live)
+
+
+def _errors(packed: Packed, state: State) -> list[Tensor]:
+    """Return the errors of the live tensors, which come first in each vector; extras have no errors."""
+    return [error[: flat.numel()] for flat, error in zip(packed.flats, state["residual"], strict=False)]

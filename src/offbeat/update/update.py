@@ -19,12 +19,17 @@ class Update:
 
     `live` are the live tensors. `room` is memory in which they lie packed; it may be overwritten.
 
-    `anchors` says what the update keeps and sends. With "none" it sends weights and can also be used for
-    gradients. With "own" each worker keeps an anchor and sends weights. With "shared" the workers of a round
-    have the same anchor and send displacements from it, so that a lossy code does not round the weights.
+    `anchors` says what the update keeps. With "none" it sends weights and can also be used for
+    gradients. With "own" each worker keeps an anchor. With "shared" the workers of a round have the same
+    anchor and send displacements from it.
     """
 
     anchors: ClassVar[Literal["none", "own", "shared"]] = "none"
+
+    @property
+    def sends(self) -> Literal["weights", "displacements"]:
+        """What the update sends. A lossy code may round displacements, but not weights."""
+        return "displacements" if self.anchors == "shared" else "weights"
 
     def init(self) -> State:
         """Return the initial state."""

@@ -1,4 +1,4 @@
-"""Updates for `delay="round"`: each round uses the mean sent in the round before."""
+"""Updates with an anchor of each worker's own."""
 
 from __future__ import annotations
 
@@ -11,27 +11,51 @@ from torch import Tensor
 from offbeat.base.clock import Clock, State
 from offbeat.base.packed import Packed
 from offbeat.comm.communicator import Communicator
-from offbeat.update.anchor import Anchor
-from offbeat.update.outer import (
-    Anchored,
-    Factory,
-    check_factory,
-    check_slow,
-    outer_step,
-    ratios,
-)
+from offbeat.update.outer import Anchor, Anchored, Factory, check_factory, check_step, outer_step, ratios
 from offbeat.update.update import square_distance
+
+
+@dataclass(frozen=True)
+class Gossip(Anchored):
+    """An outer step from the worker's own anchor toward the mean of its peers' weights.
+
+        Δ = a − mean(x)        a ← optimizer.step(a, grad=Δ)        x ← a
+
+    Anchors differ between workers, so it sends weights, not displacements.
+    """
+
+    anchors = "own"
+
+    optimizer: Factory
+
+    def __post_init__(self) -> None:
+        check_factory(self.optimizer)
+
+    def init(self) -> State:
+        return {"anchor": None, "outer": None}
+
+    def outgoing(self, live: Sequence[Tensor], room: Packed, clock: Clock, state: State) -> None:
+        room.read(live)
+
+    def incoming(self, live: Sequence[Tensor], mean: Packed, clock: Clock, state: State) -> None:
+        anchor = mean.over(state["anchor"])
+        for start, flat in zip(state["anchor"], mean.flats, strict=True):
+            torch.sub(start, flat, out=flat)
+        outer_step(self.optimizer, anchor, mean, state)
+        anchor.write(live)
 
 
 @dataclass(frozen=True)
 class Eager(Anchored):
     """An immediate outer step that uses the other workers' displacements of the round before.
 
-        Δ_k(r) = a_k − x_k        D_k = Δ̄(r−1) + (Δ_k(r) − Δ_k(r−1))/K
-        a_k ← optimizer.step(a_k, grad=D_k)        x_k ← a_k
-
-    At the end every worker steps along what it still lacks, so that each has used the sum of all Δ̄.
+    `offbeat.eager_diloco` states the rule. At the end every worker steps along what it still lacks, so that
+    each has used the sum of all mean displacements.
     """
+
+    anchors = "own"
+    sends = "displacements"
+    zeros = ("own", "mean")
 
     optimizer: Factory
 
@@ -40,11 +64,6 @@ class Eager(Anchored):
 
     def init(self) -> State:
         return {"anchor": None, "outer": None, "own": None, "mean": None}
-
-    def open(self, live: Sequence[Tensor], room: Packed, state: State) -> None:
-        super().open(live, room, state)
-        for name in ("own", "mean"):
-            state[name] = [torch.zeros_like(flat) for flat in room.flats]
 
     def outgoing(self, live: Sequence[Tensor], room: Packed, clock: Clock, state: State) -> None:
         super().outgoing(live, room, clock, state)
@@ -85,11 +104,11 @@ class Overlap(Anchored):
 
         x ← (1 − pull)·x + pull·z        v ← momentum·r·v + (z − x)        send z − v: its mean is the next z
 
-    with r as in `SlowMo`; where the rate is 0: v ← momentum·v, and x is sent. A larger `pull` keeps the
-    workers closer together.
+    with r as in `SlowMo`; where the rate is 0: v ← momentum·v, and x is sent.
     """
 
     anchors = "own"
+    zeros = ("momentum",)
 
     pull: float = 0.6
     momentum: float = 0.7
@@ -97,14 +116,10 @@ class Overlap(Anchored):
     def __post_init__(self) -> None:
         if not 0 < self.pull <= 1:
             raise ValueError(f"{self!r}: pull must be above 0 and at most 1.")
-        check_slow(self, 1.0, self.momentum)
+        check_step(self, 1.0, self.momentum)
 
     def init(self) -> State:
         return {"anchor": None, "momentum": None, "rates": None}
-
-    def open(self, live: Sequence[Tensor], room: Packed, state: State) -> None:
-        super().open(live, room, state)
-        state["momentum"] = [torch.zeros_like(flat) for flat in room.flats]
 
     def shown(self, live: Sequence[Tensor], room: Packed, state: State) -> None:
         """The consensus is the mean of the live weights: the anchor is a round behind."""
@@ -124,6 +139,3 @@ class Overlap(Anchored):
     def incoming(self, live: Sequence[Tensor], mean: Packed, clock: Clock, state: State) -> None:
         for anchor, flat in zip(state["anchor"], mean.flats, strict=True):
             anchor.copy_(flat)
-
-    def distances(self, live: Sequence[Tensor], mean: Packed, state: State) -> tuple[float, float | None]:
-        return square_distance(live, mean.views), None

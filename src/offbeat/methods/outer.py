@@ -1,0 +1,244 @@
+"""Methods with an anchor, the weights from which the workers start a period, and outer steps."""
+
+from __future__ import annotations
+
+from torch import nn
+from typing_extensions import Unpack
+
+from offbeat.among import Group, Pairs, Subgroups
+from offbeat.base.tensors import params
+from offbeat.engine.exchange import Exchange
+from offbeat.engine.synchronizer import Synchronizer
+from offbeat.methods.call import Extras, Optimizers, Options, record_call
+from offbeat.methods.parts import cut_into_fragments, exchange_params, start_after, take_turn, warm_up
+from offbeat.reduce import Quantized, Reducer
+from offbeat.update.outer import SGD, Outer, SlowMo
+from offbeat.update.own import Eager, Gossip
+from offbeat.when import Every, Schedule, schedule
+
+__all__ = ["diloco", "eager_diloco", "lookahead_diloco", "noloco", "slowmo", "streaming_diloco"]
+
+_FOUR_BITS = Quantized(4)
+
+
+@record_call
+def slowmo(
+    model: nn.Module,
+    optimizer: Optimizers,
+    *,
+    every: int | Schedule = 12,
+    lr: float = 1.0,
+    momentum: float = 0.7,
+    warmup: int = 0,
+    group: Group = None,
+    **options: Unpack[Options],
+) -> Synchronizer:
+    """Local SGD with momentum over rounds.
+
+        v ← momentum·r·v + (a − mean(x))        a ← a − lr·v        x ← a
+
+    r is the ratio of the learning rates of this round and the previous one. Larger `momentum` (0.4 to 0.8)
+    remembers more rounds; larger `lr` moves further along v. With SGD, the paper uses moments="reset".
+
+        sync = offbeat.slowmo(model, optimizer, every=12, momentum=0.7)
+
+    Wang et al., "SlowMo", ICLR 2020, arXiv 1910.00643.
+    Differs from the paper in form only: v is the paper's momentum times the learning rate.
+    """
+    return exchange_params(model, optimizer, every, SlowMo(lr, momentum), group, warmup=warmup, **options)
+
+
+@record_call
+def diloco(
+    model: nn.Module,
+    optimizer: Optimizers,
+    *,
+    every: int | Schedule = 64,
+    lr: float = 0.7,
+    momentum: float = 0.9,
+    warmup: int = 0,
+    group: Group = None,
+    **options: Unpack[Options],
+) -> Synchronizer:
+    """Workers step alone for a long period; an outer Nesterov SGD then follows their mean displacement.
+
+        Δ = mean(a − x)        a ← outer.step(a, grad=Δ)        x ← a
+
+    Larger `lr` takes longer outer steps: try 0.4 to 0.6 with two workers, closer to 1 with eight. The default
+    `momentum` suits runs of hundreds of rounds that do not start from scratch; for shorter runs use 0.3 and a
+    synchronous `warmup` of a quarter of the steps. `Outer` takes any other outer optimizer.
+
+        sync = offbeat.diloco(model, optimizer, every=64)
+
+    Douillard et al., "DiLoCo", 2023, arXiv 2311.08105.
+    """
+    return exchange_params(
+        model, optimizer, every, Outer(SGD(lr, momentum, nesterov=True)), group, warmup=warmup, **options
+    )
+
+
+@record_call
+def lookahead_diloco(
+    model: nn.Module,
+    optimizer: Optimizers,
+    *,
+    every: int | Schedule = 64,
+    inner: int = 8,
+    alpha: float = 0.5,
+    lr: float = 0.7,
+    momentum: float = 0.9,
+    warmup: int = 0,
+    group: Group = None,
+    **options: Unpack[Options],
+) -> Synchronizer:
+    """DiLoCo whose local optimizer is wrapped in Lookahead, which costs no communication.
+
+        φ ← φ + alpha·(x − φ)        x ← φ        every `inner` steps, on each worker alone
+        a ← outer.step(a, grad=mean(a − x))        x, φ ← a        every `every` steps
+
+    A smaller `alpha` damps the local steps more; alpha=1 is `diloco`. Where both fall on the same step, the
+    slow weights φ step first. The first `warmup` steps average gradients.
+
+        sync = offbeat.lookahead_diloco(model, optimizer, every=64, inner=8)
+
+    Zhang et al., "Lookahead Optimizer: k steps forward, 1 step back", NeurIPS 2019, arXiv 1907.08610, inside
+    Douillard et al., "DiLoCo", 2023, arXiv 2311.08105.
+    """
+    return Synchronizer(
+        optimizer,
+        [
+            *warm_up(model, warmup, group),
+            Exchange(
+                params(model),
+                when=start_after(warmup, Every(inner)),
+                among=Subgroups(1, group),
+                update=_slow_weights(alpha),
+                buffers="keep",
+                drift=False,
+            ),
+            Exchange(
+                params(model),
+                when=start_after(warmup, every),
+                among=group,
+                update=Outer(SGD(lr, momentum, nesterov=True)),
+                **options,
+            ),
+        ],
+    )
+
+
+def _slow_weights(alpha: float) -> Outer:
+    """Return the update of Lookahead: the anchor moves a share `alpha` of the way to the weights."""
+    if not 0 < alpha <= 1:
+        raise ValueError(f"alpha={alpha}: alpha must be above 0 and at most 1.")
+    return Outer(SGD(alpha))
+
+
+@record_call
+def streaming_diloco(
+    model: nn.Module,
+    optimizer: Optimizers,
+    *,
+    every: int = 64,
+    fragments: int = 4,
+    delay: int = 1,
+    keep: float = 0.5,
+    lr: float = 0.7,
+    momentum: float = 0.9,
+    reduce: Reducer | None = _FOUR_BITS,
+    group: Group = None,
+    **extras: Unpack[Extras],
+) -> Synchronizer:
+    """DiLoCo in fragments of whole layers that take turns; each lands `delay` steps after it was sent.
+
+        a_p ← outer.step(a_p, grad=mean(a_p − x_p))        x_p ← keep·x_p + (1 − keep)·a_p
+
+    More `fragments` make smaller messages; larger `delay` hides longer ones. Larger `keep` keeps more of the
+    steps made during the delay; without a delay nothing is kept. Buffers travel with the first fragment.
+
+        sync = offbeat.streaming_diloco(model, optimizer, every=64, fragments=4)
+
+    Douillard et al., "Streaming DiLoCo", 2025, arXiv 2501.18512.
+    """
+    return Synchronizer(
+        optimizer,
+        [
+            Exchange(
+                params(model, only=names),
+                when=take_turn(every, i, fragments),
+                among=group,
+                update=Outer(SGD(lr, momentum, nesterov=True), keep=keep if delay else 0.0),
+                reduce=reduce,
+                delay=delay,
+                **(extras if i == 0 else {**extras, "buffers": "keep"}),
+            )
+            for i, names in enumerate(cut_into_fragments(model, fragments))
+        ],
+    )
+
+
+@record_call
+def eager_diloco(
+    model: nn.Module,
+    optimizer: Optimizers,
+    *,
+    every: int | Schedule = 64,
+    lr: float = 0.4,
+    momentum: float = 0.5,
+    group: Group = None,
+    **options: Unpack[Options],
+) -> Synchronizer:
+    """DiLoCo that rarely waits: a worker uses its own displacement at once and the others' one round later.
+
+        Δ_k(r) = a_k − x_k        D_k = Δ̄(r−1) + (Δ_k(r) − Δ_k(r−1))/K
+        a_k ← outer.step(a_k, grad=D_k)        x_k ← a_k
+
+    A message has a whole period to arrive. Workers differ slightly until `finish()`. Larger `lr` and
+    `momentum` may be unstable, because most of what the outer step uses is one round old.
+
+        sync = offbeat.eager_diloco(model, optimizer, every=64)
+
+    Kale et al., "Eager Updates for Overlapped Communication and Computation in DiLoCo", 2025, arXiv
+    2502.12996.
+    """
+    return exchange_params(
+        model, optimizer, every, Eager(SGD(lr, momentum, nesterov=True)), group, delay="round", **options
+    )
+
+
+@record_call
+def noloco(
+    model: nn.Module,
+    optimizer: Optimizers,
+    *,
+    every: int | Schedule = 50,
+    lr: float = 0.7,
+    momentum: float = 0.5,
+    seed: int = 0,
+    group: Group = None,
+    **options: Unpack[Options],
+) -> Synchronizer:
+    """DiLoCo among random pairs that change every round: no worker ever waits for all others.
+
+        m ← momentum·m + lr·(mean_pair(x) − φ)        φ ← φ + m        x ← φ
+
+    Each worker has its own anchor φ. With an odd number of workers, one stays alone in each round. Larger
+    `lr` moves further toward the pair's mean; larger `momentum` remembers more rounds.
+
+        sync = offbeat.noloco(model, optimizer, every=50)
+
+    Kolehmainen et al., "NoLoCo", 2025, arXiv 2506.10911.
+    Differs from the paper in form only: mean(Δ) + mean(φ) is mean(x), so half the bytes suffice.
+    """
+    return Synchronizer(
+        optimizer,
+        [
+            Exchange(
+                params(model),
+                when=schedule(every),
+                among=Pairs(group, seed),
+                update=Gossip(SGD(lr, momentum)),
+                **options,
+            )
+        ],
+    )
