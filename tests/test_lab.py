@@ -18,7 +18,7 @@ import offbeat.base.units
 import offbeat.lab
 import offbeat.lab.network
 from offbeat.lab import Lab, parse_rate, unavailable
-from offbeat.lab.signals import exit_on_signals, hold_signals
+from offbeat.lab.lab import exit_on_signals, hold_signals
 
 # Every new lab removes what killed processes have left: one process runs all tests with labs.
 pytestmark = pytest.mark.xdist_group("lab")

@@ -22,10 +22,6 @@ class Crossing:
     inside: int
     groups: int  # that the workers come from
 
-    @property
-    def outside(self) -> int:
-        return self.size - self.inside
-
 
 @dataclass(frozen=True)
 class Collective:
@@ -69,25 +65,6 @@ def sum_in_order(tensors: Sequence[Tensor]) -> Tensor:
     return total
 
 
-def _sum_crosses(algorithm: Algorithm, by: Crossing) -> float:
-    """The ideal is to reduce inside each group first."""
-    return {
-        "ideal": 2 * by.given * (by.groups - 1) / by.groups,
-        "ring": 2 * by.given * (by.size - 1) / by.size,
-        "tree": 2 * by.given,
-        "direct": 2 * by.given * by.inside * by.outside / by.size,
-    }[algorithm]
-
-
-def _gather_crosses(algorithm: Algorithm, by: Crossing) -> float:
-    return {
-        "ideal": by.given * max(by.inside, by.outside),
-        "ring": by.given * (by.size - 1),
-        "tree": by.given * max(by.inside, by.outside),
-        "direct": by.given * by.inside * by.outside,
-    }[algorithm]
-
-
 # Adds tensor by tensor, in rank order; `Communicator.mean` divides afterwards. A ring or halving all-reduce
 # sends each byte twice except for the rank's own share.
 SUM = Collective(
@@ -95,7 +72,12 @@ SUM = Collective(
     phrase="the mean of {bytes:,} bytes",
     sent=lambda size, given: round(given * (2 * (size - 1) / size)),
     hops=lambda size: 2 * (size - 1),
-    crosses=_sum_crosses,
+    crosses=lambda algorithm, by: {
+        "ideal": 2 * by.given * (by.groups - 1) / by.groups,  # each group is reduced inside first
+        "ring": 2 * by.given * (by.size - 1) / by.size,
+        "tree": 2 * by.given,
+        "direct": 2 * by.given * by.inside * (by.size - by.inside) / by.size,
+    }[algorithm],
     results=lambda posts, src, ranks: [[sum_in_order(p) for p in zip(*posts, strict=True)]] * len(ranks),
     ways=2,
     in_place=True,
@@ -106,7 +88,12 @@ GATHER = Collective(
     phrase="a gather of {bytes:,} bytes",
     sent=lambda size, given: round(given * (size - 1)),
     hops=lambda size: size - 1,
-    crosses=_gather_crosses,
+    crosses=lambda algorithm, by: {
+        "ideal": by.given * max(by.inside, by.size - by.inside),
+        "ring": by.given * (by.size - 1),
+        "tree": by.given * max(by.inside, by.size - by.inside),
+        "direct": by.given * by.inside * (by.size - by.inside),
+    }[algorithm],
     results=lambda posts, src, ranks: [[post[0].clone() for post in posts] for _ in ranks],
 )
 # Each rank has another chunk for every rank, so nothing can be shared; its own chunk stays.
@@ -115,7 +102,7 @@ EXCHANGE = Collective(
     phrase="an exchange of {bytes:,} bytes",
     sent=lambda size, given: round(given * ((size - 1) / size)),
     hops=lambda size: 1,
-    crosses=lambda algorithm, by: by.given * by.inside * by.outside / by.size,
+    crosses=lambda algorithm, by: by.given * by.inside * (by.size - by.inside) / by.size,
     results=lambda posts, src, ranks: [[post[rank].clone() for post in posts] for rank in ranks],
 )
 # Down a tree; `sent` is the average over the ranks.

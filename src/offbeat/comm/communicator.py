@@ -25,15 +25,10 @@ WORDS = 8  # numbers in a `tell`; a fixed size, since gloo ends the process when
 class Pending(Generic[T]):
     """A message in the air."""
 
-    def __init__(
-        self,
-        wait: Callable[[], Any],
-        done: Callable[[], bool],
-        arrived: Callable[[], float],
-        change: Callable[[Any], T] | None = None,
-    ) -> None:
+    def __init__(self, wait: Callable[[], T], done: Callable[[], bool], arrived: Callable[[], float]) -> None:
         self._wait: Callable[[], Any] | None = wait
-        self._done, self._arrived, self._change = done, arrived, change
+        self._done, self._arrived = done, arrived
+        self._change: Callable[[Any], T] | None = None
 
     def wait(self) -> T:
         """Wait for the message and return it. Idempotent; raises `PeerLost` if it will never arrive."""
@@ -54,7 +49,9 @@ class Pending(Generic[T]):
 
     def then(self, change: Callable[[T], S]) -> Pending[S]:
         """The message with `change` applied to it on arrival."""
-        return Pending(self.wait, self.done, self.arrived, change)
+        message: Pending[Any] = Pending(self.wait, self.done, self.arrived)
+        message._change = change
+        return message
 
 
 def arrived(value: T) -> Pending[T]:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from math import inf
 from typing import Any
 from weakref import WeakSet
 
@@ -72,30 +73,28 @@ class Lookout:
 
     def look(self, connection: str, number: int, what: str) -> None:
         """Raise if the store says that the message will never arrive. Number −1 stands for connecting."""
-
-        def never_comes(note: dict[str, Any]) -> bool:
-            # A message sent before its sender left still arrives, unless a worker on the way is lost.
-            begun: int = note["begun"].get(self.key, {}).get(connection, -1)
-            return number >= begun or note["shared"] == PeerLost.__name__
-
-        def find(store: Store) -> OffbeatError | None:
-            return self._find_leaver(store, what, never_comes) or self._find_conflict(store)
-
-        error = self.bulletin.ask(find, _ANSWER)
+        error = self.bulletin.ask(
+            lambda store: self._find_leaver(store, what, connection, number) or self._find_conflict(store),
+            _ANSWER,
+        )
         if error is not None:
             raise error
 
     def _find_leaver(
-        self, store: Store, what: str, counts: Callable[[dict[str, Any]], bool]
+        self, store: Store, what: str, connection: str = "", number: float = inf
     ) -> OffbeatError | None:
-        """The error to raise if a rank has left."""
+        """The error to raise if a rank has left and a message will not come.
+
+        A message sent before its sender left still arrives, unless a worker on the way is lost.
+        """
         for level in self._levels():
             if store.check([f"{level.key}/left"]):
                 for name in self.names:
                     place = f"{level.key}/left/{name}"
                     if name != self.name and store.check([place]):
                         note = json.loads(store.get(place))
-                        if counts(note):
+                        begun: int = note["begun"].get(self.key, {}).get(connection, -1)
+                        if number >= begun or note["shared"] == PeerLost.__name__:
                             return Departure(note["text"], note["shared"]).error(name, what)
         return None
 
@@ -121,9 +120,7 @@ class Lookout:
     def lost(self, what: str, error: Exception) -> OffbeatError:
         """The error for a broken connection: why a rank left, if it said so; else whose it was."""
         try:
-            departure = self.bulletin.ask(
-                lambda store: self._find_leaver(store, what, lambda note: True), _ANSWER
-            )
+            departure = self.bulletin.ask(lambda store: self._find_leaver(store, what), _ANSWER)
         except (dist.DistError, Silent):
             departure = None
         if departure is not None:
@@ -171,19 +168,17 @@ class Watch:
         # gloo notices a dead rank only once it is connected.
         if self._number < 0 and time.perf_counter() > self._probed + _PROBES:
             self._probe()
-        trouble = f"timed out after {self._lookout.timeout:g} s"
+        timeout, trouble = f"timed out after {self._lookout.timeout:g} s", ""
         try:
             self._lookout.look(self._connection, self._number, self._what)
         except Silent:
-            trouble += f", {STORE_SILENT}"
+            trouble = f"{timeout}, {STORE_SILENT}"
         except dist.DistError:
             self._probe()
             trouble = STORE_GONE
             self._deadline = min(self._deadline, time.perf_counter() + _GONE)
-        else:
-            if time.perf_counter() > self._deadline:
-                trouble += self._list_absent()
         if time.perf_counter() > self._deadline:
+            trouble = trouble or timeout + self._list_absent()
             raise PeerLost(f"Waiting for {self._what}: rank {self._lookout.name} {trouble}.")
 
     def _probe(self) -> None:

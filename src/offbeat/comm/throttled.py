@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
@@ -57,7 +57,7 @@ class Throttled(Wrapped):
     def run(
         self, kind: Collective, tensors: Sequence[Tensor], *, src: int = 0, control: bool = False
     ) -> Pending[list[Tensor]]:
-        link, began = self._link, self._link.now()
+        link, began = self._link, self._link.clock()
         message = self.comm.run(kind, tensors, src=src, control=control)
         if self.size == 1 or (control and not link.latency):
             return message
@@ -65,7 +65,8 @@ class Throttled(Wrapped):
         if control:
             return link.hold(message, lambda: message.arrived() + flight, message.done)
         seconds = kind.sent(self.size, nbytes(tensors)) * FRAMING / link.rate
-        passage = link.send(_Passage(self.comm.tell([round(began * 1e9)]), seconds, flight))
+        passage = _Passage(self.comm.tell([round(began * 1e9)]), seconds, flight)
+        link.ahead.append(passage)
         return link.hold(message, lambda: link.landing(passage), passage.begun.done)
 
 
@@ -79,43 +80,30 @@ class _Passage:
     lands: float | None = None
 
 
+@dataclass(eq=False)
 class Link:
-    """A queue that every message of one rank passes, whichever communicator it belongs to.
+    """A queue that every message of one rank passes, whichever communicator it belongs to."""
 
-    Tests give it a clock and a sleep of their own.
-    """
-
-    def __init__(
-        self,
-        rate: float,
-        latency: float,
-        burst: int,
-        *,
-        clock: Callable[[], float] = time.perf_counter,
-        sleep: Callable[[float], None] = time.sleep,
-    ) -> None:
-        self.rate, self.latency, self.burst = rate, latency, burst
-        self.now, self._sleep = clock, sleep
-        self._free = 0.0  # when the link is free again
-        self._ahead: list[_Passage] = []
-        self._lock = threading.Lock()  # background threads send, too
-
-    def send(self, passage: _Passage) -> _Passage:
-        with self._lock:
-            self._ahead.append(passage)
-        return passage
+    rate: float
+    latency: float
+    burst: int
+    clock: Callable[[], float] = time.perf_counter  # tests have a clock and a sleep of their own
+    sleep: Callable[[float], None] = time.sleep
+    ahead: list[_Passage] = field(default_factory=list)
+    _free: float = 0.0  # when the link is free again
+    _lock: threading.Lock = field(default_factory=threading.Lock)  # background threads send, too
 
     def landing(self, passage: _Passage) -> float:
         """When it arrives. Waits until all ranks have begun it."""
         passage.begun.wait()
         with self._lock:
             # An earlier message that some rank has not begun does not occupy the link yet.
-            for ahead in list(self._ahead):
+            for ahead in list(self.ahead):
                 if passage.lands is None and (ahead is passage or ahead.begun.done()):
                     start = max(word[0] for word in ahead.begun.wait()) / 1e9
                     self._free = max(self._free, start - self.burst / self.rate) + ahead.seconds
                     ahead.lands = max(start, self._free) + ahead.flight
-                    self._ahead.remove(ahead)
+                    self.ahead.remove(ahead)
         assert passage.lands is not None
         return passage.lands
 
@@ -126,7 +114,7 @@ class Link:
 
         def wait() -> list[Tensor]:
             value = message.wait()
-            self._sleep(max(0.0, landing() - self.now()))
+            self.sleep(max(0.0, landing() - self.clock()))
             return value
 
-        return Pending(wait, lambda: message.done() and known() and landing() <= self.now(), landing)
+        return Pending(wait, lambda: message.done() and known() and landing() <= self.clock(), landing)

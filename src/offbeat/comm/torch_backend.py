@@ -83,19 +83,21 @@ class Message(Pending[list[Tensor]]):
                     watch = Watch(self._lookout, connection.name, number, self.describe())
                     self._lookout.arrive(connection.name, connection.begun)
                 watch.look()
-        if self.done():
-            for connection, _, _ in self.calls:
-                connection.air.discard(self)
+        for connection, _, _ in self.calls:
+            connection.air.discard(self)
+        self.done()
         return self._result
 
     def done(self) -> bool:
-        for _, _, work in self.calls if not self._seen else ():
-            if not work.is_completed():
-                return False
-        self._seen = self._seen or time.perf_counter()
+        if not self._seen:
+            for _, _, work in self.calls:
+                if not work.is_completed():
+                    return False
+            self._seen = time.perf_counter()
         return True
 
     def arrived(self) -> float:
+        self.done()
         return self._seen if self.calls else 0.0
 
 
