@@ -74,11 +74,9 @@ class Network:
                 raise BadArgument("levels", self.levels, reason, call=self)
 
     def __repr__(self) -> str:
-        given = {
-            f.name: getattr(self, f.name) for f in fields(self)[2:] if getattr(self, f.name) != f.default
-        }
-        rest = "".join(f", {name}={value!r}" for name, value in given.items())
-        return f"Network(latency={self.latency}, bandwidth={self.bandwidth}{rest})"
+        rest = [f for f in fields(self)[2:] if getattr(self, f.name) != f.default]
+        more = "".join(f", {f.name}={getattr(self, f.name)!r}" for f in rest)
+        return f"Network(latency={self.latency}, bandwidth={self.bandwidth}{more})"
 
     @property
     def links(self) -> tuple[float, ...]:

@@ -133,7 +133,7 @@ class Scheduler:
         self.threads[-1].start()
 
     def post(self, when: float, deliver: Callable[[float], None]) -> None:
-        """Deliver something at a given time, in nobody's turn."""
+        """Deliver something at a given time, before the next actor runs."""
         heapq.heappush(self._posts, (when, next(self._number), deliver))
 
     def wait(self, actor: int, call: Call) -> None:
@@ -222,7 +222,7 @@ class Scheduler:
 
 
 class VirtualQueue(TaskQueue):
-    """Runs jobs when a result is needed, at the virtual time at which a thread would have run them.
+    """Runs jobs when a worker waits for a result, at the virtual time at which a thread would have run them.
 
     During a job, the actor's clock is the queue's: a job starts when the one before it has ended, but not
     before it was given.

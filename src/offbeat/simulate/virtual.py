@@ -59,7 +59,7 @@ def simulate(
     def work(rank: int) -> None:
         departure = Departure("has returned")
         try:
-            results[rank] = worker(member(scheduler, (tuple(range(workers)),), rank, rank))
+            results[rank] = worker(find_view(scheduler, (tuple(range(workers)),), rank, rank))
         except BaseException as error:  # raised again in the caller's thread
             scheduler.failure = scheduler.failure or error
             departure = Departure.of(error)
@@ -110,14 +110,14 @@ class Virtual(Communicator, Worker):
     def split(self, groups: Sequence[Sequence[int]]) -> Communicator:
         mine = next(group for group in groups if self.rank in group)
         members = tuple(self._members[rank] for rank in mine)
-        return member(self._scheduler, (*self._path, members), self._me, self._actor)
+        return find_view(self._scheduler, (*self._path, members), self._me, self._actor)
 
     @property
     def worker(self) -> Worker:
         return self
 
     def duplicate(self) -> Communicator:
-        return member(self._scheduler, self._path_beside(), self._me, self._actor)
+        return find_view(self._scheduler, self._path_beside(), self._me, self._actor)
 
     def task_queue(self) -> TaskQueue:
         return VirtualQueue(self._scheduler, self._actor)
@@ -146,7 +146,7 @@ class Virtual(Communicator, Worker):
         self._scheduler.clocks[self._me] += seconds + self._scheduler.uptimes[self._me].lose(seconds)
 
 
-def member(scheduler: Scheduler, path: Path, me: int, actor: int) -> Communicator:
+def find_view(scheduler: Scheduler, path: Path, me: int, actor: int) -> Communicator:
     """The view that worker `me` has of a communicator. There is one, because it numbers the messages."""
     return scheduler.views.setdefault((path, me), Virtual(scheduler, path, me, actor))
 
@@ -162,7 +162,7 @@ class VirtualSidecar(Sidecar):
     def __init__(self, scheduler: Scheduler, path: Path, rank: int) -> None:
         self._scheduler, self._path, self._rank = scheduler, path, rank
         self._actor = scheduler.add(rank, scheduler.clocks[rank])
-        self.comm = member(scheduler, path, rank, self._actor)
+        self.comm = find_view(scheduler, path, rank, self._actor)
         self._stopped = False
         self._error: BaseException | None = None
         scheduler.on_exit[rank].append(self.stop)

@@ -145,7 +145,7 @@ def augment(batch: Batch, generator: torch.Generator) -> Batch:
 
 
 @contextmanager
-def seeded(seed: int) -> Iterator[None]:
+def use_seed(seed: int) -> Iterator[None]:
     """Layers built inside draw their weights from this seed. The global generator is untouched."""
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.manual_seed(seed)
@@ -155,7 +155,7 @@ def seeded(seed: int) -> Iterator[None]:
 def build_convolutions(widths: tuple[int, int, int], *, seed: int) -> nn.Module:
     """Two convolutions, pooling and two linear layers. The seed fixes the weights."""
     first, second, hidden = widths
-    with seeded(seed):
+    with use_seed(seed):
         body = [nn.Conv2d(1, first, 3, padding=1), nn.ReLU(), nn.Conv2d(first, second, 3, padding=1)]
         head = [nn.Linear(second * 16, hidden), nn.ReLU(), nn.Linear(hidden, 10)]
         return nn.Sequential(*body, nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), *head)
@@ -183,7 +183,7 @@ def convolution(inputs: int, outputs: int, *, kernel: int = 3, stride: int = 1) 
 
 def build_resnet(widths: tuple[int, ...], blocks: int, *, classes: int, seed: int) -> nn.Module:
     """`blocks` per width; each width works on half the pixels of the last. The seed fixes the weights."""
-    with seeded(seed):
+    with use_seed(seed):
         layers: list[nn.Module] = [nn.Sequential(convolution(3, widths[0]), nn.ReLU())]
         inputs = widths[0]
         for place, width in enumerate(widths):
