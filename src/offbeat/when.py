@@ -138,8 +138,6 @@ class QSR(Schedule):
     shortest period longer. During the first `warmup` steps the rule uses `peak`, the rate at the end of the
     warm-up, because tiny rates would make the period enormous; without `peak`, H = base there. With `total`,
     the last round ends the run. First alpha to try: peak·√base with AdamW, about 0.17 of that with SGD.
-
-    Gu et al., "A Quadratic Synchronization Rule for Distributed Deep Learning", ICLR 2024, arXiv 2310.14423.
     """
 
     alpha: float

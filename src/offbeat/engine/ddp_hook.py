@@ -148,19 +148,16 @@ class Hook:
         return [{name: found[name] for name in names} for names in layout]
 
     def _reduce(self, gradients: dict[str, Tensor], step: int, *, coded: bool) -> None:
-        room, state = self._find_bucket(gradients) if coded else (Packed.like(gradients), {})
-        room.read(list(gradients.values()))
-        clock = Clock(step=self._before + step, round=self._before + step, lr=0.0)
-        reducer = self.reducer if coded else Mean()
-        reducer.start(room, self._comm, clock, state).wait().write(list(gradients.values()))
-
-    def _find_bucket(self, gradients: dict[str, Tensor]) -> tuple[Packed, State]:
-        """Return a bucket's memory and state. A new bucket ends the others that held its gradients."""
+        """Average a bucket in place. A bucket that is new ends the others that held its gradients."""
         key = " ".join(gradients)
-        if key not in self._buckets:
+        if coded and key not in self._buckets:
             state = self._saved.pop(key) if key in self._saved else self.reducer.init()
             for kept in (self._buckets, self._saved):
                 for other in [other for other in kept if gradients.keys() & set(other.split(" "))]:
                     del kept[other]
             self._buckets[key] = Packed.like(gradients), state
-        return self._buckets[key]
+        room, state = self._buckets[key] if coded else (Packed.like(gradients), {})
+        reducer = self.reducer if coded else Mean()
+        room.read(list(gradients.values()))
+        clock = Clock(step=self._before + step, round=self._before + step, lr=0.0)
+        reducer.start(room, self._comm, clock, state).wait().write(list(gradients.values()))
