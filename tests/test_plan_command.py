@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+import warm
 
 from offbeat import Network, Recorded, simulate
 from offbeat.app.cli.app import run
@@ -282,11 +281,9 @@ def test_a_script_that_never_steps(capsys: pytest.CaptureFixture[str], tmp_path:
 
 @pytest.mark.slow
 def test_torchrun_measures_step_and_link() -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command += ["-m", "offbeat", "plan", "ddp()", "--measure", "--task", "digits", "--steps", "50", "--json"]
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=200, env={**os.environ, "OMP_NUM_THREADS": "1"}
-    )
+    done = warm.run(*command, env={**os.environ, "OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stderr
     answer = json.loads(done.stdout)
     assert len(answer["measured"]["link"]) >= 2
