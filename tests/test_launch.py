@@ -195,7 +195,7 @@ def test_nothing_listens_beyond_this_machine_and_no_pickle_is_loaded(
         for port in {port for first, _, port in heard if first and command == "train"} - stores:
             put_into_the_store(port, bomb)
             stores.add(port)
-        time.sleep(0.1)
+        time.sleep(0.2)
     code, error = run.end()
     assert code == 0, error
     assert all(ipaddress.ip_address(address).is_loopback for _, address, _ in heard), heard

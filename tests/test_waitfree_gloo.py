@@ -28,7 +28,7 @@ import offbeat
 from offbeat import GroupReport
 from offbeat.waitfree.rounds import Rounds
 
-PERIODS = 14  # delay patterns in a run: at each global round all meet, and another begins
+PERIODS = 10  # delay patterns in a run: at each global round all meet, and another begins
 
 
 def pauses(seed: int, rank: int, step: int) -> float:

@@ -12,6 +12,7 @@ import gc
 import importlib
 import json
 import os
+import pkgutil
 import runpy
 import signal
 import socket
@@ -20,13 +21,7 @@ import sys
 import threading
 from typing import Any
 
-IMPORTED = [
-    "offbeat.app.cli.app",
-    "offbeat.app.runs.worker",
-    "sklearn.datasets",
-    "torch._dynamo",
-    "torch.distributed.run",
-]
+IMPORTED = ["offbeat.app", "sklearn.datasets", "torch._dynamo", "torch.distributed.run"]
 PR_SET_CHILD_SUBREAPER = 36
 EXECUTE = subprocess.Popen._execute_child  # type: ignore[attr-defined]
 
@@ -173,8 +168,10 @@ def execute(words: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    for module in IMPORTED:
-        importlib.import_module(module)
+    for name in IMPORTED:
+        importlib.import_module(name)
+    for module in pkgutil.walk_packages(sys.modules["offbeat.app"].__path__, "offbeat.app."):
+        importlib.import_module(module.name)
     gc.freeze()  # so that no fork looks through all that is imported, least of all in its end
     order = serve(socket.socket(fileno=int(sys.argv[1])))
     become(*order)
