@@ -103,6 +103,7 @@ def _serve(rank: int, port: int, pipe: Connection) -> None:
     dist.init_process_group("gloo")
     groups = {workers: dist.new_group(range(workers)) for workers in range(1, SIZE + 1)}
     communicators: dict[int, offbeat.Torch] = {}
+    gc.freeze()  # so that a collection is quick
     while (order := pipe.recv()) is not None:
         function, args, workers, fresh = order
         if fresh:
@@ -125,6 +126,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         for shared in {"pool", "whole"}.intersection(getattr(item, "fixturenames", ())):
             item.add_marker(pytest.mark.xdist_group(shared))
+
+
+def pytest_collection_finish() -> None:
+    """Take all that is imported by now out of every later garbage collection."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

@@ -58,6 +58,11 @@ class Crew:
             pass
         return word
 
+    def tell(self, order: Any) -> None:
+        """Send the same to all ranks."""
+        for pipe in self.pipes:
+            pipe.send(order)
+
     def kill(self, ranks: Sequence[int]) -> None:
         for rank in ranks:
             self.processes[rank].kill()
@@ -156,6 +161,13 @@ def train(pipe: Connection, expression: str, directory: Path, steps: int, often:
     trace.append(snapshot(run.net))
     moments = {f"{i}.{k}": v for i, s in run.opt.state_dict()["state"].items() for k, v in s.items()}
     return run.first, [{k: v.numpy() for k, v in state.items()} for state in [*trace, moments]]
+
+
+def train_many(pipe: Connection, steps: int) -> None:
+    """Train every method that is asked for, one after the other and undisturbed."""
+    while (order := pipe.recv()) is not None:
+        expression, directory = order
+        pipe.send(("trained", train(pipe, expression, directory, steps, None)))
 
 
 def stall(pipe: Connection, expression: str, where: str, victim: int, steps: int) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-# The tests of resuming, of simulation = gloo and of equal replicas run each row: four workers, ten steps.
+# The tests of simulation = gloo and of equal replicas run each row on four workers, those of resuming on
+# `enough`: ten steps each.
 METHODS = [
     "ddp()",
     "local_sgd(every=3)",
@@ -95,6 +96,11 @@ METHODS += CODES + ROUNDED
 SAVE_EVERY = {
     row: int(row.split("every=")[1][0]) for row in METHODS if row.startswith(("wagma", "eager_sgd"))
 }
+
+
+def enough(expression: str) -> int:
+    """The fewest workers that show all a method does: four if they meet in groups, otherwise two."""
+    return 4 if expression.startswith(("hierarchical", "noloco", "wagma")) else 2
 
 
 def savable(expression: str, step: int) -> bool:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import io
 import json
-import os
-import subprocess
 import sys
+from types import ModuleType
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 import offbeat
-from offbeat.app.cli import narrow, show
+from offbeat.app.cli import main, narrow, show
 from offbeat.app.cli.app import run
 from offbeat.app.cli.monitor import line_columns
 from offbeat.plan import methods_table as methods_table
@@ -152,24 +151,27 @@ def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert "offbeat methods diloco" in out
 
 
-def test_without_the_extra_one_command_installs_it() -> None:
-    code = "import sys; sys.modules['typer'] = None\nfrom offbeat.app.cli import main\nmain()"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == "offbeat: the command line is an extra: pip install 'offbeat[cli]'\n"
+def test_without_the_extra_one_command_installs_it(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "typer", None)
+    with pytest.raises(SystemExit, match="2"):
+        main()
+    sentence = "offbeat: the command line is an extra: pip install 'offbeat[cli]'\n"
+    assert capsys.readouterr() == ("", sentence)
 
 
-def test_completion_knows_the_commands() -> None:
+def test_completion_knows_the_commands(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     environment = {"_OFFBEAT_COMPLETE": "complete_bash", "COMP_WORDS": "offbeat met", "COMP_CWORD": "1"}
-    code = "import sys; sys.argv = ['offbeat']\nfrom offbeat.app.cli import main\nmain()"
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert done.stdout.strip() == "methods"
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(sys, "argv", ["offbeat"])
+    monkeypatch.setitem(sys.modules, "__main__", ModuleType("__main__"))  # or it is `python -m pytest`
+    with pytest.raises(SystemExit):
+        main()
+    assert capsys.readouterr().out.strip() == "methods"
 
 
 COLUMNS = {"method": "fold", "loss": "right", "exposed s": "right", "MB/worker": "right"}

@@ -15,7 +15,7 @@ import pytest
 import torch
 from conftest import Pool
 from problems import Dyadic, data, optimizer_for
-from table import METHODS
+from table import METHODS, enough
 from torch import nn
 
 import offbeat
@@ -33,9 +33,9 @@ ASIDE = [
 BATCHES = "Do all workers have the same number of batches?"
 
 
-def attempt(function: Callable[..., Any], *args: Any) -> list[Any]:
-    """What each of four simulated workers returns, with errors as values."""
-    answers: list[Any] = [None] * 4
+def attempt(function: Callable[..., Any], *args: Any, workers: int = 4) -> list[Any]:
+    """What each simulated worker returns, with errors as values."""
+    answers: list[Any] = [None] * workers
 
     def run(comm: offbeat.Communicator) -> None:
         try:
@@ -44,7 +44,7 @@ def attempt(function: Callable[..., Any], *args: Any) -> list[Any]:
             answers[comm.rank] = error
 
     with suppress(offbeat.Disagreement):  # when nobody could move
-        offbeat.simulate(run, 4)
+        offbeat.simulate(run, workers)
     return answers
 
 
@@ -94,14 +94,20 @@ def test_a_rank_with_fewer_batches_that_is_waited_for_elsewhere(
     names_who_stopped(said(pool.attempt(stop_early, expression, 0, steps)), 0, steps)
 
 
-MORE = [(0, 0), (3, 11), (0, 10), (0, 7)]
-CASES = [(0, 11), (3, 7), *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE)]
-
-
-@pytest.mark.parametrize(("guilty", "steps"), CASES)
+@pytest.mark.parametrize(("guilty", "steps"), [(0, 11), (3, 7)])
 @pytest.mark.parametrize("expression", METHODS)
 def test_a_rank_with_fewer_batches_in_every_method(expression: str, guilty: int, steps: int) -> None:
     sentence = said(attempt(stop_early, expression, guilty, steps))
+    names_who_stopped(sentence, guilty, None if expression.startswith("palsgd") else steps)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("last", "steps"), [(False, 0), (True, 11), (False, 10), (False, 7)])
+@pytest.mark.parametrize("expression", METHODS)
+def test_a_rank_with_fewer_batches_at_other_moments(expression: str, last: bool, steps: int) -> None:
+    workers = enough(expression)
+    guilty = workers - 1 if last else 0
+    sentence = said(attempt(stop_early, expression, guilty, steps, workers=workers))
     names_who_stopped(sentence, guilty, None if expression.startswith("palsgd") else steps)
 
 

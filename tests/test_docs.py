@@ -9,13 +9,13 @@ import os
 import re
 import runpy
 import subprocess
-import sys
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
 import pytest
 import torch
+import warm
 from conftest import Pool
 from torch import nn
 
@@ -160,9 +160,7 @@ def test_examples_are_short_and_say_how_to_run_them() -> None:
 
 def launched(*command: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        [sys.executable, *command], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240
-    )
+    return warm.run(*command, cwd=ROOT, env=environment)
 
 
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import warm
 from table import CODES, METHODS
 
 import offbeat
 
-ROOT = Path(__file__).parent.parent
 STEPS = 8
 
 
@@ -35,9 +32,7 @@ def test_every_method_trains_behind_a_link(tmp_path: Path, where: str) -> None:
     words = ["--task", "digits", "--model", "tiny", "--workers", "2", "--steps", str(STEPS)]
     words += ["--evaluations", "1", "--link", "1gbit,10us", "--out", str(tmp_path / "runs"), "--json"]
     words += ["--simulate"] if where == "simulation" else []
-    command = [sys.executable, "-m", "offbeat", "compare", *methods, *words]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=540)
+    done = warm.run("-m", "offbeat", "compare", *methods, *words, timeout=540)
     assert (done.returncode, done.stderr) == (0, "")
     rows: list[dict[str, Any]] = json.loads(done.stdout)
     assert [row["method"] for row in rows] == methods

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from conftest import Pool
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -15,7 +17,9 @@ from torch.distributed.tensor import DTensor, Replicate
 import offbeat
 from offbeat.comm.collective import BROADCAST, Collective
 from offbeat.comm.communicator import Wrapped
+from offbeat.comm.throttled import Link
 from offbeat.engine.extras import Buffers
+from offbeat.plan.recording import RecordingComm, sent_in
 from offbeat.tasks.pictures import build_resnet
 
 
@@ -54,7 +58,7 @@ def rounds(comm: offbeat.Communicator, method: str) -> tuple[list[dict[str, int]
     return sent, [report.bytes_sent for report in sync.reports], buffers
 
 
-@pytest.mark.parametrize(
+MESSAGES = pytest.mark.parametrize(
     ("method", "messages"),
     [
         ("ddp()", {"float32": 1, "int64": 1}),
@@ -65,6 +69,9 @@ def rounds(comm: offbeat.Communicator, method: str) -> tuple[list[dict[str, int]
         ("local_sgd(every=1, buffers='keep')", {}),
     ],
 )
+
+
+@MESSAGES
 def test_a_round_broadcasts_once_per_dtype(pool: Pool, method: str, messages: dict[str, int]) -> None:
     real = pool.run(rounds, method, workers=2)
     simulated = offbeat.simulate(lambda comm: rounds(comm, method), 2)
@@ -76,6 +83,72 @@ def test_a_round_broadcasts_once_per_dtype(pool: Pool, method: str, messages: di
     if "float32" in messages and "delay" not in method:
         for mine, first in zip(real[1][2], real[0][2], strict=True):
             assert torch.equal(mine, first)
+
+
+def count(comm: offbeat.Communicator, method: str, look: Callable[[], list[int]]) -> list[list[int]]:
+    """What is seen after the second and the third of three steps; the first gives out rank 0's weights."""
+    model = build_resnet((4, 8), 2, classes=3, seed=0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    sync = offbeat.method(method)(model, optimizer, group=comm)
+    seen = []
+    for _ in range(3):
+        model(torch.ones(4, 3, 8, 8)).square().mean().backward()
+        sync.step()
+        optimizer.zero_grad()
+        seen.append(look())
+    return seen[1:]
+
+
+def noting(call: Callable[..., Any], calls: list[Any]) -> Callable[..., Any]:
+    """The same call, which leaves a note of itself."""
+
+    def noted(*args: Any, **options: Any) -> Any:
+        calls.append(call)
+        return call(*args, **options)
+
+    return noted
+
+
+def count_real(comm: offbeat.Communicator, method: str) -> list[list[int]]:
+    """The messages that an emulated link has let pass, and the broadcasts that gloo was asked for."""
+    passed: list[Any] = []
+    broadcasts: list[Any] = []
+    link = Link(1e12, 0.0, 0)
+    link.send = noting(link.send, passed)  # type: ignore[method-assign]
+
+    def look() -> list[int]:
+        seen = [len(passed), len(broadcasts)]
+        passed.clear()
+        broadcasts.clear()
+        return seen
+
+    with pytest.MonkeyPatch.context() as patch:
+        for group in (dist.ProcessGroup, dist.ProcessGroupGloo):
+            patch.setattr(group, "broadcast", noting(group.broadcast, broadcasts))
+        return count(offbeat.Throttled(comm, rate=1e12, link=link), method, look)
+
+
+def count_planned(method: str) -> list[list[int]]:
+    """The messages that the plan writes down, and the broadcasts among them."""
+    comm = RecordingComm(2)
+
+    def look() -> list[int]:
+        sent = [event for event in sent_in(comm.log.take()) if not event.control]
+        return [len(sent), sum(event.kind == BROADCAST.name for event in sent)]
+
+    return count(comm, method, look)
+
+
+@MESSAGES
+def test_plan_and_emulated_link_count_the_messages_that_are_sent(
+    pool: Pool, method: str, messages: dict[str, int]
+) -> None:
+    """The buffers of all dtypes are one message in both, for they are sent at the same time."""
+    planned = count_planned(method)
+    assert [broadcasts for _, broadcasts in planned] == [bool(messages)] * 2
+    for real in pool.run(count_real, method, workers=2):
+        assert [passed for passed, _ in real] == [sent for sent, _ in planned]
+        assert [broadcasts for _, broadcasts in real] == [sum(messages.values())] * 2
 
 
 class Odd(nn.Module):

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 import torch
 import torch.distributed as dist
+import warm
 from conftest import Pool
 from problems import Dyadic, Realistic, data, optimizer_for, same, simulated, snapshot, train
 from table import CODES, METHODS, ROUNDED
@@ -120,5 +118,5 @@ raise SystemExit(sum(child.exitcode != 0 for child in children))
 
 @pytest.mark.slow
 def test_forked_processes_have_connections_of_their_own() -> None:
-    done = subprocess.run([sys.executable, "-c", FORKING], capture_output=True, text=True, timeout=120)
+    done = warm.run("-c", FORKING)
     assert done.returncode == 0, done.stderr

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import warm
 
 import offbeat.base.units
 import offbeat.lab
@@ -77,7 +78,7 @@ def eventually(condition: Callable[[], bool]) -> None:
 def alone(script: str) -> subprocess.Popen[str]:
     """Another process with a lab."""
     script = f"import os, signal, sys\nfrom offbeat.lab import Lab\n{script}"
-    return subprocess.Popen([sys.executable, "-c", script], stderr=subprocess.PIPE, text=True)
+    return warm.start("-c", script, stdout=None)
 
 
 def sleep(mark: str) -> list[str]:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import warm
 from torch.distributed import TCPStore
 
 ROOT = Path(__file__).parent.parent
@@ -28,9 +29,26 @@ TRAIN = ["train", "wagma(group_size=2, every=4)", *SMALL, *FEW, *LATE, "--checkp
 COMMANDS = {
     "train": TRAIN,
     "compare": ["compare", "torch_ddp", "local_sgd(every=8)", *SMALL, *FEW, *LATE, "--link", "100mbit"],
-    "compare --simulate": ["compare", "local_sgd(every=8)", *SMALL, *FEW, "--simulate"],
-    "study": ["study", "local_sgd", *SMALL, "--workers", "2", "--every", "4", "--samples", "2000"],
+    "simulate": [
+        *["compare", "local_sgd(every=8)", *SMALL, *FEW, "--simulate", "then"],
+        *["study", "local_sgd", *SMALL, "--workers", "2", "--every", "4", "--samples", "2000"],
+    ],
 }
+
+# The command line; `then` stands between two commands.
+SCRIPT = """
+import sys
+from itertools import groupby
+from offbeat.app.cli import main
+commands = [list(words) for then, words in groupby(sys.argv[1:], lambda word: word == "then") if not then]
+for last, words in enumerate(commands, 1 - len(commands)):
+    sys.argv[1:] = words
+    try:
+        main()
+    except SystemExit as end:
+        if end.code or not last:
+            raise
+"""
 
 # Notes whoever unpickles a class, in whatever process has this folder in its PYTHONPATH.
 WATCH = """
@@ -49,36 +67,36 @@ open(os.path.join(os.path.dirname(__file__), "watched"), "a").write("x")
 class Scene:
     """A command in a folder that holds modules with the names of others' modules."""
 
-    def __init__(self, folder: Path, words: list[str]) -> None:
+    def __init__(self, folder: Path, words: list[str], start: Callable[..., subprocess.Popen[str]]) -> None:
         self.modules, self.cwd = folder / "modules", folder / "cwd"
         for place in (self.modules, self.cwd, folder / "bin"):
             place.mkdir()
         for name in ("queue", "sklearn", "torch"):
             (self.cwd / f"{name}.py").write_text(f"open({str(folder / 'imported')!r}, 'a').write({name!r})\n")
         (self.modules / "sitecustomize.py").write_text(WATCH)
-        (folder / "bin/offbeat").write_text("from offbeat.app.cli import main\nmain()\n")
+        (folder / "bin/offbeat").write_text(SCRIPT)
         self.imported = folder / "imported"
-        self.process = subprocess.Popen(
-            [sys.executable, str(folder / "bin/offbeat"), *words],
-            cwd=self.cwd,
-            env={**os.environ, "PYTHONPATH": f"{self.modules}{os.pathsep}{ROOT / 'src'}"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
+        environment = {**os.environ, "PYTHONPATH": f"{self.modules}{os.pathsep}{ROOT / 'src'}"}
+        options: Any = {"cwd": self.cwd, "env": environment, "start_new_session": True}
+        self.process = start(str(folder / "bin/offbeat"), *words, **options)
 
     def family(self) -> list[int]:
         """The command's process and all below it."""
-        parents: dict[int, int] = {}
-        for entry in Path("/proc").iterdir():
-            if entry.name.isdecimal():
-                with suppress(OSError):
-                    parents[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
         found = [self.process.pid]
         for process in found:
-            found += [child for child, parent in parents.items() if parent == process]
+            with suppress(OSError):
+                children = Path(f"/proc/{process}/task/{process}/children").read_text()
+                found += map(int, children.split())
         return found
+
+    def workers(self) -> list[int]:
+        """The processes of the ranks, which are those that write the logs."""
+        found = {}
+        for process in self.family():
+            with suppress(OSError):
+                files = [os.readlink(fd) for fd in Path(f"/proc/{process}/fd").iterdir()]
+                found |= {file: process for file in files if file.endswith(".jsonl")}
+        return [found[log] for log in sorted(found)]
 
     def listening(self) -> set[tuple[bool, str, int]]:
         """Who listens where at this moment: the first process or another, the address, the port."""
@@ -116,12 +134,17 @@ def _address(text: str) -> str:
     return str(getattr(address, "ipv4_mapped", None) or address)
 
 
+def start_python(*words: str, **options: Any) -> subprocess.Popen[str]:
+    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen([sys.executable, *words], **pipes, **options)
+
+
 @pytest.fixture
 def scene(tmp_path: Path) -> Any:
     made: list[Scene] = []
 
-    def make(words: list[str]) -> Scene:
-        made.append(Scene(tmp_path, words))
+    def make(words: list[str], start: Callable[..., subprocess.Popen[str]] = start_python) -> Scene:
+        made.append(Scene(tmp_path, words, start))
         return made[-1]
 
     yield make
@@ -138,25 +161,6 @@ def until(condition: Callable[[], Any], process: subprocess.Popen[str]) -> Any:
     return found
 
 
-@pytest.mark.slow
-@needs_proc
-@pytest.mark.parametrize("command", COMMANDS)
-def test_nothing_listens_beyond_this_machine(scene: Any, command: str) -> None:
-    run = scene(COMMANDS[command])
-    heard: set[tuple[bool, str, int]] = set()
-    while run.process.poll() is None:
-        heard |= run.listening()
-        time.sleep(0.1)
-    code, error = run.end()
-    assert code == 0, error
-    assert all(ipaddress.ip_address(address).is_loopback for _, address, _ in heard), heard
-    processes = "simulate" not in command and command != "study"
-    assert {first for first, _, _ in heard} == ({True, False} if processes else set()), heard
-    assert (run.modules / "watched").read_text() == ("xxx" if processes else "x"), "all were watched"
-    assert not (run.modules / "unpickled").exists(), (run.modules / "unpickled").read_text()
-    assert not run.imported.exists(), run.imported.read_text()
-
-
 class Bomb:
     def __init__(self, marker: Path) -> None:
         self.marker = marker
@@ -165,25 +169,43 @@ class Bomb:
         return os.mkdir, (str(self.marker),)
 
 
+def put_into_the_store(port: int, bomb: bytes) -> None:
+    """The elastic launcher's rendezvous loaded what stood under such keys."""
+    store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+    for prefix in ("", "/worker/attempt_0/", "/worker/attempt_0/default_pg/"):
+        for key in ("torch.rendezvous.", "torch.rendezvous.none", "left", "0", "1"):
+            store.set(prefix + key, bomb)
+        store.queue_push(f"{prefix}queue", bomb)
+
+
 @pytest.mark.slow
 @needs_proc
-def test_a_pickle_put_into_the_store_is_never_loaded(scene: Any, tmp_path: Path) -> None:
-    """The elastic launcher's rendezvous loaded what stood under such keys."""
-    run = scene(TRAIN)
-    ports = until(lambda: [port for first, _, port in run.listening() if first], run.process)
+@pytest.mark.parametrize("command", COMMANDS)
+def test_nothing_listens_beyond_this_machine_and_no_pickle_is_loaded(
+    scene: Any, tmp_path: Path, command: str
+) -> None:
     bomb = pickle.dumps(Bomb(tmp_path / "marker"))
     pickle.loads(bomb)
     (tmp_path / "marker").rmdir()  # it works
-    for port in ports:
-        store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
-        for prefix in ("", "/worker/attempt_0/", "/worker/attempt_0/default_pg/"):
-            for key in ("torch.rendezvous.", "torch.rendezvous.none", "left", "0", "1"):
-                store.set(prefix + key, bomb)
-            store.queue_push(f"{prefix}queue", bomb)
+    run = scene(COMMANDS[command])
+    heard: set[tuple[bool, str, int]] = set()
+    stores: set[int] = set()
+    while run.process.poll() is None:
+        heard |= run.listening()
+        for port in {port for first, _, port in heard if first and command == "train"} - stores:
+            put_into_the_store(port, bomb)
+            stores.add(port)
+        time.sleep(0.2)
     code, error = run.end()
     assert code == 0, error
+    assert all(ipaddress.ip_address(address).is_loopback for _, address, _ in heard), heard
+    processes = command != "simulate"
+    assert {first for first, _, _ in heard} == ({True, False} if processes else set()), heard
+    assert bool(stores) == (command == "train")
     assert not (tmp_path / "marker").exists()
-    assert not (run.modules / "unpickled").exists()
+    assert (run.modules / "watched").read_text() == ("xxx" if processes else "x"), "all were watched"
+    assert not (run.modules / "unpickled").exists(), (run.modules / "unpickled").read_text()
+    assert not run.imported.exists(), run.imported.read_text()
 
 
 def test_no_code_of_ours_unpickles_what_it_did_not_write() -> None:
@@ -204,10 +226,8 @@ def alive(process: int) -> bool:
 @pytest.mark.slow
 @needs_proc
 def test_workers_end_with_their_launcher(scene: Any) -> None:
-    run = scene([*TRAIN[:-4], "--straggler", "share=1,delay=1", *TRAIN[-2:]])
-    until((run.cwd / "run/rank-0.jsonl").exists, run.process)
-    workers = run.family()[1:]
-    assert len(workers) == 2
+    run = scene([*TRAIN[:-4], "--straggler", "share=1,delay=1", *TRAIN[-2:]], warm.start)
+    workers = until(lambda: len(found := run.workers()) == 2 and found, run.process)
     run.process.kill()
     run.process.wait()
     deadline = time.monotonic() + 60
@@ -219,10 +239,8 @@ def test_workers_end_with_their_launcher(scene: Any) -> None:
 @pytest.mark.slow
 @needs_proc
 def test_a_worker_that_is_killed_is_named_and_the_others_end(scene: Any) -> None:
-    run = scene([*TRAIN[:-4], "--straggler", "share=1,delay=0.2", *TRAIN[-2:]])
-    until((run.cwd / "run/rank-0.jsonl").exists, run.process)
-    workers = run.family()[1:]
-    (second,) = [p for p in workers if b"\0RANK=1\0" in Path(f"/proc/{p}/environ").read_bytes()]
-    os.kill(second, signal.SIGKILL)
+    run = scene([*TRAIN[:-4], "--straggler", "share=1,delay=0.2", *TRAIN[-2:]], warm.start)
+    workers = until(lambda: len(found := run.workers()) == 2 and found, run.process)
+    os.kill(workers[1], signal.SIGKILL)
     assert run.end() == (1, "offbeat: Rank 1: ended by SIGKILL\n")
     assert not any(map(alive, workers))

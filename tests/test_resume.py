@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from problems import Dyadic, Realistic, data, optimizer_for, same, snapshot
-from table import METHODS, savable
+from table import METHODS, enough, savable
 from torch import Tensor
 
 import offbeat
@@ -75,7 +75,7 @@ def optimizer_of(expression: str) -> str:
 
 
 def run_whole(expression: str, *, save: bool = False, look: bool = False) -> list[Whole]:
-    """An uninterrupted run of four workers."""
+    """An uninterrupted run."""
 
     def worker(comm: offbeat.Communicator) -> Whole:
         torch.manual_seed(comm.rank)
@@ -88,7 +88,7 @@ def run_whole(expression: str, *, save: bool = False, look: bool = False) -> lis
             saved.append((run.save() if save and savable(expression, step + 1) else b"", reports_of(run)))
         return Whole(trace + run.end(), reports_of(run), saved)
 
-    return offbeat.simulate(worker, 4)
+    return offbeat.simulate(worker, enough(expression))
 
 
 def look_at(run: Run) -> None:
@@ -135,7 +135,7 @@ def test_resume_after_any_step(expression: str, steps: set[int]) -> None:
     cuts = [step for step in sorted(steps) if savable(expression, step)]
     assert cuts
     for at in cuts:
-        resumed = offbeat.simulate(lambda comm, at=at: rest(comm, at), 4)
+        resumed = offbeat.simulate(lambda comm, at=at: rest(comm, at), enough(expression))
         for (trace, reports), expected in zip(resumed, whole, strict=True):
             pairs = zip(trace, expected.trace[at:], strict=True)
             assert all(same(a, b) for a, b in pairs), f"cut after step {at}"

@@ -10,12 +10,14 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import warm
 
 from offbeat.app.runs.checkpoints import CheckpointStore
 from offbeat.app.runs.folder import finished
@@ -34,17 +36,11 @@ def environment() -> dict[str, str]:
 
 
 def offbeat(*words: str, **options: Any) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "offbeat", *words],
-        env=environment(), capture_output=True, text=True, timeout=240, **options,
-    )  # fmt: skip
+    return warm.run("-m", "offbeat", *words, env=environment(), **options)
 
 
 def started(*words: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-m", "offbeat", *words],
-        env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
-    )  # fmt: skip
+    return warm.start("-m", "offbeat", *words, env=environment(), start_new_session=True)
 
 
 def until(condition: Any, seconds: float = 200.0) -> None:
@@ -58,16 +54,15 @@ def last_step(folder: Path) -> int:
     return max((entry["step"] for entry in entries(log_path(folder, 0))), default=-1)
 
 
-def end_all(folder: Path) -> None:
-    """Kill every process that works in the folder, at once and without a word."""
-    for process in Path("/proc").iterdir():
-        if process.name.isdecimal() and int(process.name) != os.getpid():
-            try:
-                words = (process / "cmdline").read_bytes()
-            except OSError:
-                continue
-            if str(folder).encode() in words and b"offbeat" in words:
-                os.kill(int(process.name), signal.SIGKILL)
+def end_all(command: subprocess.Popen[str]) -> None:
+    """Kill the command and its workers, at once and without a word."""
+    try:
+        workers = Path(f"/proc/{command.pid}/task/{command.pid}/children").read_text().split()
+    except OSError:
+        workers = []
+    for process in (command.pid, *map(int, workers)):
+        with suppress(ProcessLookupError):
+            os.kill(process, signal.SIGKILL)
 
 
 def outcome(folder: Path) -> list[tuple[Any, ...]]:
@@ -128,7 +123,7 @@ def test_a_run_killed_at_any_moment_is_resumed_exactly(whole: Path, tmp_path: Pa
     try:
         until(lambda: last_step(tmp_path / "run") >= moment or process.poll() is not None)
     finally:
-        end_all(tmp_path / "run")
+        end_all(process)
         process.communicate(timeout=180)
     for rank in range(2):
         for line in entries(log_path(tmp_path / "run", rank)):
@@ -210,14 +205,13 @@ def test_torchruns_workers_are_joined_though_their_clocks_differ(whole: Path, tm
         "time.strftime = lambda form, *t: real(form, *t or [time.localtime(7 * int(os.environ['RANK']))])\n"
         f"sys.exit(run({[*words, '--checkpoint-every', '7']}))\n"
     )
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    options: Any = {"env": environment(), "capture_output": True, "text": True, "timeout": 240}
-    done = subprocess.run([*launch, str(script)], cwd=tmp_path, **options)
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = warm.run(*launch, str(script), cwd=tmp_path, env=environment())
     assert done.returncode == 0, done.stderr
     (folder,) = (tmp_path / "runs").glob("local_sgd-*")
     assert outcome(folder) == outcome(whole)
     assert done.stdout.count("logs and checkpoints") == 1
-    bad = subprocess.run([*launch, "-m", "offbeat", "train", "local_sgd(evry=1)"], **options)
+    bad = warm.run(*launch, "-m", "offbeat", "train", "local_sgd(evry=1)", env=environment())
     assert bad.stderr.count("offbeat: method('local_sgd(evry=1)')") == 1
 
 

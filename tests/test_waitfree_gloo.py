@@ -8,7 +8,6 @@ import random
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 from multiprocessing.connection import Connection
@@ -18,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import warm
 from conftest import Pool, processes
 from killable import Crew
 from test_waitfree import conserved
@@ -28,7 +28,7 @@ import offbeat
 from offbeat import GroupReport
 from offbeat.waitfree.rounds import Rounds
 
-PERIODS = 14  # delay patterns in a run: at each global round all meet, and another begins
+PERIODS = 10  # delay patterns in a run: at each global round all meet, and another begins
 
 
 def pauses(seed: int, rank: int, step: int) -> float:
@@ -318,16 +318,7 @@ def started(script: Path) -> list[subprocess.Popen[str]]:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     shared = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
-    return [
-        subprocess.Popen(
-            [sys.executable, str(script)],
-            env={**shared, "RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
+    return [warm.start(str(script), env={**shared, "RANK": str(rank)}) for rank in range(2)]
 
 
 @pytest.mark.slow

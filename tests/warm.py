@@ -1,0 +1,181 @@
+"""Python programs that start at once: they are forks of a process that has imported torch and offbeat.
+
+Imports cost a new Python several seconds of computing time. A fork runs like a new Python, from its command
+line to the end of its interpreter. The Python programs that it starts, such as workers, are forks as well.
+What a test says about imports, or about how programs are started, it says about a real Python instead.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import importlib
+import json
+import os
+import pkgutil
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from typing import Any
+
+IMPORTED = ["offbeat.app", "sklearn.datasets", "torch._dynamo", "torch.distributed.run"]
+PR_SET_CHILD_SUBREAPER = 36
+EXECUTE = subprocess.Popen._execute_child  # type: ignore[attr-defined]
+
+
+def run(*words: str, timeout: float = 240, **options: Any) -> subprocess.CompletedProcess[str]:
+    """`python WORDS`, like `subprocess.run`."""
+    with start(*words, **options) as process:
+        try:
+            out, error = process.communicate(timeout=timeout)
+        except BaseException:
+            process.kill()
+            raise
+    return subprocess.CompletedProcess(words, process.returncode, out, error)
+
+
+def start(*words: str, **options: Any) -> subprocess.Popen[str]:
+    """`python WORDS`, like `subprocess.Popen`."""
+    options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, **options}
+    popen = Forked if sys.platform == "linux" else subprocess.Popen
+    return popen([sys.executable, *words], **options)
+
+
+class Forker:
+    """Asks a process, which answers every request with a fork of itself, and adopts the fork."""
+
+    def __init__(self, door: socket.socket) -> None:
+        self.door, self.lock = door, threading.Lock()
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+    def execute(
+        self, popen: Any, args: Any, executable: Any, preexec: Any, close: Any, passed: Any, cwd: Any,
+        env: Any, startup: Any, flags: Any, shell: Any, stdin: int, p2cwrite: int, c2pread: int,
+        stdout: int, errread: int, stderr: int, *rest: Any,
+    ) -> None:  # fmt: skip
+        """What `Popen._execute_child` does, for commands that are a Python program."""
+        words = [os.fspath(word) for word in args] if isinstance(args, list | tuple) else []
+        words = [word for word in words[:2] if word != "-u"] + words[2:]
+        if len(words) < 2 or words[0] != sys.executable or words[1].startswith(("-I", "-W", "--")):
+            return EXECUTE(
+                popen, args, executable, preexec, close, passed, cwd, env, startup, flags, shell, stdin,
+                p2cwrite, c2pread, stdout, errread, stderr, *rest,
+            )  # fmt: skip
+        new_session = rest[5]
+        request = {
+            "words": words[1:],
+            "cwd": os.fspath(cwd or os.getcwd()),
+            "env": dict(os.environ if env is None else env),
+            "session": bool(new_session),
+        }
+        fds = [own if fd == -1 else fd for own, fd in enumerate((stdin, stdout, stderr))]
+        with self.lock:
+            socket.send_fds(self.door, [json.dumps(request).encode()], fds)
+            popen.pid = int(self.door.recv(64))
+        popen._child_created = True
+        popen._close_pipe_fds(stdin, p2cwrite, c2pread, stdout, errread, stderr)
+        return None
+
+
+class Forked(subprocess.Popen[str]):
+    _forker: Forker | None = None
+
+    def _execute_child(self, *args: Any) -> None:
+        if Forked._forker is None:
+            ours, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
+            command = [sys.executable, __file__, str(theirs.fileno())]
+            alone = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # forks must not miss threads
+            options: Any = {"stdin": subprocess.DEVNULL, "pass_fds": [theirs.fileno()]}
+            server = subprocess.Popen(command, env={**os.environ, **alone}, **options)
+            theirs.close()
+            server.returncode = 0  # it ends with this process: nobody waits for it
+            Forked._forker = Forker(ours)
+        Forked._forker.execute(self, *args)
+
+
+def serve(door: socket.socket) -> tuple[dict[str, Any], list[int]]:
+    """Fork for every request. Return in the fork only, with what it is asked to do.
+
+    The fork is an orphan: the next reaper above, which is the process that asked, adopts it.
+    """
+    while True:
+        message, fds, _, _ = socket.recv_fds(door, 1 << 20, 3)
+        if not message:
+            os._exit(0)
+        read, write = os.pipe()
+        if not (between := os.fork()):
+            if child := os.fork():
+                os.write(write, str(child).encode())
+                os._exit(0)
+            for fd in (read, write):
+                os.close(fd)
+            door.close()
+            return json.loads(message), fds
+        os.waitpid(between, 0)
+        door.send(os.read(read, 64))
+        for fd in (read, write, *fds):
+            os.close(fd)
+
+
+def become(request: dict[str, Any], fds: list[int]) -> None:
+    """Take over what distinguishes one process from another."""
+    if request["session"]:
+        os.setsid()
+    for number, fd in enumerate(fds):
+        os.dup2(fd, number)
+    for fd in fds:
+        os.close(fd)
+    os.chdir(request["cwd"])
+    os.environ.clear()
+    os.environ.update(request["env"])
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def lend_a_forker() -> tuple[dict[str, Any], list[int]] | None:
+    """Fork once more, for the Python programs that this process starts. Return what only they get."""
+    ours, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
+    if not os.fork():
+        ours.close()
+        quiet = os.open(os.devnull, os.O_RDWR)
+        for fd in range(3):
+            os.dup2(quiet, fd)
+        return serve(theirs)
+    theirs.close()
+    forker = Forker(ours)
+    subprocess.Popen._execute_child = lambda self, *args: forker.execute(self, *args)  # type: ignore[attr-defined]
+    return None
+
+
+def execute(words: list[str]) -> None:
+    """Run the program as `python WORDS` would."""
+    paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    if words[0] == "-c":
+        sys.argv, code = ["-c", *words[2:]], words[1]
+        sys.path[:1] = ["", *filter(None, paths)]
+        exec(compile(code, "<string>", "exec"), {"__name__": "__main__"})
+    elif words[0] == "-m":
+        sys.argv = words[1:]
+        sys.path[:1] = [os.getcwd(), *filter(None, paths)]
+        sys.modules.pop(words[1], None)
+        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = words
+        sys.path[:1] = [os.path.dirname(os.path.abspath(words[0])), *filter(None, paths)]
+        runpy.run_path(words[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    for name in IMPORTED:
+        importlib.import_module(name)
+    for module in pkgutil.walk_packages(sys.modules["offbeat.app"].__path__, "offbeat.app."):
+        importlib.import_module(module.name)
+    gc.freeze()  # so that no fork looks through all that is imported, least of all in its end
+    order = serve(socket.socket(fileno=int(sys.argv[1])))
+    become(*order)
+    if (below := lend_a_forker()) is not None:
+        order = below
+        become(*order)
+    execute(order[0]["words"])
