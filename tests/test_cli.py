@@ -17,7 +17,7 @@ from offbeat.app.cli import main, narrow, show
 from offbeat.app.cli.app import run
 from offbeat.app.cli.monitor import line_columns
 from offbeat.plan import methods_table as methods_table
-from offbeat.plan.per_step import without_warmup
+from offbeat.plan.methods_table import without_warmup
 
 
 def outcome(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:

@@ -549,7 +549,7 @@ def test_imagined_workers_answer_as_simulated_ones(row: int, workers: int) -> No
     expected = offbeat.simulate(lambda comm: plain(send(comm).wait()), workers)
     assert plain(found.wait()) == expected[0]
     (noted,) = [event for event in imagined.log.events if isinstance(event, Sent)]
-    assert traffic(noted.kind, noted.size, noted.given) == sent[workers]
+    assert traffic(noted.kind, noted.size, noted.given.at(workers)) == sent[workers]
 
 
 def test_a_split_meter_counts_for_itself() -> None:

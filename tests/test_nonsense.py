@@ -102,9 +102,24 @@ def test_an_option_is_read_or_refused_in_a_sentence(
 @pytest.mark.parametrize(
     ("command", "option", "text", "sentence"),
     [
-        ("plan", "--layers", str(10**20), f"--layers {10**20}: at most 1000 is possible."),
-        ("plan", "--steps", str(10**20), f"--steps {10**20}: at most 1000000 is possible."),
-        ("plan", "--workers", str(10**20), f"--workers {10**20}: at most 1000000 is possible."),
+        (
+            "plan",
+            "--layers",
+            str(10**20),
+            f"--layers {10**20}: layers must be a whole number from 1 to 1000.",
+        ),
+        (
+            "plan",
+            "--steps",
+            str(10**20),
+            f"--steps {10**20}: steps must be a whole number from 1 to 1000000.",
+        ),
+        (
+            "plan",
+            "--workers",
+            str(10**20),
+            f"--workers {10**20}: workers must be a whole number from 1 to 1000000.",
+        ),
         ("plan", "--jitter", "1e308", "--jitter 1e+308: jitter is a share of the step, from 0 to 100."),
         ("plan", "--tail", "inf", "--tail inf: tail must be a finite number above 1, for a finite mean."),
         ("plan", "--lr", "nan", "--lr nan: a positive number is needed."),

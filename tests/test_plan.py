@@ -392,10 +392,19 @@ def test_stragglers_are_a_reason() -> None:
 
 
 WRONG = [
-    (lambda: Cluster(0, Constant(1.0)), "Cluster(workers=0): a whole number, at least 1, is needed."),
-    (lambda: Cluster(2.5, Constant(1.0)), "Cluster(workers=2.5): a whole number, at least 1, is needed."),
-    (lambda: Job(steps=0, parameters=1), "Job(steps=0): a whole number, at least 1, is needed."),
-    (lambda: Job(steps=1, parameters=-5), "Job(parameters=-5): a whole number, at least 1, is needed."),
+    (
+        lambda: Cluster(0, Constant(1.0)),
+        "Cluster(workers=0): workers must be a whole number from 1 to 1000000.",
+    ),
+    (
+        lambda: Cluster(2.5, Constant(1.0)),
+        "Cluster(workers=2.5): workers must be a whole number from 1 to 1000000.",
+    ),
+    (lambda: Job(steps=0, parameters=1), "Job(steps=0): steps must be a whole number from 1 to 1000000."),
+    (
+        lambda: Job(steps=1, parameters=-5),
+        "Job(parameters=-5): parameters must be a whole number from 1 to 1000000000000000.",
+    ),
     (
         lambda: Job(steps=1, parameters=1, dtype="int8"),
         "Job(dtype='int8'): choose one of 'float32', 'float64', 'bfloat16', 'float16'.",
@@ -409,7 +418,7 @@ WRONG = [
         "Cosine(peak=-0.1, steps=10, warmup=0, floor=0.0): peak must be a positive number above floor.",
     ),
     (lambda: Flat(-1.0), "Flat(rate=-1.0): the rate must be a finite number, 0 or more."),
-    (lambda: plan([], HAND, Cluster(4, Constant(1.0))), "plan(methods=[]): at least one method is needed."),
+    (lambda: plan([], HAND, Cluster(4, Constant(1.0))), "plan(methods=[]): name at least one method."),
     (
         lambda: predict("local_sgd(every=65)", HAND, Cluster(4, Constant(1.0))),
         "local_sgd(every=65): there is no round in 64 steps: shorten the period or lengthen the run.",
@@ -428,7 +437,7 @@ def test_nonsense_gets_one_sentence(make: Callable[[], object], sentence: str) -
 
 
 def test_a_step_must_be_a_value() -> None:
-    with says(TypeError, "Cluster(compute=0.5): a value such as Constant(0.2) is needed."):
+    with says(TypeError, "Cluster(compute=0.5): give a value such as Constant(0.2)."):
         Cluster(4, 0.5)
 
 

@@ -185,7 +185,7 @@ def test_steps_of_a_recording(capsys: pytest.CaptureFixture[str], tmp_path: Path
 
 
 NONSENSE = [
-    (("--workers", "0"), "--workers 0: a whole number, at least 1, is needed."),
+    (("--workers", "0"), "--workers 0: workers must be a whole number from 1 to 1000000."),
     (("--link=-5mbit",), "--link '-5mbit': a link is a rate and perhaps a latency"),
     (("--link", "100bananas"), "--link '100bananas': a link is a rate and perhaps a latency"),
     (("--step=-1ms",), "--step '-1ms': a time is a number and perhaps a unit"),
@@ -194,7 +194,7 @@ NONSENSE = [
         ("--parameters", "many"),
         "--parameters 'many': a count is a number and perhaps a unit, such as 350000, 124M or 1.3B.",
     ),
-    (("--steps", "0"), "--steps 0: a whole number, at least 1, is needed."),
+    (("--steps", "0"), "--steps 0: steps must be a whole number from 1 to 1000000."),
     (
         ("local_sgd(every=65)",),
         "local_sgd(every=65): there is no round in 64 steps: shorten the period or lengthen the run.",
@@ -209,7 +209,7 @@ NONSENSE = [
     (("--restart", "soon"), "--restart 'soon': a time is a number"),
     (("--checkpoint", "soon"), "--checkpoint 'soon': a time is a number"),
     (("--dtype", "int8"), "--dtype 'int8': choose one of 'float32', "),
-    (("--layers", "0"), "--layers 0: a whole number, at least 1, is needed."),
+    (("--layers", "0"), "--layers 0: layers must be a whole number from 1 to 1000."),
     (("--optimizer", "lion"), "--optimizer 'lion': choose one of "),
     (("--lr=-1",), "--lr -1.0: a positive number is needed."),
     (("--warmup=-1",), "--warmup -1: warmup must be shorter than steps."),
@@ -277,7 +277,7 @@ def test_a_script_that_never_steps(capsys: pytest.CaptureFixture[str], tmp_path:
     path = tmp_path / "train.py"
     path.write_text("print('nothing to do')\n")
     code, _, err = outcome(capsys, *GIVEN, "--measure", "--script", str(path))
-    assert (code, err) == (2, f"offbeat: '{path}' made 0 optimizer steps; 5 or more are needed.\n")
+    assert (code, err) == (2, f"offbeat: '{path}' makes 0 optimizer steps; it must make at least 5.\n")
 
 
 @pytest.mark.slow

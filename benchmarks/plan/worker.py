@@ -17,7 +17,7 @@ from torch import nn
 
 import offbeat
 from offbeat.among import communicator
-from offbeat.plan.measure import Measured, gathered, measure_link
+from offbeat.plan.measure import Measured, measure_link
 from offbeat.simulate import Jittered, Stragglers
 from offbeat.tasks import bytes_task
 
@@ -66,7 +66,7 @@ def main() -> None:
     comm = communicator()
     network, points = measure_link(comm)
     steps = {late: steps_of(comm.rank, late) for late in (False, True)}
-    rows = {str(late): gathered(comm, measured).rows for late, measured in steps.items()}
+    rows = {str(late): measured.gather(comm).rows for late, measured in steps.items()}
     runs = [
         (method, number, late, run(method, number, late)) for method, number, late in json.loads(sys.argv[1])
     ]

@@ -4,47 +4,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from offbeat.comm.collective import COLLECTIVES, Crossing
-from offbeat.engine.exchange import Exchange
-from offbeat.engine.part import Part
-from offbeat.plan.recording import RecordingComm
+from offbeat.plan.recording import Size
 from offbeat.simulate import Network
 from offbeat.simulate.network import own_bytes
 
-_ALIKE = 4  # rounds with groups of their own; later rounds reuse them
 
-
-@dataclass(frozen=True)
-class Spans:
-    """How many members each group has behind each uplink."""
-
-    owner: Tensor  # a group
-    uplink: Tensor  # one of the uplinks behind which it has members
-    inside: Tensor  # how many
-    spanned: Tensor  # for each group, behind how many uplinks it has some
-    uplinks: int
-
-    @classmethod
-    def of(cls, number: Tensor, place: Tensor) -> Spans:
-        width = int(place.max()) + 1
-        pairs, inside = torch.unique(number * width + place, return_counts=True)
-        owner = pairs // width
-        return cls(owner, pairs % width, inside, torch.bincount(owner), width)
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Groups:
     """All workers in one group (`members` is None), or the members of each, padded with the first."""
 
     workers: int
     members: Tensor | None = None
-    _spans: dict[int, Spans] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
     def of(cls, workers: int, groups: list[list[int]] | None) -> Groups:
@@ -56,18 +33,20 @@ class Groups:
     @cached_property
     def number(self) -> Tensor:
         """The group of each worker."""
-        if self.members is None:
-            return torch.zeros(self.workers, dtype=torch.int64)
-        number = torch.empty(self.workers, dtype=torch.int64)
-        number[self.members] = torch.arange(len(self.members))[:, None].expand_as(self.members)
+        number = torch.zeros(self.workers, dtype=torch.int64)
+        if self.members is not None:
+            number[self.members] = torch.arange(len(self.members))[:, None].expand_as(self.members)
         return number
 
     @cached_property
     def sizes(self) -> Tensor:
         """The workers of each group."""
-        if self.members is None:
-            return torch.tensor([self.workers])
-        return torch.bincount(self.number, minlength=len(self.members))
+        return torch.bincount(self.number)
+
+    @cached_property
+    def _in_order(self) -> bool:
+        """Whether the groups are consecutive ranks, equally many each."""
+        return self.members is not None and torch.equal(self.members.flatten(), torch.arange(self.workers))
 
     def latest(self, times: Tensor) -> Tensor:
         """The maximum over each worker's group, for every worker."""
@@ -82,88 +61,77 @@ class Groups:
         ordered = times.index_select(-1, self.members.flatten())
         return ordered.reshape(*times.shape[:-1], *shape).amax(-1).index_select(-1, self.number)
 
-    @cached_property
-    def _in_order(self) -> bool:
-        """Whether the groups are consecutive ranks, equally many each."""
-        return self.members is not None and torch.equal(self.members.flatten(), torch.arange(self.workers))
 
-    def spans(self, width: int) -> Spans:
-        """How the groups spread over uplinks of this many workers each."""
-        if width not in self._spans:
-            self._spans[width] = Spans.of(self.number, torch.arange(self.workers) // width)
-        return self._spans[width]
+class Costs:
+    """The seconds of messages, cached by kind, size and groups: [network, 1, worker].
 
-    def spread(self, values: Tensor) -> Tensor:
-        """The value of its group for every worker."""
-        return values if self.members is None else values[..., self.number]
-
-
-def alike(round: int) -> int:
-    """The round whose groups stand for the groups of this one."""
-    return round % _ALIKE
-
-
-def groups_at(part: Part, round: int, workers: int) -> Groups:
-    """The groups of this round of a part."""
-    if not isinstance(part, Exchange):
-        return Groups(workers)
-    comm = part.peers.at(round)
-    assert isinstance(comm, RecordingComm)
-    return Groups.of(workers, comm.groups)
-
-
-@dataclass(frozen=True)
-class Cost:
-    """Seconds for which a message keeps the links of each group busy, and its latency: [network, group]."""
-
-    busy: Tensor
-    delay: Tensor
-
-
-def cost(networks: Sequence[Network], groups: Groups, kind: str, given: dict[int, int]) -> Cost:
-    """The cost of a message that all groups send at once; `given` is the bytes by the size of the group.
-
-    The networks differ only in bandwidth. Groups that share an uplink share its bandwidth.
+    The networks differ only in bandwidth. `alike` workers never differ, so one stands for all.
     """
-    network, sizes = networks[0], groups.sizes
-    sent = _each([sizes], lambda size: own_bytes(network.reduce, kind, size, given[size]) if size > 1 else 0)
-    busy = [sent / network.share(kind) / _slowest(n, groups) for n in networks]
-    counts = [sizes]
-    for number, level in enumerate(network.levels):
-        spans = groups.spans(level.workers)
-        counts.append(spans.spanned)
+
+    def __init__(self, networks: Sequence[Network], *, alike: bool) -> None:
+        self.networks, self._alike = networks, alike
+        self._known: dict[object, tuple[Tensor, Tensor]] = {}
+        seconds = [network.seconds(8) for network in networks]
+        self.announcement = torch.tensor(seconds, dtype=torch.float64)[:, None, None]  # of a word to everyone
+
+    def of(self, kind: str, size: Size, groups: Groups) -> tuple[Tensor, Tensor]:
+        """Seconds for which the links are busy, and the latency after; the worst if workers are alike."""
+        key = (kind, size, None if groups.members is None else groups)
+        if key not in self._known:
+            busy, delay = self._work_out(kind, size, groups)
+            self._known[key] = self._spread(busy, groups), self._spread(delay, groups)
+        return self._known[key]
+
+    def _spread(self, seconds: Tensor, groups: Groups) -> Tensor:
+        if self._alike:
+            return seconds.amax(-1, keepdim=True)[:, None]
+        return (seconds if groups.members is None else seconds[..., groups.number])[:, None]
+
+    def _work_out(self, kind: str, size: Size, groups: Groups) -> tuple[Tensor, Tensor]:
+        """The same for each group: [network, group]. All send at once and share uplinks."""
+        network, sizes = self.networks[0], groups.sizes
+        given = {n: size.at(n) for n in set(sizes.tolist())}
+        sent = _each([sizes], lambda n: own_bytes(network.reduce, kind, n, given[n]) if n > 1 else 0)
+        busy = [sent / network.share(kind) / _slowest(n, groups) for n in self.networks]
+        counts = [sizes]
 
         def load(size: int, inside: int, count: int) -> float:
             if count == 1:
                 return 0.0
             return COLLECTIVES[kind].crosses(network.reduce, Crossing(given[size], size, inside, count))
 
-        loads = _each([sizes[spans.owner], spans.inside, spans.spanned[spans.owner]], load)
-        total = torch.zeros(spans.uplinks, dtype=torch.float64).index_add_(0, spans.uplink, loads)
-        most = torch.where(loads > 0, total[spans.uplink], 0.0)
-        worst = torch.zeros(len(sizes), dtype=torch.float64).scatter_reduce_(0, spans.owner, most, "amax")
-        busy = [
-            torch.maximum(b, worst / n.levels[number].bandwidth) for b, n in zip(busy, networks, strict=True)
-        ]
-    delay = _each(counts, lambda *counts: network.delay(kind, list(counts)))
-    return Cost(torch.stack(busy), delay.expand(len(networks), -1))
+        for depth, level in enumerate(network.levels):
+            uplinks = -(-groups.workers // level.workers)
+            pairs, inside = torch.unique(
+                groups.number * uplinks + torch.arange(groups.workers) // level.workers, return_counts=True
+            )
+            owner, uplink = pairs // uplinks, pairs % uplinks
+            spanned = torch.bincount(owner)  # behind how many uplinks each group has members
+            counts.append(spanned)
+            loads = _each([sizes[owner], inside, spanned[owner]], load)
+            total = torch.zeros(uplinks, dtype=torch.float64).index_add_(0, uplink, loads)
+            most = torch.where(loads > 0, total[uplink], 0.0)
+            worst = torch.zeros(len(sizes), dtype=torch.float64).scatter_reduce_(0, owner, most, "amax")
+            limits = [n.levels[depth].bandwidth for n in self.networks]
+            busy = [torch.maximum(b, worst / limit) for b, limit in zip(busy, limits, strict=True)]
+        delay = _each(counts, lambda *counts: network.delay(kind, list(counts)))
+        return torch.stack(busy), delay.expand(len(self.networks), -1)
 
 
 def _slowest(network: Network, groups: Groups) -> Tensor:
     """The bandwidth of the slowest worker's link in each group."""
-    if len(network.links) == 1:
-        return torch.tensor(network.links, dtype=torch.float64)
     links = torch.tensor(network.links, dtype=torch.float64)
-    return torch.full((len(groups.sizes),), math.inf, dtype=torch.float64).scatter_reduce_(
-        0, groups.number, links, "amin"
-    )
+    if len(links) == 1:
+        return links
+    most = torch.full((len(groups.sizes),), math.inf, dtype=torch.float64)
+    return most.scatter_reduce_(0, groups.number, links, "amin")
 
 
 def _each(columns: Sequence[Tensor], value: Callable[..., float]) -> Tensor:
     """Map a function over rows of whole numbers, once per distinct row."""
     key = torch.zeros_like(columns[0])
     for column in columns:
-        key = key * (int(column.max()) + 1) + column
+        key = key * (int(column.max()) + 1) + column  # a single column sorts faster than rows
     found, which = torch.unique(key, return_inverse=True)
     first = torch.empty_like(found).scatter_(0, which, torch.arange(len(key)))
     rows = torch.stack([column[first] for column in columns], 1).tolist()

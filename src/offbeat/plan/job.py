@@ -9,8 +9,6 @@ from dataclasses import dataclass, field
 from os import PathLike
 from typing import Literal, TypeVar, get_args
 
-import torch
-
 from offbeat.base.checks import is_whole
 from offbeat.base.errors import BadArgument
 from offbeat.simulate import Compute, Failures, Network
@@ -73,20 +71,11 @@ class Job:
     layers: int = 12
 
     def __post_init__(self) -> None:
-        for name in ("steps", "parameters", "layers"):
-            value = getattr(self, name)
-            if not is_whole(value, 1):
-                raise BadArgument(name, value, "a whole number, at least 1, is needed.", call="Job")
-            if value > MOST[name]:
-                raise BadArgument(name, value, f"at most {MOST[name]} is possible.", call="Job")
+        _check_counts(self, "steps", "parameters", "layers")
         for name, kind in (("dtype", Dtype), ("optimizer", Optimizer)):
             if getattr(self, name) not in get_args(kind):
                 known = ", ".join(map(repr, get_args(kind)))
                 raise BadArgument(name, getattr(self, name), f"choose one of {known}.", call="Job")
-
-    @property
-    def torch_dtype(self) -> torch.dtype:
-        return {name: getattr(torch, name) for name in get_args(Dtype)}[self.dtype]  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True)
@@ -102,17 +91,18 @@ class Cluster:
     failures: Failures = field(default_factory=lambda: Failures(0.0))
 
     def __post_init__(self) -> None:
-        if not is_whole(self.workers, 1):
-            raise BadArgument(
-                "workers", self.workers, "a whole number, at least 1, is needed.", call="Cluster"
-            )
-        if self.workers > MOST["workers"]:
-            raise BadArgument(
-                "workers", self.workers, f"at most {MOST['workers']} is possible.", call="Cluster"
-            )
+        _check_counts(self, "workers")
         if not isinstance(self.compute, Compute):
-            raise TypeError(f"Cluster(compute={self.compute!r}): a value such as Constant(0.2) is needed.")
+            raise TypeError(f"Cluster(compute={self.compute!r}): give a value such as Constant(0.2).")
         self.network.check(self.workers)
+
+
+def _check_counts(value: Job | Cluster, *names: str) -> None:
+    for name in names:
+        count = getattr(value, name)
+        if not is_whole(count, 1) or count > MOST[name]:
+            reason = f"{name} must be a whole number from 1 to {MOST[name]}."
+            raise BadArgument(name, count, reason, call=type(value).__name__)
 
 
 def read(path: str | PathLike[str], kind: type[T]) -> T | None:

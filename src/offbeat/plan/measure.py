@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 import runpy
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -34,6 +34,16 @@ class Measured:
     parameters: int
     dtype: str
 
+    @classmethod
+    def of(cls, seconds: Iterable[float], parameters: Iterable[Tensor]) -> Measured:
+        held = list(parameters)
+        return cls(tuple(seconds), sum(p.numel() for p in held), str(held[0].dtype).removeprefix("torch."))
+
+    def gather(self, comm: Communicator) -> Recorded:
+        """The steps of all workers."""
+        times = torch.tensor(self.seconds, dtype=torch.float64)
+        return Recorded(tuple(tuple(part.tolist()) for part in comm.gather(times).wait()))
+
 
 def measure_task(task: Task, comm: Communicator, *, steps: int = 20, batch: int | None = None) -> Measured:
     """Time forward, backward and local step of a task, on all workers at once.
@@ -45,24 +55,20 @@ def measure_task(task: Task, comm: Communicator, *, steps: int = 20, batch: int 
     optimizer = task.optimizer(model.parameters(), task.lr)
     batches = task.batches(comm.rank, comm.size, batch or task.batch_size, 0)
 
-    def step() -> None:
+    def step() -> float:
+        start = time.perf_counter()
         torch.autograd.backward(task.loss(model, next(batches)))
         optimizer.step()
         optimizer.zero_grad()
+        return time.perf_counter() - start
 
     comm.tell([0]).wait()
-    seconds = []
-    for number in range(_WARM + steps):
-        start = time.perf_counter()
-        step()
-        if number >= _WARM:
-            seconds.append(time.perf_counter() - start)
+    seconds = [step() for _ in range(_WARM + steps)][_WARM:]
     ready = comm.tell([0])
     while not ready.done():
         step()
     ready.wait()
-    parameters = list(trainable(model).values())
-    return Measured(tuple(seconds), sum(p.numel() for p in parameters), _name(parameters[0].dtype))
+    return Measured.of(seconds, trainable(model).values())
 
 
 class _Enough(BaseException):
@@ -74,15 +80,15 @@ def measure_script(path: str, arguments: list[str], *, steps: int = 20) -> Measu
     if not Path(path).is_file():
         raise ValueError(f"There is no script {path!r} to measure.")
     marks: list[float] = []
-    found: dict[int, torch.Tensor] = {}
+    found: dict[int, Tensor] = {}
 
-    def stepped(optimizer: torch.optim.Optimizer, *_: object) -> None:
+    def note(optimizer: torch.optim.Optimizer, *_: object) -> None:
         marks.append(time.perf_counter())
         found.update({id(p): p for group in optimizer.param_groups for p in group["params"]})
         if len(marks) > _WARM + steps:
             raise _Enough
 
-    hook = register_optimizer_step_post_hook(stepped)
+    hook = register_optimizer_step_post_hook(note)
     before, sys.argv = sys.argv, [path, *arguments]
     try:
         runpy.run_path(path, run_name="__main__")
@@ -92,10 +98,8 @@ def measure_script(path: str, arguments: list[str], *, steps: int = 20) -> Measu
         sys.argv = before
         hook.remove()
     if len(marks) < _WARM + 2:
-        raise ValueError(f"{path!r} made {len(marks)} optimizer steps; {_WARM + 2} or more are needed.")
-    times = [after - before for before, after in zip(marks[_WARM:], marks[_WARM + 1 :], strict=False)]
-    parameters = list(found.values())
-    return Measured(tuple(times), sum(p.numel() for p in parameters), _name(parameters[0].dtype))
+        raise ValueError(f"{path!r} makes {len(marks)} optimizer steps; it must make at least {_WARM + 2}.")
+    return Measured.of((after - before for before, after in pairwise(marks[_WARM:])), found.values())
 
 
 def measure_link(comm: Communicator, *, repetitions: int = 3) -> tuple[Network, list[tuple[int, float]]]:
@@ -103,43 +107,39 @@ def measure_link(comm: Communicator, *, repetitions: int = 3) -> tuple[Network, 
 
     Returns the network, with the bytes that each worker sent and the seconds that took.
     """
-    points = []
+    points: list[tuple[int, float]] = []
     for number in _SIZES:
         tensor = torch.zeros(number)
-        slowest = _slowest(comm, functools.partial(_mean, comm, tensor), repetitions)
+        slowest = _time(comm, lambda: comm.mean([tensor]).wait(), repetitions)  # noqa: B023  # called at once
         points.append((traffic("mean", comm.size, 4 * number), slowest))
         if slowest > max(_ENOUGH, 2 * points[0][1]):
             break
-    latency, bandwidth = _line(points)
+    # The line through the two longest messages. A shaped link lets short bursts pass, so that it may start
+    # below zero: then take the line from zero to the longest message.
+    (x0, y0), (x1, y1) = points[-2:]
+    slope = (y1 - y0) / (x1 - x0)
+    latency = y1 - slope * x1
+    if slope <= 0 or latency <= 0:
+        latency, slope = 0.0, y1 / x1
+    part = tensor[: number // comm.size]
+    sends: dict[str, tuple[Tensor, Callable[[], Pending[list[Tensor]]]]] = {
+        "gather": (part, lambda: comm.gather(part)),
+        "exchange": (tensor, lambda: comm.exchange([part] * comm.size)),
+        "broadcast": (tensor, lambda: comm.broadcast([tensor])),
+    }
     shares = tuple(
-        (kind, _share(comm, kind, tensor, bandwidth)) for kind in ("gather", "exchange", "broadcast")
+        (kind, min(1.0, 2 * traffic(kind, comm.size, nbytes([given])) / _time_two(comm, send) * slope))
+        for kind, (given, send) in sends.items()
     )
-    return Network(latency / (2 * (comm.size - 1)), bandwidth, "ring", shares=shares), points
+    return Network(latency / (2 * (comm.size - 1)), 1 / slope, "ring", shares=shares), points
 
 
-def _mean(comm: Communicator, tensor: Tensor) -> object:
-    return comm.mean([tensor]).wait()
+def _time_two(comm: Communicator, send: Callable[[], Pending[list[Tensor]]]) -> float:
+    """The seconds of two messages that are in the air together."""
+    return _time(comm, lambda: [message.wait() for message in [send(), send()]], 1)
 
 
-def _share(comm: Communicator, kind: str, tensor: Tensor, bandwidth: float) -> float:
-    """The share of an all-reduce's bandwidth that another collective gets, with two in the air."""
-    part = tensor[: tensor.numel() // comm.size]
-
-    def send() -> Pending[list[Tensor]]:
-        if kind == "gather":
-            return comm.gather(part)
-        return comm.exchange([part] * comm.size) if kind == "exchange" else comm.broadcast([tensor])
-
-    def both() -> None:
-        for message in [send(), send()]:
-            message.wait()
-
-    given = nbytes([part]) if kind == "gather" else nbytes([tensor])
-    seconds = _slowest(comm, both, 1)
-    return min(1.0, 2 * traffic(kind, comm.size, given) / seconds / bandwidth)
-
-
-def _slowest(comm: Communicator, call: Callable[[], object], repetitions: int) -> float:
+def _time(comm: Communicator, call: Callable[[], object], repetitions: int) -> float:
     """The median seconds of a call, on the slowest worker."""
     call()
     times = []
@@ -149,27 +149,3 @@ def _slowest(comm: Communicator, call: Callable[[], object], repetitions: int) -
         call()
         times.append(comm.now() - start)
     return max(word[0] for word in comm.tell([round(statistics.median(times) * 1e9)]).wait()) / 1e9
-
-
-def _line(points: list[tuple[int, float]]) -> tuple[float, float]:
-    """Latency and bandwidth from the line through the two longest messages.
-
-    A shaped link lets short bursts pass, so that line may start below zero. Then use the line from zero to
-    the longest message.
-    """
-    (x0, y0), (x1, y1) = points[-2], points[-1]
-    slope = (y1 - y0) / (x1 - x0)
-    latency = y1 - slope * x1
-    if slope <= 0 or latency <= 0:
-        return 0.0, x1 / y1
-    return latency, 1 / slope
-
-
-def gathered(comm: Communicator, measured: Measured) -> Recorded:
-    """The steps of all workers."""
-    times = torch.tensor(measured.seconds, dtype=torch.float64)
-    return Recorded(tuple(tuple(part.tolist()) for part in comm.gather(times).wait()))
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -14,14 +14,18 @@ from offbeat import methods
 from offbeat.engine.exchange import Exchange
 from offbeat.engine.part import Part
 from offbeat.methods.expression import Call, brief, method
-from offbeat.plan import Flat, Job
-from offbeat.plan.per_step import per_step_cost
+from offbeat.plan.forecast import bytes_sent
+from offbeat.plan.job import Flat, Job
+from offbeat.plan.probe import probe
 from offbeat.plan.recording import RecordingComm
+from offbeat.plan.unroll import unroll
 
 WORKERS = 8
 PARAMETERS = 124_000_000
 STEPS = 4_800  # a multiple of all periods in the examples
 JOB = Job(STEPS, PARAMETERS, rate=Flat(0.01), optimizer="momentum", layers=16)
+_LEAD = 128  # steps that do not count, with the first rounds
+_WARM = ("warmup", "switch")  # arguments for how long a method does something else first
 
 
 @dataclass(frozen=True)
@@ -52,47 +56,32 @@ class Entry:
 
 def methods_table(names: Sequence[str] = methods.__all__) -> list[Entry]:
     """The named methods, in the order given."""
-    base = per_step_cost(method("ddp"), JOB, WORKERS).bytes_per_step
-    return [_entry(name, base) for name in names]
+    base = _measure(method("ddp"))[0]
+    return [_describe(name, base) for name in names]
 
 
-def example(name: str) -> Call:
-    """The call in a method's docstring."""
-    text = inspect.getdoc(getattr(methods, name)) or ""
-    found = re.search(rf"sync = offbeat\.{name}\(model, optimizer(?:, )?(.*)\)$", text, re.MULTILINE)
+def _describe(name: str, base: float) -> Entry:
+    doc = inspect.getdoc(getattr(methods, name)) or ""
+    found = re.search(rf"sync = offbeat\.{name}\(model, optimizer(?:, )?(.*)\)$", doc, re.MULTILINE)
     assert found is not None, f"the docstring of {name} has no example"
-    return method(f"{name}({found[1]})")
-
-
-def reference(name: str) -> str:
-    """The paragraph of a method's docstring that cites a paper."""
-    paragraphs = (inspect.getdoc(getattr(methods, name)) or "").split("\n\n")
-    cited = [" ".join(paragraph.split()) for paragraph in paragraphs if "arXiv" in paragraph]
-    return cited[-1] if cited else ""
-
-
-def _entry(name: str, base: float) -> Entry:
-    call = example(name)
-    cost = per_step_cost(call, JOB, WORKERS)
+    call = method(f"{name}({found[1]})")
+    model = nn.Sequential(*[nn.Linear(2, 2) for _ in range(JOB.layers)])
+    sync = call(model, torch.optim.SGD(model.parameters(), lr=0.01), group=RecordingComm(WORKERS))
+    per_step, copies = _measure(call)
+    cited = [" ".join(paragraph.split()) for paragraph in doc.split("\n\n") if "arXiv" in paragraph]
     return Entry(
         name=name,
         call=str(call),
-        summary=(inspect.getdoc(getattr(methods, name)) or "").splitlines()[0],
-        lines=tuple(_line(part) for part in _parts(call)),
-        bytes_per_step=cost.bytes_per_step,
-        share_of_ddp=cost.bytes_per_step / base,
-        copies=cost.copies,
-        reference=reference(name),
+        summary=doc.splitlines()[0],
+        lines=tuple(map(_describe_part, sync.parts)),
+        bytes_per_step=per_step,
+        share_of_ddp=per_step / base,
+        copies=copies,
+        reference=cited[-1] if cited else "",
     )
 
 
-def _parts(call: Call) -> list[Part]:
-    model = nn.Sequential(*[nn.Linear(2, 2) for _ in range(JOB.layers)])
-    sync = call(model, torch.optim.SGD(model.parameters(), lr=0.01), group=RecordingComm(WORKERS))
-    return sync.parts
-
-
-def _line(part: Part) -> Line:
+def _describe_part(part: Part) -> Line:
     among = brief(part.peers)
     if isinstance(part, Exchange):
         what = f"{part.live!r}".replace("params", "parameters").replace("grads", "gradients").split("(")[0]
@@ -101,3 +90,16 @@ def _line(part: Part) -> Line:
     summary = (inspect.getdoc(type(part)) or "").splitlines()[0]
     when = re.sub(r"(params|grads)\(\d+ tensors?\), |, (server=None|among=World\(\))", "", repr(part))
     return Line(when, among, "", summary, "")
+
+
+def _measure(call: Call) -> tuple[float, float]:
+    """Mean bytes that a worker sends per step after the warm-up, and the most copies that it keeps."""
+    seen = probe(without_warmup(call), JOB, WORKERS)
+    steps = (_LEAD, _LEAD + STEPS)
+    before, after = (bytes_sent(seen, unroll(seen.sync.parts, replace(JOB, steps=n)), ()) for n in steps)
+    return (after - before) / STEPS, seen.copies
+
+
+def without_warmup(call: Call) -> Call:
+    """The call with a warm-up of one step. What follows is the same, and is observed sooner."""
+    return call.but(**{name: 1 for name in _WARM if name in call.arguments})

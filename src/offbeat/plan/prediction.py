@@ -1,24 +1,28 @@
-"""Predict the time and the bytes of one method."""
+"""Predict the time and the bytes of methods: which is fastest, and why."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import torch
 
 from offbeat.base.checks import replace_nonfinite
 from offbeat.engine.exchange import Exchange
-from offbeat.methods.expression import method
-from offbeat.plan.amount import Amount
-from offbeat.plan.forecast import Forecast, Spent
+from offbeat.methods.expression import Call, method
+from offbeat.plan.forecast import Forecast, bytes_sent
 from offbeat.plan.job import Cluster, Job
-from offbeat.plan.probe import Build, Seen, probe
-from offbeat.plan.unroll import Timeline, unroll
+from offbeat.plan.probe import Seen, probe
+from offbeat.plan.unroll import unroll
 from offbeat.simulate import Network
+
+_DDP = "ddp()"
+_SLACK = 1.05  # counts as equally fast for the break-even bandwidth
+_LITTLE = 0.1  # a share of the run too small to be worth saving
 
 
 @dataclass(frozen=True)
@@ -49,9 +53,8 @@ class Prediction:
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON. Infinite numbers are None."""
-        fields = {**asdict(self), "utilisation": self.utilisation}
-        fields["curve"] = [{"bandwidth": b, "seconds": s} for b, s in self.curve]
-        fields["notes"] = list(self.notes)
+        curve = [{"bandwidth": b, "seconds": s} for b, s in self.curve]
+        fields = {**asdict(self), "utilisation": self.utilisation, "curve": curve}
         return {key: replace_nonfinite(value) for key, value in fields.items()}
 
 
@@ -69,64 +72,59 @@ def one_thread() -> Iterator[None]:
 @one_thread()
 def predict(expression: str, job: Job, cluster: Cluster) -> Prediction:
     """Record the method on a small model, unroll its schedules, and run all clocks through it."""
-    build = method(expression)
-    seen, job, notes = _probe_or_sgd(build, job, cluster)
-    course = unroll(seen.sync.parts, job)
-    _must_meet(seen, course, job)
-    networks = varied(cluster)
+    seen, job, notes = _probe_or_sgd(method(expression), job, cluster)
+    course, networks = unroll(seen.sync.parts, job), _vary(cluster)
+    rounds = sum(course.rounds.values())
+    if not seen.periodic and not rounds:
+        raise ValueError(
+            f"{seen.sync!r}: there is no round in {job.steps} steps: shorten the period or lengthen the run."
+        )
+    rounds += sum(n * seen.periodic.reports[step] for step, n in seen.periodic.count(job.steps).items())
+    rounds += sum(seen.count_rushes(place, job.steps).total() for place in seen.waitfree)
     forecast = Forecast(seen, course, job, cluster, networks)
     spent = forecast.spent()
-    amount = Amount(seen, course, forecast.closing(), cluster.workers, forecast.among)
-    totals = [_with_failures(float(mean), cluster) for mean in spent.mean]
-    here = totals[0]
-    rushed = sum(waitfree.held(step) for waitfree in seen.waitfree_parts for step in range(job.steps))
+    # Everyone waits for a failed worker: the restart, and half the time between checkpoints.
+    failures, mean = cluster.failures, float(spent.mean[0])
+    slower = 1 + cluster.workers * failures.per_hour / 3600 * failures.cost
+    totals = [seconds * slower for seconds in spent.mean.tolist()]
+    number = mean * cluster.workers * failures.per_hour / 3600
+    squares = failures.cost**2 + failures.checkpoint**2 / 12
     return Prediction(
         method=expression.strip(),
-        rounds=sum(course.rounds.values()) + seen.periodic.rounds(job.steps) + rushed,
-        bytes_sent=amount.bytes_sent(),
-        seconds=here,
-        spread=_spread(spent, cluster),
+        rounds=rounds,
+        bytes_sent=bytes_sent(seen, course, forecast.closing),
+        seconds=totals[0],
+        spread=math.sqrt(float(spent.variance[0]) + number * squares),
         computing=float(spent.computed[0]),
         waiting=float(spent.skewed[0]),
         exposed=float(spent.exposed[0]),
         hidden=max(0.0, float(spent.flown[0] - spent.exposed[0])),
-        failing=here - float(spent.mean[0]),
+        failing=totals[0] - mean,
         copies=seen.copies,
         curve=tuple(sorted(zip(map(varied_link, networks[1:]), totals[1:], strict=True))),
-        notes=(*notes, *_notes(seen)),
+        notes=notes,
     )
 
 
-def _probe_or_sgd(build: Build, job: Job, cluster: Cluster) -> tuple[Seen, Job, tuple[str, ...]]:
-    """Probe the method; with SGD if it refuses the job's optimizer."""
+def _probe_or_sgd(call: Call, job: Job, cluster: Cluster) -> tuple[Seen, Job, tuple[str, ...]]:
+    """Probe the method, with SGD if it refuses the job's optimizer. Returns that job, and notes."""
+    notes = []
     try:
-        return probe(build, job, cluster.workers), job, ()
-    except (TypeError, ValueError):
+        seen = probe(call, job, cluster.workers)
+    except (TypeError, ValueError) as error:
         if job.optimizer != "adamw":
             raise
-        other = replace(job, optimizer="momentum")
+        job = replace(job, optimizer="momentum")
+        notes = ["it needs SGD"]
         try:
-            return probe(build, other, cluster.workers), other, ("it needs SGD",)
+            seen = probe(call, job, cluster.workers)
         except (TypeError, ValueError):
-            pass
-        raise
-
-
-def _notes(seen: Seen) -> tuple[str, ...]:
-    notes = []
+            raise error from None
     for part in seen.sync.parts:
         if isinstance(part, Exchange) and part.when.needs:
-            notes.append(
-                f"its period follows the {' and '.join(sorted(part.when.needs))}; planned as it starts"
-            )
-    return tuple(dict.fromkeys(notes))
-
-
-def _must_meet(seen: Seen, course: Timeline, job: Job) -> None:
-    if not seen.periodic and not any(course.rounds.values()):
-        raise ValueError(
-            f"{seen.sync!r}: there is no round in {job.steps} steps: shorten the period or lengthen the run."
-        )
+            needs = " and ".join(sorted(part.when.needs))
+            notes.append(f"its period follows the {needs}; planned as it starts")
+    return seen, job, tuple(dict.fromkeys(notes))
 
 
 def varied_link(network: Network) -> float:
@@ -134,38 +132,100 @@ def varied_link(network: Network) -> float:
     return network.levels[-1].bandwidth if network.levels else min(network.links)
 
 
-def varied(cluster: Cluster) -> list[Network]:
+def _vary(cluster: Cluster) -> list[Network]:
     """The cluster's network, then others whose outermost link is slower or faster."""
-    network = cluster.network
-    here = varied_link(network)
+    network, here = cluster.network, varied_link(cluster.network)
     if cluster.workers == 1:
         return [network]
     points = 13 if cluster.workers <= 10_000 else 7
     middle = 1.25e8 if math.isinf(here) else here
     factors = [10 ** (6 * i / (points - 1) - 3) for i in range(points)]
-    return [network, *(with_link(network, middle * factor) for factor in factors)]
+    return [network, *(_with_link(network, middle * factor) for factor in factors)]
 
 
-def with_link(network: Network, bandwidth: float) -> Network:
+def _with_link(network: Network, bandwidth: float) -> Network:
     """The network with another outermost link; of several links, the slowest gets this bandwidth."""
     if network.levels:
-        return replace(
-            network, levels=(*network.levels[:-1], replace(network.levels[-1], bandwidth=bandwidth))
-        )
+        *inner, outermost = network.levels
+        return replace(network, levels=(*inner, replace(outermost, bandwidth=bandwidth)))
     if isinstance(network.bandwidth, tuple):
         ratio = bandwidth / min(network.links)
         return replace(network, bandwidth=tuple(link * ratio for link in network.links))
     return replace(network, bandwidth=bandwidth)
 
 
-def _with_failures(seconds: float, cluster: Cluster) -> float:
-    """Everyone waits for a failed worker: the restart, and half the time between checkpoints."""
-    failures = cluster.failures
-    return seconds * (1 + cluster.workers * failures.per_hour / 3600 * failures.cost)
+@dataclass(frozen=True)
+class Plan:
+    """Predictions, fastest first, and one sentence on why the first wins."""
+
+    job: Job
+    cluster: Cluster
+    predictions: tuple[Prediction, ...]
+    why: str
 
 
-def _spread(spent: Spent, cluster: Cluster) -> float:
-    failures, seconds = cluster.failures, float(spent.mean[0])
-    number = seconds * cluster.workers * failures.per_hour / 3600
-    squares = failures.cost**2 + failures.checkpoint**2 / 12
-    return math.sqrt(float(spent.variance[0]) + number * squares)
+def plan(methods: Sequence[str], job: Job, cluster: Cluster) -> Plan:
+    """Predict the time of each method, and rank them.
+
+    job = Job(steps=10_000, parameters=124_000_000)
+    cluster = Cluster(8, Jittered(0.5), Network(latency=0.01, bandwidth=1.25e8))
+    plan(["ddp()", "local_sgd(every=8)", "diloco(every=64)"], job, cluster).why
+    """
+    if not methods:
+        raise ValueError("plan(methods=[]): name at least one method.")
+    predicted = [predict(expression, job, cluster) for expression in dict.fromkeys(methods)]
+    ddp = next((p for p in predicted if p.method == _DDP), None) or predict(_DDP, job, cluster)
+    ranked = sorted((_compare(p, ddp) for p in predicted), key=lambda p: p.seconds)
+    return Plan(job, cluster, tuple(ranked), _why(ranked[0], ddp))
+
+
+def _compare(prediction: Prediction, ddp: Prediction) -> Prediction:
+    if prediction.method == ddp.method or not prediction.curve:
+        return prediction
+    gain = [(b, theirs / ours) for (b, ours), (_, theirs) in zip(prediction.curve, ddp.curve, strict=True)]
+    needs = _crossing(ddp.curve, prediction.seconds)
+    return replace(prediction, break_even=_crossing(gain, _SLACK), ddp_needs=needs)
+
+
+def _crossing(curve: Sequence[tuple[float, float]], level: float) -> float | None:
+    """The bandwidth at which a falling curve reaches a level; time goes with the inverse of bandwidth.
+
+    None if it is above the level to the end, or below it from the beginning.
+    """
+    for (left, above), (right, below) in pairwise(curve):
+        if above > level >= below:
+            share = (above - level) / (above - below)
+            return 1 / (1 / left + share * (1 / right - 1 / left))
+    return None
+
+
+def _why(best: Prediction, ddp: Prediction) -> str:
+    ratio = ddp.seconds / best.seconds
+    if ratio < 0.98:
+        return f"None of these: ddp() would be {1 / ratio:.2f} times as fast as {best.method}."
+    if best.method != ddp.method and ratio >= 1.02:
+        return f"{best.method} is {ratio:.2f} times as fast as ddp(): {_reason(best, ddp)}."
+    idle = (ddp.exposed + ddp.waiting) / ddp.seconds
+    if idle < _LITTLE:
+        return (
+            f"{best.method} is as good as any: ddp() waits for messages in only "
+            f"{ddp.exposed / ddp.seconds:.0%} of the run, so communicating less often saves little."
+        )
+    return (
+        f"{best.method} is as good as any of these, but ddp() waits for messages or slower workers in "
+        f"{idle:.0%} of the run: a method that communicates less often may save some of it."
+    )
+
+
+def _reason(best: Prediction, ddp: Prediction) -> str:
+    """Say where most of the difference comes from."""
+    if ddp.waiting - best.waiting > ddp.exposed - best.exposed:
+        ours, theirs = best.waiting / best.seconds, ddp.waiting / ddp.seconds
+        return f"its workers wait {ours:.0%} of the run for slower ones instead of {theirs:.0%}"
+    sent = best.bytes_sent / max(1, ddp.bytes_sent)
+    hidden = best.hidden / max(1e-12, best.hidden + best.exposed)
+    how = f"it sends {sent:.1%} of the bytes" if sent < 0.9 else "it sends as much"
+    if hidden > 0.2:
+        how += f" and hides {hidden:.0%} of its communication behind computation"
+    ours, theirs = best.exposed / best.seconds, ddp.exposed / ddp.seconds
+    return f"{how}, so that messages hold its workers up for {ours:.0%} of the run instead of {theirs:.0%}"

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,13 +19,28 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
+class Size:
+    """Bytes of a message: a fixed part, and a part divided by the number of workers."""
+
+    whole: float
+    cut: float = 0.0
+
+    def at(self, workers: int) -> int:
+        return round(max(0.0, self.whole + self.cut / workers))
+
+
+Name = int | tuple[int, int]
+"""The number of a message; in a period, how many steps ago it was sent, and its place in that step."""
+
+
+@dataclass(frozen=True)
 class Sent:
     """A message was sent."""
 
-    number: int
+    name: Name
     kind: str
     size: int  # workers that take part
-    given: int  # bytes
+    given: Size
     control: bool  # a few bytes that do not queue
     everyone: bool  # whether all workers take part
 
@@ -34,23 +49,21 @@ class Sent:
 class Waited:
     """A message was waited for."""
 
-    number: int
+    name: Name
 
 
 @dataclass(frozen=True)
 class Computed:
     """A gradient was ready."""
 
-    step: int
-
 
 @dataclass(frozen=True)
 class Beside:
     """A job was given to a task queue, which sends and waits beside the worker, one job after the other."""
 
-    number: int
+    name: Name
     task_queue: int  # which of the worker's
-    events: tuple[Event, ...]
+    events: Events
 
 
 @dataclass(frozen=True)
@@ -58,30 +71,29 @@ class Repeated:
     """The same events several times in a row, such as messages that pass round a ring."""
 
     times: int
-    events: tuple[Event, ...]
+    events: Events
 
 
 Event = Sent | Waited | Computed | Beside | Repeated
+Events = tuple[Event, ...]
 
 
-def sent_in(events: Sequence[Event]) -> list[Sent]:
-    """All messages, including those of task queues."""
-    found: list[Sent] = []
+def count_sent(events: Sequence[Event], times: int = 1) -> Iterator[tuple[Sent, int]]:
+    """All messages, including those of task queues, and how often each is sent."""
     for event in events:
         if isinstance(event, Sent):
-            found.append(event)
+            yield event, times
         elif isinstance(event, Beside | Repeated):
-            found += sent_in(event.events)
-    return found
+            yield from count_sent(event.events, times * (event.times if isinstance(event, Repeated) else 1))
 
 
 @dataclass
 class Log:
-    """The events of one worker, in order."""
+    """The events of one worker, in order, and the next free numbers."""
 
     events: list[Event] = field(default_factory=list)
-    sent: int = 0
-    task_queues: int = 0
+    messages: Iterator[int] = field(default_factory=itertools.count)
+    queues: Iterator[int] = field(default_factory=itertools.count)
 
     def take(self) -> list[Event]:
         """Return the events since the last call."""
@@ -92,23 +104,22 @@ class Log:
 class RecordingComm(Communicator, Worker):
     """Rank 0 among `size` workers that all send the same tensors."""
 
+    rank = 0
+
     def __init__(self, size: int, log: Log | None = None, groups: list[list[int]] | None = None) -> None:
-        self.rank, self.size = 0, size
-        self.log = Log() if log is None else log
+        self.size, self.log = size, Log() if log is None else log
         self.groups = groups  # None: everyone
         self._children: dict[tuple[int, ...], RecordingComm] = {}
 
     def run(
         self, kind: Collective, tensors: Sequence[Tensor], *, src: int = 0, control: bool = False
     ) -> Pending[list[Tensor]]:
-        number, given = self.log.sent, list(tensors)
-        self.log.sent += 1
-        self.log.events.append(
-            Sent(number, kind.name, self.size, nbytes(given), control, self.groups is None)
-        )
+        log, number, given = self.log, next(self.log.messages), list(tensors)
+        size = Size(nbytes(given))
+        log.events.append(Sent(number, kind.name, self.size, size, control, self.groups is None))
 
         def wait() -> list[Tensor]:
-            self.log.events.append(Waited(number))
+            log.events.append(Waited(number))
             if control:
                 return given * self.size  # nobody writes into words, so that 100 000 need no copies
             with torch.no_grad():
@@ -135,7 +146,7 @@ class RecordingComm(Communicator, Worker):
         return RecordingQueue(self.log)
 
     def sidecar(self) -> Sidecar:
-        return NullSidecar(RecordingComm(self.size, self.log, self.groups))
+        return IdleSidecar(self.duplicate())
 
     def leave(self, departure: Departure) -> None:
         pass
@@ -144,7 +155,7 @@ class RecordingComm(Communicator, Worker):
         return 0.0
 
     def computed(self, step: int) -> None:
-        self.log.events.append(Computed(step))
+        self.log.events.append(Computed())
 
 
 class RecordingQueue(TaskQueue):
@@ -152,16 +163,12 @@ class RecordingQueue(TaskQueue):
 
     def __init__(self, log: Log) -> None:
         super().__init__()
-        self._log, self._number = log, log.task_queues
-        log.task_queues += 1
+        self._log, self._number = log, next(log.queues)
 
     def give(self, job: Callable[[], T]) -> Pending[T]:
-        log, number = self._log, self._log.sent
-        log.sent += 1
-        before, log.events = log.events, []
+        log, number, before = self._log, next(self._log.messages), self._log.take()
         result = self._do(job)
-        log.events, inside = before, tuple(log.events)
-        log.events.append(Beside(number, self._number, inside))
+        log.events = [*before, Beside(number, self._number, tuple(log.events))]
 
         def wait() -> T:
             log.events.append(Waited(number))
@@ -170,28 +177,15 @@ class RecordingQueue(TaskQueue):
         return Pending(wait, lambda: False, lambda: 0.0)
 
 
-class NullSidecar(Sidecar):
-    """Does nothing: `WaitfreeModel` plans the work of sidecars."""
+class IdleSidecar(Sidecar):
+    """Never starts: the planner works out what sidecars do."""
 
     heard = -1
 
     def __init__(self, comm: Communicator) -> None:
         self.comm = comm
 
-    def start(self, work: Callable[[], None]) -> None:
+    def _refuse(self, *_: Any, **__: Any) -> Any:
         raise NotImplementedError
 
-    def locked(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def until(self, ready: Callable[[], bool], what: str, seconds: float | None = None) -> bool:
-        raise NotImplementedError
-
-    def announce(self, number: int) -> None:
-        raise NotImplementedError
-
-    def check(self) -> None:
-        pass
-
-    def stop(self) -> None:
-        pass
+    start = locked = until = announce = check = stop = _refuse

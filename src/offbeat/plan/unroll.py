@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import bisect
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from offbeat.base.clock import Clock
 from offbeat.engine.exchange import Exchange
@@ -15,8 +17,7 @@ from offbeat.plan.job import Job
 What = Literal["ask", "land", "advance", "begin"]
 
 
-@dataclass(frozen=True, order=True)
-class Act:
+class Act(NamedTuple):
     """One exchange does something after `done` gradients; `iteration` counts steps without one, too."""
 
     done: int
@@ -34,24 +35,25 @@ class Timeline:
 
     acts: list[Act]
     flush: list[Act]  # what finish() still has to land
-    rounds: dict[int, int]  # of each exchange
+    rounds: Counter[int]  # of each exchange
     iterations: list[int]  # completed after each gradient, those without one included
 
 
 def unroll(parts: list[Part], job: Job) -> Timeline:
     """All rounds of all exchanges of a run."""
-    iterations = _iterations(parts, job)
+    iterations = _count_iterations(parts, job)
     acts: list[Act] = []
     flush: list[Act] = []
-    rounds = {}
     for place, part in enumerate(parts):
-        if isinstance(part, Exchange):
-            rounds[place] = _rounds(part, place, job, iterations, acts, flush)
-    acts.sort()
-    return Timeline(acts, flush, rounds, iterations)
+        for order, (at, what, round) in enumerate(_find_acts(part, job, iterations)):
+            done = bisect.bisect_left(iterations, at) + 1
+            late = what != "ask" and not (isinstance(part, Exchange) and part.live.early)
+            act = Act(done, at, late, place, order, what, round)
+            (acts if at <= iterations[-1] else flush).append(act)
+    return Timeline(sorted(acts), flush, Counter(a.place for a in acts if a.what == "begin"), iterations)
 
 
-def _iterations(parts: list[Part], job: Job) -> list[int]:
+def _count_iterations(parts: list[Part], job: Job) -> list[int]:
     """After each gradient; a part may follow it with iterations that need none."""
     extra = [part for part in parts if type(part).again is not Part.again]
     if not extra:
@@ -59,50 +61,32 @@ def _iterations(parts: list[Part], job: Job) -> list[int]:
     completed, after = 0, []
     for done in range(1, job.steps + 1):
         completed += 1
-        while _again(extra, Clock(completed, 0, job.rate(done - 1))):
+        while True in [part.again(Clock(completed, 0, job.rate(done - 1))) for part in extra]:
             completed += 1
         after.append(completed)
     return after
 
 
-def _again(parts: list[Part], clock: Clock) -> bool:
-    answers = [part.again(clock) for part in parts]
-    return any(answers)
-
-
-def _rounds(
-    part: Exchange, place: int, job: Job, iterations: list[int], acts: list[Act], flush: list[Act]
-) -> int:
-    """The acts of one exchange, as its rhythm has them; returns how many rounds there were."""
-    rhythm, end, step = Rhythm(part.when, part.delay), iterations[-1], 0
-    advanced = False
-
-    def act(at: int, what: What, number: int, to: list[Act] = acts) -> None:
-        done = bisect.bisect_left(iterations, at) + 1
-        to.append(Act(done, at, what != "ask" and not part.live.early, place, len(to), what, number))
-
-    def land(at: int, to: list[Act]) -> None:
-        if part.delay and not advanced:
-            act(at, "advance", rhythm.round - 1, to)  # at the latest
-        act(at, "land", rhythm.round - 1, to)
-        rhythm.land()
-
-    while step < end:
-        if rhythm.planned is None:
+def _find_acts(part: Part, job: Job, iterations: list[int]) -> Iterator[tuple[int, What, int]]:
+    """The iteration, kind and round of every act of an exchange. What finish() lands comes after the last."""
+    if not isinstance(part, Exchange):
+        return
+    rhythm, end, step, advanced = Rhythm(part.when, part.delay), iterations[-1], 0, False
+    while step <= end:
+        if rhythm.planned is None and step < end:
             if part.when.needs and rhythm.round and step == rhythm.began:
-                act(step + 1, "ask", rhythm.round - 1)
+                yield step + 1, "ask", rhythm.round - 1
             rhythm.plan(Clock(step=step, round=0, lr=job.rate(bisect.bisect_right(iterations, step))))
-        step = min(end + 1, step + 1 if rhythm.planned is None else rhythm.next_act(step) or end + 1)
-        for what in rhythm.acts(step) if step <= end else ():
-            if what == "land":
-                land(step, acts)
+        step = step + 1 if rhythm.planned is None else rhythm.next_act(step) or end + 1
+        flush: list[What] = ["land"] if rhythm.in_air else []
+        for what in rhythm.acts(step) if step <= end else flush:
+            if what == "begin":
+                rhythm.begin(step)
+                advanced = False
             elif what == "advance":
                 advanced = True
-                act(step, what, rhythm.round - 1)
-            else:
-                advanced = False
-                act(step, what, rhythm.round)
-                rhythm.begin(step)
-    if rhythm.in_air:
-        land(end, flush)
-    return rhythm.round
+            elif part.delay and not advanced:
+                yield min(step, end + 1), "advance", rhythm.round - 1  # at the latest
+            yield min(step, end + 1), what, rhythm.round - 1
+            if what == "land":
+                rhythm.land()

@@ -1,29 +1,26 @@
-"""The cluster and the job that the options or the file of `offbeat plan` describe."""
+"""The cluster and the job that the options, the file or the measurements of `offbeat plan` describe."""
 
-from dataclasses import replace
+import os
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import torch
+import torch.distributed as dist
 import typer
 
-from offbeat.app.cli.plan_measure import Found
-from offbeat.app.cli.plan_options import CLUSTER, JOB, MEASURE
-from offbeat.app.cli.refusal import option
+from offbeat.among import communicator
+from offbeat.app.cli.refusal import Refused, option
 from offbeat.base.checks import check_number
 from offbeat.base.units import parse_count, parse_level, parse_link, parse_seconds, parse_straggler
+from offbeat.comm.communicator import Communicator
 from offbeat.plan import Cluster, Cosine, Flat, Job, read
-from offbeat.simulate import (
-    Compute,
-    Constant,
-    Failures,
-    HeavyTailed,
-    Jittered,
-    Level,
-    Network,
-    Recorded,
-    Stragglers,
-)
-from offbeat.simulate.compute import Late
+from offbeat.plan.measure import Measured, measure_link, measure_script, measure_task
+from offbeat.simulate import Failures, Level, Network
+from offbeat.simulate.compute import Compute, Constant, HeavyTailed, Jittered, Late, Recorded, Stragglers
+from offbeat.tasks import find_task
+
+CLUSTER, JOB, MEASURE = "Cluster", "Training run", "Measurement"  # panels of the help
 
 
 def read_file(path: Path | None, context: typer.Context) -> tuple[Job | None, Cluster | None]:
@@ -45,6 +42,39 @@ def read_file(path: Path | None, context: typer.Context) -> tuple[Job | None, Cl
         kinds = " and a ".join(type(value).__name__ for value in (cluster, job) if value)
         raise ValueError(f"{path} defines a {kinds}: leave out {', '.join(given)}, or change the file.")
     return job, cluster
+
+
+@dataclass
+class Found:
+    """The measurements, if any, and the workers that took part."""
+
+    comm: Communicator | None = None
+    step: Measured | None = None
+    compute: Recorded | None = None
+    network: Network | None = None
+    points: tuple[tuple[int, float], ...] = ()
+
+
+def measure_all(given: SimpleNamespace) -> Found:
+    """Time the task or script and the link, as the options ask."""
+    if not given.measure:
+        if given.task or given.script:
+            raise Refused("--task and --script need --measure.")
+        return Found()
+    if (given.task is None) == (given.script is None):
+        raise Refused("--measure needs either --task or --script.")
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    if given.script is not None:
+        path, *arguments = given.script.split()
+        step = measure_script(path, arguments)  # first: it may join a group of its own
+    if not dist.is_initialized() and "WORLD_SIZE" in os.environ:  # torchrun or a lab has started workers
+        dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    comm = communicator()
+    if given.task is not None:
+        task = find_task(given.task, size=given.model, data=given.data, seed=0)
+        step = measure_task(task, comm, batch=given.batch)
+    network, points = measure_link(comm) if comm.size > 1 else (None, [])
+    return Found(comm, step, step.gather(comm), network, tuple(points))
 
 
 def cluster_of(given: SimpleNamespace, found: Found) -> Cluster:
@@ -90,8 +120,7 @@ def _network_of(given: SimpleNamespace, found: Found) -> Network | None:
     for level in given.level or []:
         with option("--level", level):
             size, uplink = parse_level(level)
-            levels = (*network.levels, Level(size, uplink.rate, uplink.latency))
-            network = replace(network, levels=levels)
+            network = replace(network, levels=(*network.levels, Level(size, uplink.rate, uplink.latency)))
     return network
 
 

@@ -1,0 +1,163 @@
+"""From the messages of small models among few workers to those of the real model among all workers."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from offbeat.plan.recording import Beside, Event, Events, Name, Repeated, Sent, Size, Waited
+
+Worlds = Sequence[tuple[int, int]]
+"""The number of workers and the width of the model of each recording."""
+
+_LONGEST_BLOCK = 64  # events that repeat within a step
+_LONGEST_PERIOD = 256  # steps
+
+
+class Differ(Exception):
+    """Recordings do not consist of the same kinds of events."""
+
+
+def combine(worlds: Worlds, recordings: Sequence[Sequence[Event]], width: float, workers: int) -> Events:
+    """The events of a model of this width among so many workers, from one recording of each world.
+
+    A layer's bytes are at most quadratic in the width (a mean sends the whole matrix, a low-rank code its
+    edges), so a parabola through three widths gives any other. The turns of a ring grow with the workers.
+    """
+    kinds = [[(type(e), e.kind if isinstance(e, Sent) else "") for e in events] for events in recordings]
+    if any(other != kinds[0] for other in kinds):
+        raise Differ
+    combined: list[Event] = []
+    for events in zip(*recordings, strict=True):
+        event, last = events[0], events[-1]
+        if isinstance(event, Sent):
+            event = replace(event, given=_fit(worlds, events, width))
+        elif isinstance(event, Beside | Repeated):
+            inside = [e.events for e in events if isinstance(e, Beside | Repeated)]
+            event = replace(event, events=combine(worlds, inside, width, workers))
+        if isinstance(event, Repeated) and isinstance(last, Repeated):
+            (few, _), (many, _) = worlds[0], worlds[-1]
+            growth = (last.times - event.times) / (many - few)
+            event = replace(event, times=event.times + round(growth * (workers - few)))
+        combined.append(event)
+    return tuple(combined)
+
+
+def _fit(worlds: Worlds, messages: Sequence[Event], width: float) -> Size:
+    """The size of a message in a model of this width: a polynomial through its size in all others."""
+    sizes: dict[int, dict[int, float]] = {}
+    for (_, at), message in zip(worlds, messages, strict=True):
+        assert isinstance(message, Sent)
+        sizes.setdefault(message.size, {})[at] = message.given.whole
+    values = dict.fromkeys(sizes, 0.0)
+    for workers, points in sizes.items():
+        for x, y in points.items():
+            for other in points:
+                y *= (width - other) / (x - other) if other != x else 1.0
+            values[workers] += y
+    return Size(*split_by_workers(values))
+
+
+def split_by_workers(values: dict[int, float]) -> tuple[float, float]:
+    """`a` and `b` such that a + b / workers has these values, one or two, at these numbers of workers."""
+    (few, at_few), *rest = values.items()
+    if not rest:
+        return at_few, 0.0
+    many, at_many = rest[0]
+    cut = (at_few - at_many) / (1 / few - 1 / many)
+    return at_few - cut / few, cut
+
+
+def fold(events: Sequence[Event]) -> Events:
+    """Replace the turns of a ring by one `Repeated` event.
+
+    A worker that waits for a message and at once sends one like it passes the message on. All messages of
+    such a chain get the name of the first, so that every turn looks the same.
+    """
+    heads: dict[Name, Sent] = {}  # the first message of the chain that each message belongs to
+    renamed: list[Event] = []
+    for event in events:
+        if isinstance(event, Beside):
+            event = replace(event, events=fold(event.events))
+        elif isinstance(event, Waited) and event.name in heads:
+            event = Waited(heads[event.name].name)
+        elif isinstance(event, Sent):
+            before = renamed[-1] if renamed else None
+            head = heads.get(before.name, event) if isinstance(before, Waited) else event
+            head = head if replace(event, name=head.name) == head else event
+            heads[event.name] = event = head
+        renamed.append(event)
+    return tuple(_fold_turns(renamed))
+
+
+def _fold_turns(events: Sequence[Event]) -> list[Event]:
+    """Replace every block that is repeated at once, beginning with the shortest."""
+    folded: list[Event] = []
+    start = 0
+    while start < len(events):
+        for length in range(2, min(_LONGEST_BLOCK, (len(events) - start) // 2) + 1):
+            block, times = events[start : start + length], 1
+            while events[start + times * length : start + (times + 1) * length] == block:
+                times += 1
+            if times > 1:
+                folded.append(Repeated(times, tuple(block)))
+                start += times * length
+                break
+        else:
+            folded.append(events[start])
+            start += 1
+    return folded
+
+
+@dataclass(frozen=True)
+class PeriodicTrace:
+    """Recorded steps. The last `period` of them repeat for ever; the two before the gap repeat to fill it.
+
+    A message is named by how many steps ago it was sent and by its place in that step.
+    """
+
+    steps: tuple[Events, ...]
+    reports: tuple[int, ...]  # made by each step
+    gap: tuple[int, int]  # after so many steps, so many more were not recorded
+    period: int
+
+    def __bool__(self) -> bool:
+        return any(self.steps)
+
+    def like(self, step: int) -> int:
+        """The recorded step that stands for this one."""
+        start, skipped = self.gap
+        if step >= start:
+            step = max(step - skipped, start - 2 + (step - start) % 2)
+        seen = len(self.steps)
+        return step if step < seen else seen - self.period + (step - seen) % self.period
+
+    def count(self, steps: int) -> Counter[int]:
+        """How often each recorded step happens in so many steps."""
+        return Counter(map(self.like, range(steps if self else 0)))
+
+
+def find_period(steps: Sequence[Events], reports: Sequence[int], gap: tuple[int, int]) -> PeriodicTrace:
+    """Name messages so that steps that do the same are equal, and find how the last steps repeat."""
+    sent_at: dict[Name, tuple[int, int]] = {}
+    known = tuple(_rename(events, step, sent_at, len(sent_at)) for step, events in enumerate(steps))
+    periods = range(1, min(_LONGEST_PERIOD, len(known) // 2) + 1)
+    period = next((n for n in periods if known[-n:] == known[-2 * n : -n]), 1)
+    return PeriodicTrace(known, tuple(reports), gap, period)
+
+
+def _rename(events: Events, step: int, sent_at: dict[Name, tuple[int, int]], before: int) -> Events:
+    """Waits for messages sent before the first step are dropped."""
+    renamed: list[Event] = []
+    for event in events:
+        if isinstance(event, Sent | Beside):
+            sent_at.setdefault(event.name, (step, len(sent_at) - before))
+        if isinstance(event, Beside | Repeated):
+            event = replace(event, events=_rename(event.events, step, sent_at, before))
+        if isinstance(event, Sent | Waited | Beside) and event.name in sent_at:
+            sent, place = sent_at[event.name]
+            renamed.append(replace(event, name=(step - sent, place)))
+        elif isinstance(event, Repeated):
+            renamed.append(event)
+    return tuple(renamed)
