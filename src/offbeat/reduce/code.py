@@ -6,6 +6,7 @@ from collections.abc import Callable, Generator, Hashable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
+from inspect import GEN_SUSPENDED, getgeneratorstate
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -249,6 +250,7 @@ class PayloadSplit:
         for code, message in self.sent:
             tensors = message.wait()
             self.arrivals.append(message.arrived())
+            assert getgeneratorstate(code) == GEN_SUSPENDED, "the code has raised before"
             with suppress(StopIteration):
                 sent.append((code, code.send(tensors)))
         self.sent = sent
