@@ -149,7 +149,8 @@ class Waitfree(Part):
             if self._resumed is not None:
                 self._durations.append(self.peers.everyone.now() - self._resumed)
         with sidecar.locked():
-            self.handover.publish(round)
+            self.handover.publish()
+            self.handover.version = round
             if not blocking and sidecar.heard < round and self.calls(round):
                 sidecar.announce(round)
 
