@@ -71,7 +71,7 @@ class EagerGradients(Waitfree):
             own, present = sums.fetched.cut(len(gradients))
             own.write(gradients)
             self._seen |= present.views[0].cpu() > 0
-            self.live.landed([self._seen])
+            self.live.land_notes([self._seen])
         return True
 
     def _starts(self, round: int) -> bool:
