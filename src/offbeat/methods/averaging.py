@@ -10,7 +10,7 @@ from torch import nn
 from offbeat.among import Group, Subgroups, World
 from offbeat.base.tensors import grads, params
 from offbeat.engine.exchange import Exchange
-from offbeat.engine.rhythm import Delay
+from offbeat.engine.round import Delay
 from offbeat.engine.synchronizer import Synchronizer
 from offbeat.methods.call import Optimizers, Options, recorded
 from offbeat.methods.parts import after, average, correct, exact, synchronous

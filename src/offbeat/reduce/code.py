@@ -74,6 +74,8 @@ class Code(Reducer):
 
     least: int = field(default=1024, kw_only=True)
 
+    lossy = True
+
     def __post_init__(self) -> None:
         if isinstance(self.least, bool) or not isinstance(self.least, int) or self.least < 1:
             raise ValueError(f"{self!r}: least is a number of values, at least 1.")
@@ -82,10 +84,6 @@ class Code(Reducer):
         own = [f"{f.name}={getattr(self, f.name)!r}" for f in fields(self) if f.name != "least"]
         rest = [] if self.least == 1024 else [f"least={self.least}"]
         return f"{type(self).__name__}({', '.join([*own, *rest])})"
-
-    @property
-    def lossy(self) -> bool:
-        return True
 
     @property
     def most(self) -> float:

@@ -28,18 +28,12 @@ class ErrorFeedback(Reducer):
     code: Code
     decay: float = 1.0
 
+    lossy = remembers = True
+
     def __post_init__(self) -> None:
         check_code(self.code, "ErrorFeedback")
         if not 0 < self.decay <= 1:
             raise ValueError(f"{self!r}: decay must be above 0 and at most 1.")
-
-    @property
-    def lossy(self) -> bool:
-        return True
-
-    @property
-    def remembers(self) -> bool:
-        return True
 
     def init(self) -> State:
         return {"residual": None, "code": self.code.init()}

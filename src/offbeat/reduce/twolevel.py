@@ -29,13 +29,7 @@ class TwoLevel(Reducer):
     Yoon et al., "A2SGD", 2020, arXiv 2006.07405.
     """
 
-    @property
-    def lossy(self) -> bool:
-        return True
-
-    @property
-    def agrees(self) -> bool:
-        return False
+    lossy, agrees = True, False
 
     def start(self, payload: Packed, comm: Communicator, clock: Clock, state: State) -> Pending[Packed]:
         if comm.size == 1:

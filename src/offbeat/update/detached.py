@@ -39,13 +39,7 @@ class Detached(Anchored, Reducer):
         if not 0 <= self.lam <= 1:
             raise ValueError(f"{self!r}: lam must be at least 0 and at most 1.")
 
-    @property
-    def lossy(self) -> bool:
-        return True
-
-    @property
-    def remembers(self) -> bool:
-        return True
+    lossy = remembers = True
 
     def init(self) -> State:
         return {"anchor": None, "residual": None, "code": self.code.init()}
