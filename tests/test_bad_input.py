@@ -135,7 +135,7 @@ BAD: list[tuple[str, Callable[..., Any], dict[str, Any], type[Exception], str]] 
         build,
         {"delay": "never"},
         ValueError,
-        "delay='never': a number of steps, 0 or more, or \"round\" is needed.",
+        "delay='never': delay must be a number of steps, at least 0, or \"round\".",
     ),
     (
         "strange buffers",
@@ -349,8 +349,8 @@ def late(comm: offbeat.Communicator) -> list[str]:
 
 
 def test_step_after_finish(pool: Pool) -> None:
-    rest = "this run was ended by finish(); make a new synchronizer to go on."
-    answers = [f"step(): {rest}", f"step(): {rest}", f"load_state_dict(): {rest}"]
+    rest = "this run was ended by finish(): make a new synchronizer."
+    answers = [f"step(): {rest}", f"before_step(): {rest}", f"load_state_dict(): {rest}"]
     assert pool.run(late, workers=2) == [answers] * 2
 
 
@@ -361,7 +361,7 @@ def test_calls_at_a_bad_moment() -> None:
     with pytest.raises(RuntimeError, match=r"^after_step\(\): call before_step\(\) first\.$"):
         sync.after_step()
     sync.before_step()
-    with pytest.raises(RuntimeError, match=r"^before_step\(\): the previous step has not ended"):
+    with pytest.raises(RuntimeError, match=r"^before_step\(\): a step is under way"):
         sync.before_step()
     with pytest.raises(RuntimeError, match=r"^averaged\(\): a step is under way"), sync.averaged():
         pass

@@ -422,10 +422,10 @@ def test_a_schedule_knows_the_drift_of_the_last_round() -> None:
     ("when", "delay", "sentence"),
     [
         (Every(2), 3, "delay=3 with Every(steps=2): delay must not exceed the period, which can be 2."),
-        (Every(2), -1, 'delay=-1: a number of steps, 0 or more, or "round" is needed.'),
-        (Every(2), True, 'delay=True: a number of steps, 0 or more, or "round" is needed.'),
-        (Every(2), "next", "delay='next': a number of steps, 0 or more, or \"round\" is needed."),
-        (Every(2), 1.0, 'delay=1.0: a number of steps, 0 or more, or "round" is needed.'),
+        (Every(2), -1, 'delay=-1: delay must be a number of steps, at least 0, or "round".'),
+        (Every(2), True, 'delay=True: delay must be a number of steps, at least 0, or "round".'),
+        (Every(2), "next", "delay='next': delay must be a number of steps, at least 0, or \"round\"."),
+        (Every(2), 1.0, 'delay=1.0: delay must be a number of steps, at least 0, or "round".'),
     ],
 )
 def test_delay_sentences(when: Schedule, delay: Any, sentence: str) -> None:

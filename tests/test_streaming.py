@@ -296,7 +296,7 @@ def test_buffers_ride_with_the_first_fragment(monkeypatch: pytest.MonkeyPatch) -
             "streaming_diloco(every=4, delay=5)",
             "delay=5 with Every(steps=4): delay must not exceed the period, which can be 4.",
         ),
-        ("streaming_diloco(delay=-1)", 'delay=-1: a number of steps, 0 or more, or "round" is needed.'),
+        ("streaming_diloco(delay=-1)", 'delay=-1: delay must be a number of steps, at least 0, or "round".'),
         ("streaming_diloco(every=0)", "Every(steps=0): steps must be at least 1."),
         (
             "streaming_diloco(momentum=1.0)",

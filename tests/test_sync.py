@@ -235,8 +235,8 @@ def test_the_checksum_sees_every_bit_and_its_position() -> None:
     assert checksum([]) == checksum([torch.zeros(0)]) == 0
 
 
-CLOSED = "this run was ended by finish(); make a new synchronizer to go on."
-NOT_LIVE = "not inside averaged(): the weights in the model are not the live ones."
+CLOSED = "this run was ended by finish(): make a new synchronizer."
+NOT_LIVE = "not inside averaged(), where the weights are not the live ones."
 
 
 def test_what_is_not_done_inside_averaged() -> None:
@@ -247,13 +247,13 @@ def test_what_is_not_done_inside_averaged() -> None:
             pass
         for name, call in {
             "step()": sync.step,
-            "step() ": sync.before_step,
+            "before_step()": sync.before_step,
             "finish()": sync.finish,
             "load_state_dict()": lambda: sync.load_state_dict(state),
         }.items():
-            with says(RuntimeError, f"{name.strip()}: {NOT_LIVE}"):
+            with says(RuntimeError, f"{name}: {NOT_LIVE}"):
                 call()
-        sentence = "state_dict(): not inside averaged() or a step: the weights are not those to save."
+        sentence = "state_dict(): not inside averaged() or a step: weights there are not final."
         with says(RuntimeError, sentence):
             sync.state_dict()
     sync.step()
@@ -267,13 +267,13 @@ def test_what_is_not_done_inside_a_step() -> None:
     with says(RuntimeError, "after_step(): call before_step() first."):
         sync.after_step()
     assert sync.before_step() is True
-    with says(RuntimeError, "before_step(): the previous step has not ended: call after_step() first."):
+    with says(RuntimeError, "before_step(): a step is under way: call after_step() first."):
         sync.before_step()
     with says(RuntimeError, "averaged(): a step is under way: call after_step() first."), sync.averaged():
         pass
     with says(RuntimeError, "finish(): a step is under way: call after_step() first."):
         sync.finish()
-    sentence = "state_dict(): not inside averaged() or a step: the weights are not those to save."
+    sentence = "state_dict(): not inside averaged() or a step: weights there are not final."
     with says(RuntimeError, sentence):
         sync.state_dict()
     assert sync.steps == 0
@@ -317,7 +317,7 @@ def test_finish_twice_is_finish_once() -> None:
         assert sync.totals.bytes_sent == totals
         for name, call in {
             "step()": sync.step,
-            "step() ": sync.before_step,
+            "before_step()": sync.before_step,
             "load_state_dict()": lambda: sync.load_state_dict({}),
         }.items():
             with says(RuntimeError, f"{name.strip()}: {CLOSED}"):

@@ -74,7 +74,7 @@ def run(comm: offbeat.Communicator, expression: str, model: type[nn.Module]) -> 
         pulls=len(pulls),
         late_enough=all(p._round.clock.round > p.warmup for p in sync.parts if isinstance(p, PushPull)),
         groups=sum(isinstance(report, GroupReport) for report in sync.reports),
-        moments=[len(p.payload.moments.found()) for p in exchanges if p.payload.moments.rule != "keep"],
+        moments=[len(p.payload.moments.find()) for p in exchanges if p.payload.moments.rule != "keep"],
         lossy=[part.reduce for part in exchanges if part.reduce.lossy],
     )
     if sync.method.startswith(("adaptive", "adacomm", "qsr")):

@@ -144,6 +144,21 @@ def test_cuts_share_memory_and_cover_everything(
             assert sum(f.double().sum() for f in piece.flats) == sum(v.double().sum() for v in piece.views)
 
 
+def test_writing_measures_the_change_in_the_same_pass() -> None:
+    """Long, turned, narrow, wide and empty ones; the weights get the bits of a plain write."""
+    long = {"long": torch.randn(3, 50_001, generator=torch.Generator().manual_seed(0))}
+    tensors = {name: t for name, t in {**awkward(), **long}.items() if t.is_floating_point()}
+    mean = packed(tensors).scaled(1 / 3)
+    before = {name: torch.ones_like(t) for name, t in tensors.items()}
+    after = {name: t.clone(memory_format=torch.preserve_format) for name, t in before.items()}
+    distance = mean.write_and_measure(list(after.values()))
+    packed(tensors).scaled(1 / 3).write(list(before.values()))
+    for name, written in after.items():
+        assert torch.equal(written, before[name]), name
+    exact = sum((torch.ones_like(v) - v).double().square().sum() for v in mean.views)
+    assert distance == pytest.approx(exact.item(), rel=1e-6)
+
+
 def test_complex_numbers_are_two_real_ones() -> None:
     value = nn.Parameter(torch.tensor([[1 + 2j, 3 - 4j], [5j, 6]]).t())
     real = local(value)

@@ -4,9 +4,8 @@ from offbeat import methods as _methods
 from offbeat.among import Butterfly, Pairs, Peers, Subgroups, World
 from offbeat.base.clock import Clock
 from offbeat.base.errors import CheckpointMismatch, Deadlock, Disagreement, NotFinite, OffbeatError, PeerLost
-from offbeat.base.flatten import flatten
 from offbeat.base.packed import Packed
-from offbeat.base.tensors import grads, params
+from offbeat.base.tensors import flatten, grads, params
 from offbeat.comm.communicator import Communicator, Metered, Pending
 from offbeat.comm.solo import Solo
 from offbeat.comm.throttled import Throttled

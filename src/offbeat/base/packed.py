@@ -8,28 +8,31 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
+_Span = tuple[int, int, int]  # vector, offset, number of values
+_CACHED = 2**16  # values of two tensors and their difference that fit a processor's cache together
+
 
 class Packed:
     """Named tensors packed into flat vectors, one per dtype and device.
 
     Half-precision tensors are widened to float32, so that sums are exact. `views` are the packed tensors.
+    `spans` say where each one lies: its vector, its offset there, and its number of values.
     """
 
     def __init__(
         self,
-        names: Sequence[str],
-        views: Sequence[Tensor],
-        flats: Sequence[Tensor],
+        names: tuple[str, ...],
+        views: list[Tensor],
+        flats: list[Tensor],
         spans: Sequence[_Span],
-        staged: dict[int, Tensor] | None = None,
+        *,
         factor: float = 1.0,
+        in_place: bool = False,
     ) -> None:
-        self.names = tuple(names)
-        self._views = list(views)
-        self._flats = list(flats)
-        self._spans = tuple(spans)
+        self.names, self.spans, self._views, self._flats = names, tuple(spans), views, flats
         self._factor = factor  # a multiplication that is still to be done
-        self._staged = {} if staged is None else staged  # tensors still to be copied, by view
+        self._in_place = in_place  # some of the memory may belong to tensors outside
+        self._cuts: dict[tuple[int, ...], list[Packed]] = {}
 
     @classmethod
     def like(cls, tensors: Mapping[str, Tensor], *, multiple: int = 1) -> Packed:
@@ -51,117 +54,117 @@ class Packed:
                 return None
             first = next(t for t in members if t.numel())
             flats.append(first.as_strided((size,), (1,)))
-        return cls(tuple(tensors), _cut(flats, spans, tensors.values()), flats, spans)
+        return cls(tuple(tensors), _cut(flats, spans, tensors.values()), flats, spans, in_place=True)
 
     def beside(self, other: Packed) -> Packed:
         """The entries of both, each in its own vectors."""
-        spans = [(i + len(self._flats), start, n) for i, start, n in other._spans]
-        return Packed(
-            self.names + other.names,
-            self._views + other._views,
-            self._flats + other._flats,
-            [*self._spans, *spans],
-        )
+        spans = [(i + len(self._flats), start, n) for i, start, n in other.spans]
+        views, flats = self._views + other._views, self._flats + other._flats
+        names, in_place = self.names + other.names, self._in_place or other._in_place
+        return Packed(names, views, flats, [*self.spans, *spans], in_place=in_place)
 
     @property
     def flats(self) -> list[Tensor]:
-        self._materialize()
+        if self._factor != 1:
+            self._multiply()
         return self._flats
 
     @property
     def views(self) -> list[Tensor]:
-        self._materialize()
+        if self._factor != 1:
+            self._multiply()
         return self._views
 
-    @property
-    def spans(self) -> tuple[_Span, ...]:
-        """For every entry: its vector, its offset there, and its number of values."""
-        return self._spans
+    def _multiply(self) -> None:
+        for flat in self._flats:
+            flat.mul_(self._factor)
+        self._factor = 1.0
+
+    def scaled(self, factor: float) -> Packed:
+        """The same memory, multiplied by `factor` when it is first read or written out."""
+        assert self._factor == 1
+        parts = (self.names, self._views, self._flats, self.spans)
+        scaled = Packed(*parts, factor=factor, in_place=self._in_place)
+        scaled._cuts = self._cuts
+        return scaled
+
+    def over(self, flats: Sequence[Tensor]) -> Packed:
+        """The same entries in other vectors of the same lengths."""
+        return Packed(self.names, _cut(flats, self.spans, self._views), list(flats), self.spans)
 
     def cut(self, *lengths: int) -> list[Packed]:
         """Split the entries into groups of these lengths, and the rest. Memory is shared."""
-        edges = [0, *itertools.accumulate(lengths), len(self.names)]
-        return [self._part(first, last) for first, last in itertools.pairwise(edges)]
+        if lengths not in self._cuts:
+            edges = [0, *itertools.accumulate(lengths), len(self.names)]
+            self._cuts[lengths] = [self._part(first, last) for first, last in itertools.pairwise(edges)]
+        parts = self._cuts[lengths]
+        return parts if self._factor == 1 else [part.scaled(self._factor) for part in parts]
 
     def _part(self, first: int, last: int) -> Packed:
         edges: dict[int, tuple[int, int]] = {}
-        for i, start, n in self._spans[first:last]:
+        for i, start, n in self.spans[first:last]:
             low, _ = edges.get(i, (start, start))
             edges[i] = (low, start + n)
         order = list(edges)
         flats = [self._flats[i][low:high] for i, (low, high) in edges.items()]
-        spans = [(order.index(i), start - edges[i][0], n) for i, start, n in self._spans[first:last]]
-        return Packed(
-            self.names[first:last], self._views[first:last], flats, spans, self._staged, self._factor
-        )
+        spans = [(order.index(i), start - edges[i][0], n) for i, start, n in self.spans[first:last]]
+        names, views = self.names[first:last], self._views[first:last]
+        return Packed(names, views, flats, spans, in_place=self._in_place)
 
-    def scaled(self, factor: float) -> Packed:
-        """The same memory, multiplied by `factor` when it is first read or written out."""
-        self._materialize()
-        return Packed(self.names, self._views, self._flats, self._spans, factor=factor)
-
-    def over(self, flats: Sequence[Tensor]) -> Packed:
-        """The same entries in other vectors of the same lengths."""
-        return Packed(self.names, _cut(flats, self._spans, self._views), flats, self._spans)
+    def pieces(self, size: int) -> Iterator[tuple[Tensor, list[int]]]:
+        """Slices of the vectors and the tensors inside: whole ones, at least `size` values in each slice."""
+        for i, flat in enumerate(self.flats):
+            sent, inside = 0, list[int]()
+            for j, (which, start, n) in enumerate(self.spans):
+                if which == i:
+                    inside.append(j)
+                    if start + n - sent >= size:
+                        yield flat[sent : start + n], inside
+                        sent, inside = start + n, []
+            if sent < flat.numel():
+                yield flat[sent:], inside
 
     def read(self, tensors: Sequence[Tensor]) -> None:
-        """Copy tensors in."""
-        if self._views:
+        """Copy tensors in, unless they are this memory."""
+        self._factor = 1.0
+        if self._views and not (self._in_place and self.is_memory_of(tensors)):
             torch._foreach_copy_(self._views, list(tensors))
 
-    def stage(self, tensors: Sequence[Tensor]) -> None:
-        """Copy tensors in when they are first read, so that `pieces` can fill one while another is sent."""
-        if self._owns(tensors):
-            return
-        self._staged.update((id(view), tensor) for view, tensor in zip(self._views, tensors, strict=True))
-
-    def pieces(self, size: int) -> Iterator[Tensor]:
-        """The vectors in order, in slices of whole tensors with at least `size` values each."""
-        for i, flat in enumerate(self._flats):
-            sent = 0
-            for view, (which, start, n) in zip(self._views, self._spans, strict=True):
-                if which == i:
-                    self._fill([view])
-                    if start + n - sent >= size:
-                        yield flat[sent : start + n]
-                        sent = start + n
-            if sent < flat.numel():
-                yield flat[sent:]
-
-    def _fill(self, views: Sequence[Tensor] | None = None) -> None:
-        if self._staged:
-            chosen = [view for view in (views or self._views) if id(view) in self._staged]
-            if chosen:
-                torch._foreach_copy_(chosen, [self._staged.pop(id(view)) for view in chosen])
-
-    def _materialize(self) -> None:
-        self._fill()
-        if self._factor != 1:
-            for flat in self._flats:
-                flat.mul_(self._factor)
-            self._factor = 1.0
-
     def write(self, tensors: Sequence[Tensor]) -> None:
-        """Copy into tensors."""
-        if self._owns(tensors):
-            self._materialize()
-        elif self._factor != 1 and all(t.dtype == v.dtype for t, v in zip(tensors, self._views, strict=True)):
+        """Copy into tensors, unless they are this memory."""
+        if self._in_place and self.is_memory_of(tensors):
+            _ = self.flats
+        elif self._factor != 1 and [t.dtype for t in tensors] == [v.dtype for v in self._views]:
             for tensor, view in zip(tensors, self._views, strict=True):
                 torch.mul(view, self._factor, out=tensor)  # one pass instead of two
         elif self._views:
             torch._foreach_copy_(list(tensors), self.views)
 
-    def _owns(self, tensors: Sequence[Tensor]) -> bool:
+    def write_and_measure(self, tensors: Sequence[Tensor]) -> float:
+        """Copy into tensors, in one pass. Return the squared distance between their old and new values."""
+        norms = []
+        for tensor, view in zip(tensors, self._views, strict=True):
+            for x, y in split_alike(tensor, view):
+                new = y * self._factor
+                wide = torch.promote_types(new.dtype, torch.float32)
+                norms.append(torch.linalg.vector_norm(x - new, dtype=wide).double())
+                x.copy_(new)
+        return float(torch.stack(norms).square().sum()) if norms else 0.0
+
+    def is_memory_of(self, tensors: Sequence[Tensor]) -> bool:
         """Whether these tensors are this memory."""
-        pairs = zip(self._views, tensors, strict=True)
-        return all(view.data_ptr() == t.data_ptr() and view.dtype == t.dtype for view, t in pairs)
+        return [view.data_ptr() for view in self._views] == [tensor.data_ptr() for tensor in tensors]
 
     def tensors(self) -> dict[str, Tensor]:
         """Copies, by name."""
         return {name: view.clone() for name, view in zip(self.names, self.views, strict=True)}
 
 
-_Span = tuple[int, int, int]  # vector, offset, number of values
+def split_alike(a: Tensor, b: Tensor) -> Iterable[tuple[Tensor, Tensor]]:
+    """Two tensors of one shape in pieces that a processor's cache holds."""
+    if a.device.type != "cpu" or not (a.is_contiguous() and b.is_contiguous()):
+        return [(a, b)]
+    return zip(torch.split(a.view(-1), _CACHED), torch.split(b.view(-1), _CACHED), strict=True)
 
 
 def _widen(dtype: torch.dtype) -> torch.dtype:

@@ -72,7 +72,7 @@ class Live:
         """Small tensors sent along in the same round. Call this before `tensors`."""
         return {}
 
-    def landed(self, notes: Sequence[Tensor], *, late: bool = False) -> None:
+    def land_notes(self, notes: Sequence[Tensor], *, late: bool = False) -> None:
         """The tensors have been written, and the mean of all notes is here.
 
         `late`: the tensors may belong to another round than the notes.
@@ -97,7 +97,7 @@ class Gradients(Live):
         """1 for each gradient that exists here. The mean shows which exist on any worker."""
         return {PRESENT: torch.tensor([float(p.grad is not None) for p in self.parameters])}
 
-    def taken(self, *, copy: bool) -> Share:
+    def take(self, *, copy: bool) -> Share:
         """This step's gradients, missing ones as zeros. With `copy`, `.grad` may be overwritten afterwards.
 
         Unlike `tensors`, it leaves a missing gradient None.
@@ -120,7 +120,7 @@ class Gradients(Live):
             for p, grad in zip(self.parameters, before, strict=True):
                 p.grad = grad
 
-    def landed(self, notes: Sequence[Tensor], *, late: bool = False) -> None:
+    def land_notes(self, notes: Sequence[Tensor], *, late: bool = False) -> None:
         """Remove gradients that no worker has, so that the optimizer skips those parameters."""
         for p, anywhere in zip(self.parameters, notes[0].tolist(), strict=True):
             if not anywhere and p.grad is not None and not (late and local(p.grad).any()):
@@ -135,3 +135,30 @@ def params(model: nn.Module, only: Sequence[str] | None = None) -> Live:
 def grads(model: nn.Module) -> Gradients:
     """The gradients of the trainable parameters of a model."""
     return Gradients(model)
+
+
+@torch.no_grad()
+def flatten(model: nn.Module) -> nn.Module:
+    """Move the trainable parameters into contiguous memory, one vector per dtype and device.
+
+    Blocking averages (`local_sgd`, `qsr`, `post_local_sgd`, … with `drift=False`) then work on the weights in
+    place, without copies. The parameters stay the same objects. Call it when the model is on its device,
+    before or after building the optimizer. If a worker is lost during such a round, the weights of the others
+    hold partial sums: continue from a checkpoint.
+
+        model = offbeat.flatten(build().to(device))
+    """
+    parameters = trainable(model)
+    for name, p in parameters.items():
+        if isinstance(p, DTensor) or not p.is_contiguous():
+            fault = "sharded" if isinstance(p, DTensor) else "not contiguous"
+            raise ValueError(
+                f"flatten(model): {name!r} is {fault}; only whole, contiguous parameters can be moved."
+            )
+    kinds = dict.fromkeys((p.dtype, p.device) for p in parameters.values())
+    for kind in kinds:
+        group = [p for p in parameters.values() if (p.dtype, p.device) == kind]
+        flat = torch.cat([p.detach().flatten() for p in group])
+        for p, part in zip(group, torch.split(flat, [p.numel() for p in group]), strict=True):
+            p.data = part.view(p.shape)
+    return model

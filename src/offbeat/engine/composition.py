@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from offbeat.among import Peers
 from offbeat.base.tensors import Live
-from offbeat.engine.rhythm import Delay
+from offbeat.engine.round import Delay
 from offbeat.reduce import Mean, Reducer
 from offbeat.update.update import Replace, Update
 from offbeat.when import Schedule
@@ -12,7 +12,7 @@ from offbeat.when import Schedule
 
 def check_update(update: Update | None, delay: Delay, live: Live, peers: Peers) -> Update:
     if update is not None and not isinstance(update, Update):
-        raise TypeError(f"update={update!r}: an update is needed, such as Replace() or Outer(SGD(lr=0.7)).")
+        raise TypeError(f"update={update!r}: pass an update, such as Replace() or Outer(SGD(lr=0.7)).")
     update = Replace() if update is None else update
     if update.anchors == "shared" and not peers.fixed:
         raise ValueError(
@@ -32,7 +32,7 @@ def check_update(update: Update | None, delay: Delay, live: Live, peers: Peers) 
 def check_reducer(reduce: Reducer | None, update: Update, live: Live) -> Reducer:
     """What is sent; an update that owns its code is its own reducer."""
     if reduce is not None and not isinstance(reduce, Reducer):
-        raise TypeError(f"reduce={reduce!r}: a reducer is needed, such as Mean().")
+        raise TypeError(f"reduce={reduce!r}: pass a reducer, such as Mean().")
     if isinstance(update, Reducer):
         if reduce is not None:
             raise ValueError(

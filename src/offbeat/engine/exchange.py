@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 
@@ -18,14 +17,13 @@ from offbeat.base.tensors import Gradients, Live, Share
 from offbeat.comm.communicator import Communicator
 from offbeat.engine.checkpoint import OWN, copy_state
 from offbeat.engine.composition import check_drift, check_reducer, check_update
-from offbeat.engine.extras import BufferRule, MomentRule
+from offbeat.engine.extras import BufferRule, MomentRule, Payload
 from offbeat.engine.optimizers import read_rates
 from offbeat.engine.part import Landing, Part
-from offbeat.engine.payload import Payload
-from offbeat.engine.report import Ledger, Report
-from offbeat.engine.rhythm import Delay, Rhythm
-from offbeat.engine.round import Round
+from offbeat.engine.report import Emit, Ledger
+from offbeat.engine.round import Delay, Rhythm, Round
 from offbeat.reduce import Mean, Reducer, Staged
+from offbeat.reduce.mean import send
 from offbeat.update.outer import Anchor
 from offbeat.update.update import Replace, Update
 from offbeat.when import Schedule
@@ -65,10 +63,11 @@ class Exchange(Part):
         self.update: Update = check_update(update, delay, live, self.peers)
         self.reduce = check_reducer(reduce, self.update, live)
         self.drift = check_drift(drift, when, self.reduce, live)
-        plain = self.reduce == Mean() and self.update == Replace()
-        in_place = plain and delay == 0 and not self.drift and not live.early
+        # The live tensors themselves are sent, and replaced by their exact mean.
+        self._plain = self.reduce == Mean() and self.update == Replace()
+        in_place = self._plain and delay == 0 and not self.drift and not live.early
         self.payload = Payload(live, buffers, moments, in_place=in_place)
-        self._index, self._ledger = 0, Ledger()
+        self._index, self._ledger = 0, Ledger(when, drift=self.drift)
         self._states: dict[str, State] = {"update": self.update.init()}
         if not isinstance(self.update, Reducer):
             self._states["reduce"] = self.reduce.init()
@@ -85,24 +84,25 @@ class Exchange(Part):
             f"moments={self.payload.moments.rule!r}, drift={self.drift})"
         )
 
-    def bind(self, index: int, optimizers: Sequence[Optimizer], report: Callable[[Report], None]) -> None:
-        self._index, self._ledger.emit = index, report
+    def bind(self, index: int, optimizers: Sequence[Optimizer], report: Emit) -> None:
+        self._index, self._everyone, self._ledger.emit = index, self.peers.everyone, report
         self.payload.moments.bind(optimizers)
 
+    def _peers_at(self, round: int) -> Communicator:
+        return self._everyone if isinstance(self.peers, World) else self.peers.at(round)
+
     def communicators(self) -> list[Communicator]:
-        return [self.peers.everyone, self.peers.at(self.rhythm.round)]
+        return [self._everyone, self._peers_at(self.rhythm.round)]
 
     def observe(self, loss: float | Tensor) -> None:
-        if "loss" in self.when.needs:
-            self._ledger.observe(loss)
+        self._ledger.observe(loss)
 
     def plan(self, clock: Clock) -> None:
         for loss in clock.observed:
             self.observe(loss)
         rhythm = self.rhythm
         if rhythm.planned is None:
-            self._ledger.flush_reports(wait=bool(self.when.needs))
-            rhythm.plan(self._ledger.add_measured(clock))
+            rhythm.plan(self._ledger.update(clock))
             if rhythm.planned is not None and not self.opened:
                 self.open()
         if clock.step + 1 in (rhythm.planned, rhythm.lands):
@@ -128,18 +128,20 @@ class Exchange(Part):
         if self.live.early:
             return None
         self.tick(clock)
-        landed = self._landed_at == clock.step
-        return Landing(frozenset(self.live.names), self._scope) if landed else None
+        if self._landed_at != clock.step:
+            return None
+        return Landing(frozenset(self.live.names), self._scope)
 
     def tick(self, clock: Clock) -> None:
         """Do what the rhythm says for this step: land, advance, begin, and land at once without a delay."""
-        self._ledger.flush_reports(wait=False)
+        if self._ledger.open:
+            self._ledger.flush(wait=False)
         if self.rhythm.planned is None and not self.rhythm.in_air:
             self._ledger.mean_loss()  # dropped: the step belongs to no period
         acts = self.rhythm.acts(clock.step)
         share: Share | None = None
         if self.delay and "begin" in acts and isinstance(self.live, Gradients):
-            share = self.live.taken(copy="land" in acts)  # first, because what lands overwrites them
+            share = self.live.take(copy="land" in acts)  # first, because what lands overwrites them
         for act in acts:
             if act == "begin":
                 self.begin(clock, share)
@@ -151,30 +153,34 @@ class Exchange(Part):
     @torch.no_grad()
     def begin(self, clock: Clock, share: Share | None = None) -> None:
         """Send this worker's share of the round: the live tensors, unless it was taken earlier."""
-        payload, rhythm, state = self.payload, self.rhythm, self._states["update"]
-        comm = self.peers.at(rhythm.round)
+        payload, rhythm, comm = self.payload, self.rhythm, self._peers_at(self.rhythm.round)
         clock = replace(clock, round=rhythm.round, workers=comm.size, rates=self._rates)
-        memory = self._states.get("reduce", state)  # an update that owns its code has one state for both
         round = self._round = Round(clock, comm, since=rhythm.began)
         with round.phase("offbeat.begin"):
-            with round.waiting():
-                rank, digest = self.peers.everyone.rank, payload.moments.digest()
-                heads = round.compare(self._index, self._rates_digest, rank, digest)
-                moments = payload.moments.choose(heads.wait, round.comm)
+            averages = payload.moments.rule == "average"
+            digest = payload.moments.digest() if averages else 0
+            heads = round.compare(self._index, self._rates_digest, self._everyone.rank, digest)
+            moments = payload.moments.choose(heads, round) if averages else {}
             notes, live = share or (self.live.notes(), self.live.tensors())
-            self.update.outgoing(live, payload.own, clock, state)
-            payload.read_extras(notes)
-            round.mean = self.reduce.start(payload.packed, round.comm, clock, memory)
+            if len(payload.packed.names) > len(live):
+                payload.read_extras(notes)
+            if self._plain:
+                round.mean = send(payload.packed, round.comm, live)
+            else:
+                state = self._states["update"]
+                self.update.outgoing(live, payload.own, clock, state)
+                memory = self._states.get("reduce", state)  # an update that owns its code has one state
+                round.mean = self.reduce.start(payload.packed, round.comm, clock, memory)
             round.messages.append(round.mean)
-            payload.send_extras(moments, round, late=self.delay != 0)
+            if payload.has_extras:
+                payload.send_extras(moments, round, late=self.delay != 0)
         rhythm.begin(clock.step, 1 + len(round.mean.stages) if isinstance(round.mean, Staged) else 1)
 
     @torch.no_grad()
     def advance(self) -> None:
-        """A reducer of several messages sends the next."""
-        if self._round is not None:
-            with self._round.phase("offbeat.advance"):
-                self._round.advance()
+        """Send the reducer's next message, if it has one."""
+        assert self._round is not None
+        self._round.advance()
 
     @torch.no_grad()
     def land(self, clock: Clock) -> None:
@@ -182,53 +188,37 @@ class Exchange(Part):
         round, self._round = self._round, None
         assert round is not None
         self.rhythm.land()
-        distances: tuple[float | None, float | None] | None = None
+        distances: tuple[float | None, float | None] = (None, None)
         with round.phase("offbeat.land"):
             round.wait()
             clock = replace(clock, round=round.clock.round, workers=round.comm.size, rates=self._rates)
             live, state = self.live.tensors(), self._states["update"]
-            own, notes, buffers = self.payload.cut(round.mean.wait())
-            if self.drift:
-                distances = (None, None) if self.reduce.lossy else self.update.distances(live, own, state)
-            self.update.incoming(live, own, clock, state)
-            # With a delay or a residual, the mean may be nonzero where no worker has a gradient now.
-            self.live.landed(notes.views, late=self.reduce.remembers or self.delay != 0)
-            self.payload.land_extras(buffers.views, round)
+            own, notes, buffers = round.mean.wait().cut(*self.payload.lengths)
+            if self.drift and not self.reduce.lossy:
+                distances = self.update.land(live, own, clock, state)
+            else:
+                self.update.incoming(live, own, clock, state)
+            if self.live.early:
+                # With a delay or a residual, the mean may be nonzero where no worker has a gradient now.
+                self.live.land_notes(notes.views, late=self.reduce.remembers or self.delay != 0)
+            if self.payload.has_extras:
+                self.payload.land_extras(buffers.views, round)
         stepped, self._landed_at = clock.step > self._landed_at, clock.step
-        self._account(round, distances, stepped)
-
-    def _account(
-        self, round: Round, distances: tuple[float | None, float | None] | None, stepped: bool
-    ) -> None:
-        """Report the round. Without a step since the last one, as in `finish()`, there is no loss."""
-        loss = self._ledger.mean_loss()
-        lacking = loss is None and "loss" in self.when.needs
-        if distances is None or (lacking and not stepped):
-            self._ledger.flush_reports(wait=True)  # reports come in the order of their rounds
-            self._ledger.emit(round.report())
-            return
-        drift, norm = distances
-        if lacking:
-            raise ValueError(
-                f"{self.when!r} needs the loss: call sync.observe(loss) before every sync.step()."
-            )
-        # What decides when the next round comes must be the same for everyone, not only for its peers.
-        comm = self.peers.everyone if self.when.needs else round.comm.comm
-        report = round.report(norm=None if norm is None else math.sqrt(norm))
-        self._ledger.add(report, round.clock.lr, comm, drift, loss or 0.0)
+        self._ledger.close(round, *distances, stepped=stepped, everyone=self._everyone)
 
     def flush_reports(self, *, wait: bool) -> None:
-        self._ledger.flush_reports(wait=wait)
+        self._ledger.flush(wait=wait)
 
     @property
     def _last_peers(self) -> Communicator:
         """Those of the last round that began; before the first round, those of the first."""
-        return self.peers.at(max(self.rhythm.round - 1, 0))
+        return self._peers_at(max(self.rhythm.round - 1, 0))
 
     @torch.no_grad()
     def shown(self) -> dict[str, Tensor]:
-        live, own, state = self.live.tensors, self.payload.own, self._states["update"]
-        shown = None if self.live.early else self.update.shown(live(), own, state)
+        if self.live.early:
+            return {}
+        shown = self.update.shown(self.live.tensors(), self.payload.own, self._states["update"])
         return {} if shown is None else dict(zip(self.live.names, shown, strict=True))
 
     @torch.no_grad()
@@ -238,12 +228,10 @@ class Exchange(Part):
             # No step is left for gradients in the air: only the extras are applied.
             with self.live.aside() if isinstance(self.live, Gradients) else nullcontext():
                 self.land(clock)
-        self._ledger.flush_reports(wait=True)
-        if not self.live.early:
-            self._close(clock)
-
-    def _close(self, clock: Clock) -> None:
-        """The update's last act, which is a round if it sends something."""
+        self._ledger.flush(wait=True)
+        if self.live.early:
+            return
+        # The update's last act is a round if it sends something.
         round = Round(replace(clock, round=self.rhythm.round), self._last_peers, since=self.rhythm.began)
         with round.waiting():
             self.update.close(self.live.tensors(), self.payload.own, round.comm, self._states["update"])
@@ -286,8 +274,7 @@ class Exchange(Part):
         self._landed_at, self.opened = state["landed_at"], state["opened"]
         self._ledger.load_state_dict(state["ledger"])
         own = state.get(OWN, state)
-        self._states = copy_state(own["states"])
-        self._round = None
+        self._states, self._round = copy_state(own["states"]), None
         if own["air"] is not None:
-            comm = self.peers.at(own["air"]["round"])
+            comm = self._peers_at(own["air"]["round"])
             self._round = Round.resume(own["air"], comm, self.payload.packed)

@@ -1,11 +1,12 @@
-"""What else travels in a round of the parameters: the model's buffers and the optimizer's moments."""
+"""What travels in a round: live tensors, the model's buffers, and the optimizer's moments."""
 
 from __future__ import annotations
 
 import logging
 import zlib
-from collections.abc import Callable, Iterable, Sequence
-from typing import Literal, get_args
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +16,9 @@ from offbeat.base.packed import Packed
 from offbeat.base.tensors import Live, local, named
 from offbeat.comm.communicator import Communicator, Pending, arrived
 from offbeat.engine.optimizers import check_reset, reset
+
+if TYPE_CHECKING:
+    from offbeat.engine.round import Round
 
 BufferRule = Literal["average", "keep", "follow"]
 MomentRule = Literal["keep", "average", "reset"]
@@ -32,15 +36,17 @@ class Buffers:
         # Looked up once: walking through a large model takes a millisecond.
         owners = {id(b): (m, key) for m in model.modules() for key, b in m._buffers.items()}
         self._places = {name: owners[id(b)] for name, b in named(model.named_buffers()).items()}
+        self.moves = bool(self._places) and rule != "keep"  # whether rounds carry any
 
     def averaged(self) -> dict[str, Tensor]:
         """The buffers to be averaged."""
-        return self._present(smooth=True) if self.rule == "average" else {}
+        return self._find(smooth=True) if self.rule == "average" else {}
 
     def followed(self) -> dict[str, Tensor]:
         """The buffers that become those of rank 0."""
-        kinds = {"average": False, "follow": None}
-        return self._present(smooth=kinds[self.rule]) if self.rule in kinds else {}
+        if self.rule == "keep":
+            return {}
+        return self._find(smooth=False if self.rule == "average" else None)
 
     def follow(self, comm: Communicator) -> Pending[list[Tensor]] | None:
         """Send rank 0's values, one message per dtype and device. None if there are none."""
@@ -62,22 +68,22 @@ class Buffers:
         filled = [flat for flat in flats.values() if flat.numel()]
         return comm.broadcast(filled).then(cut) if filled else arrived(cut(None))
 
-    def _present(self, *, smooth: bool | None) -> dict[str, Tensor]:
+    def _find(self, *, smooth: bool | None) -> dict[str, Tensor]:
         """Floating buffers, others, or all of them, as they are now: a module may bind another tensor."""
         found = {name: module._buffers[key] for name, (module, key) in self._places.items()}
         return {
             name: local(buffer)
             for name, buffer in found.items()
-            if buffer is not None and smooth in (None, _smooth(buffer))
+            if buffer is not None and smooth in (None, _is_smooth(buffer))
         }
 
 
-def _smooth(buffer: Tensor) -> bool:
+def _is_smooth(buffer: Tensor) -> bool:
     return buffer.is_floating_point() or buffer.is_complex()
 
 
 def floating_buffers(model: nn.Module) -> dict[str, Tensor]:
-    return {name: local(b) for name, b in named(model.named_buffers()).items() if _smooth(b)}
+    return {name: local(b) for name, b in named(model.named_buffers()).items() if _is_smooth(b)}
 
 
 class Moments:
@@ -97,26 +103,27 @@ class Moments:
 
     def digest(self) -> int:
         """The names of the moments to be averaged, in one number."""
-        return _digest(self.found()) if self.rule == "average" else 0
+        return _digest(self.find())
 
-    def choose(self, digests: Callable[[], list[int]], comm: Communicator) -> dict[str, Tensor]:
+    def choose(self, heads: Pending[list[int]], round: Round) -> dict[str, Tensor]:
         """The moments to be averaged in a round: those that all workers have.
 
         Optimizers create them lazily, so a worker that skipped its first step, or never uses a parameter,
-        lacks some. All workers wait for each other's digests. If these differ, one more message says which
+        lacks some. `heads` brings all workers' digests. If these differ, one more message says which
         parameters have the same moments everywhere.
         """
-        if self.rule != "average":
-            return {}
-        mine = self.found()
-        if len(set(digests())) == 1:
-            return mine
+        mine = self.find()
+        with round.waiting():
+            if len(set(heads.wait())) == 1:
+                return mine
         own: dict[str, list[str]] = {name: [] for name in self._live.names}
         for key in mine:
             own[key.rpartition(":")[0]].append(key)
-        heard = torch.stack(comm.gather(torch.tensor([_digest(keys) for keys in own.values()])).wait())
+        digests = torch.tensor([_digest(keys) for keys in own.values()])
+        with round.waiting():
+            heard = torch.stack(round.comm.gather(digests).wait())
         common = (heard == heard[0]).all(dim=0).tolist()
-        shared = [keys for keys, alike in zip(own.values(), common, strict=True) if alike]
+        shared = [keys for keys, equal in zip(own.values(), common, strict=True) if equal]
         logger.warning(
             "Not all workers have the optimizer moments of %d of %d tensors: these are not averaged in this "
             "round.",
@@ -131,22 +138,14 @@ class Moments:
             for optimizer in self.optimizers:
                 reset(optimizer, self._live.parameters)
 
-    def found(self) -> dict[str, Tensor]:
+    def find(self) -> dict[str, Tensor]:
         """Tensors of the optimizers' state that have a parameter's shape, but for its count of steps."""
-        shapes = {name: p.shape for name, p in zip(self._live.names, self._live.parameters, strict=True)}
         return {
             f"{name}:{key}": local(value)
-            for name, state in self._states().items()
-            for key, value in state.items()
-            if key != "step" and torch.is_tensor(value) and value.shape == shapes[name]
-        }
-
-    def _states(self) -> dict[str, dict[str, Tensor]]:
-        return {
-            name: optimizer.state[parameter]
             for name, parameter in zip(self._live.names, self._live.parameters, strict=True)
             for optimizer in self.optimizers
-            if parameter in optimizer.state
+            for key, value in optimizer.state.get(parameter, {}).items()
+            if key != "step" and torch.is_tensor(value) and value.shape == parameter.shape
         }
 
 
@@ -175,3 +174,62 @@ def land(now: Sequence[Tensor], news: Sequence[Tensor], sent: Sequence[Tensor] |
             moved = torch.where(new == sent[i], value, value + (new - sent[i]))
             # Only averages are kept in bounds; counts are not.
             value.copy_(moved.clamp(low, high) if value.is_floating_point() else moved)
+
+
+class Payload:
+    """The memory in which live tensors, their notes and averaged buffers travel, the same in every round."""
+
+    def __init__(
+        self, live: Live, buffers: BufferRule, moments: MomentRule, *, in_place: bool = False
+    ) -> None:
+        self.live, self._in_place = live, in_place
+        self.buffers, self.moments = Buffers(live.model, buffers), Moments(live, moments)
+        self.has_extras = self.buffers.moves or moments != "keep"
+        self.lengths = (len(live.names), len(live.notes()))  # of the live tensors and their notes in a mean
+
+    @cached_property
+    def packed(self) -> Packed:
+        """All that travels. At most one round is in the air.
+
+        In place, the live tensors' own memory serves if they lie one after the other. If they are moved
+        later, they are copied there and back.
+        """
+        extras = {f"+{name}": t for name, t in {**self.live.notes(), **self.buffers.averaged()}.items()}
+        flat = Packed.around(self.live.like()) if self._in_place else None
+        if flat is None:
+            return Packed.like({**self.live.like(), **extras})
+        return flat.beside(Packed.like(extras)) if extras else flat
+
+    @cached_property
+    def own(self) -> Packed:
+        """The update's share of it."""
+        return self.packed.cut(len(self.live.names))[0]
+
+    def read_extras(self, notes: Mapping[str, Tensor]) -> None:
+        """Pack the notes and the averaged buffers."""
+        self.packed.cut(len(self.live.names))[1].read([*notes.values(), *self.buffers.averaged().values()])
+
+    def send_extras(self, moments: dict[str, Tensor], round: Round, *, late: bool) -> None:
+        """Send rank 0's buffers and the moments. Keep what was sent if the round lands late."""
+        if late:
+            round.sent = [value.clone() for value in self._extras(moments)]
+        round.followed = self.buffers.follow(round.comm)
+        round.moments = send_mean(moments, round.comm) if moments else None
+        round.messages += [message for message in (round.followed, round.moments) if message is not None]
+
+    def land_extras(self, buffers: Sequence[Tensor], round: Round) -> None:
+        """Apply the buffers and moments that have arrived."""
+        news, chosen = list(buffers), {}
+        if round.followed is not None:
+            news += round.followed.wait()
+        if round.moments is not None:
+            moments, found = round.moments.wait(), self.moments.find()
+            chosen = {name: found[name] for name in moments.names}
+            news += moments.views
+        if news:
+            land(self._extras(chosen), news, round.sent)
+        self.moments.reset()
+
+    def _extras(self, moments: Mapping[str, Tensor]) -> list[Tensor]:
+        """Buffers averaged, buffers followed, moments averaged."""
+        return [*self.buffers.averaged().values(), *self.buffers.followed().values(), *moments.values()]

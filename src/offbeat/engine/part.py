@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor, nn
@@ -12,7 +12,7 @@ from offbeat.among import Peers
 from offbeat.base.clock import Clock, State
 from offbeat.comm.communicator import Communicator, Metered
 from offbeat.comm.presence import Departure
-from offbeat.engine.report import Report
+from offbeat.engine.report import Emit
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Part:
     outside: Metered | None = None  # carries messages that no report covers; their bytes go into the totals
     saved_every: int = 1  # its state can be saved after every so many steps
 
-    def bind(self, index: int, optimizers: Sequence[Optimizer], report: Callable[[Report], None]) -> None:
+    def bind(self, index: int, optimizers: Sequence[Optimizer], report: Emit) -> None:
         """Receive the place in the list, the optimizers, and the function that takes reports."""
 
     def communicators(self) -> list[Communicator]:
@@ -85,8 +85,12 @@ class Part:
         """Continue from a saved state."""
 
 
-def check_order(parts: Sequence[Part]) -> None:
-    """Raise unless parts that rely on another stand directly after it."""
+def check_parts(parts: Sequence[Part]) -> None:
+    """Raise unless the parts have one model, and those that rely on another stand directly after it."""
+    if not parts:
+        raise ValueError("Synchronizer(optimizer, []): pass at least one part.")
+    if any(part.model is not parts[0].model for part in parts):
+        raise ValueError("Synchronizer(...): all parts must be of one model.")
     for before, part in zip([None, *parts], parts, strict=False):
         if part.follows is not None and part.follows is not before:
             name, other = type(part).__name__, type(part.follows).__name__

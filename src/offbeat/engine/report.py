@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import logging
+import math
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -13,6 +16,13 @@ from torch import Tensor
 from offbeat.base.clock import Clock, State
 from offbeat.base.errors import PeerLost
 from offbeat.comm.communicator import Communicator, Metered, Pending
+from offbeat.when import Schedule
+
+if TYPE_CHECKING:
+    from offbeat.engine.part import Part
+    from offbeat.engine.round import Round
+
+logger = logging.getLogger("offbeat")
 
 
 @dataclass(frozen=True)
@@ -31,6 +41,9 @@ class Report:
     period: int  # steps since the round before
 
 
+Emit = Callable[[Report], None]
+
+
 @dataclass
 class Totals:
     """Everything so far, the start, `averaged()` and `finish()` included."""
@@ -46,12 +59,47 @@ class Totals:
         """Communication that cost no waiting."""
         return max(0.0, self.seconds_in_air - self.seconds_waited)
 
+
+class Costs:
+    """What a run costs on this worker: the last 1 000 reports, and totals."""
+
+    def __init__(self) -> None:
+        self.reports: deque[Report] = deque(maxlen=1000)
+        self.totals = Totals()
+
     def add(self, report: Report) -> None:
-        self.rounds += 1
-        self.bytes_sent += report.bytes_sent
-        self.bytes_received += report.bytes_received
-        self.seconds_waited += report.seconds_waited
-        self.seconds_in_air += report.seconds_in_air
+        self.reports.append(report)
+        totals = self.totals
+        totals.rounds += 1
+        totals.bytes_sent += report.bytes_sent
+        totals.bytes_received += report.bytes_received
+        totals.seconds_waited += report.seconds_waited
+        totals.seconds_in_air += report.seconds_in_air
+        logger.debug("%s", report)
+
+    def count(self, comm: Metered) -> None:
+        """Add the bytes that a communicator has carried since the last call."""
+        self.totals.bytes_sent += comm.sent
+        self.totals.bytes_received += comm.received
+        comm.sent = comm.received = 0
+
+    def flush(self, parts: Sequence[Part]) -> None:
+        """Wait for the reports of all parts, and count what they sent outside of rounds."""
+        for part in parts:
+            part.flush_reports(wait=True)
+            if part.outside is not None:
+                self.count(part.outside)
+
+    @contextmanager
+    def including(self, comm: Metered) -> Iterator[None]:
+        """Add the bytes and seconds of blocking messages that are sent inside."""
+        start = comm.now()
+        try:
+            yield
+        finally:
+            self.count(comm)
+            self.totals.seconds_waited += comm.now() - start
+            self.totals.seconds_in_air += comm.now() - start
 
 
 @contextmanager
@@ -66,16 +114,18 @@ def naming(when: Clock | Report) -> Iterator[None]:
 class Ledger:
     """Holds a report back until the mean drift of its round has arrived, so that nobody waits for it."""
 
-    def __init__(self) -> None:
-        self.emit: Callable[[Report], None] = lambda report: None
-        self._open: deque[tuple[Report, float, bool, Pending[list[Tensor]]]] = deque()
+    def __init__(self, when: Schedule, *, drift: bool) -> None:
+        self._when, self._needs, self._drift = when, when.needs, drift
+        self.emit: Emit = lambda report: None
+        self.open: deque[tuple[Report, float, bool, Pending[list[Tensor]]]] = deque()
         self._last: tuple[float, float, float] | None = None  # drift, loss, lr of the last known round
         self._loss: float | Tensor = 0.0  # sum of the losses observed since the last round landed
         self._losses = 0
 
     def observe(self, loss: float | Tensor) -> None:
-        self._loss = self._loss + (loss.detach().double() if isinstance(loss, Tensor) else loss)
-        self._losses += 1
+        if "loss" in self._needs:
+            self._loss = self._loss + (loss.detach().double() if isinstance(loss, Tensor) else loss)
+            self._losses += 1
 
     def mean_loss(self) -> float | None:
         """Of the losses observed since the last call; None if there were none."""
@@ -85,36 +135,60 @@ class Ledger:
         self._loss, self._losses = 0.0, 0
         return loss
 
-    def add(self, report: Report, lr: float, comm: Communicator, drift: float | None, loss: float) -> None:
-        """Send this worker's drift and loss. The report follows when those of all of `comm` are here."""
-        metered = Metered(comm)
-        scalars = metered.mean([torch.tensor([drift or 0.0, loss], dtype=torch.float64)])
-        sent, received = report.bytes_sent + metered.sent, report.bytes_received + metered.received
-        report = replace(report, bytes_sent=sent, bytes_received=received)
-        self._open.append((report, lr, drift is not None, scalars))
+    def close(
+        self, round: Round, drift: float | None, norm: float | None, *, stepped: bool, everyone: Communicator
+    ) -> None:
+        """Report a round that has landed. With drift or loss, the report follows when the means are here.
 
-    def flush_reports(self, *, wait: bool) -> None:
+        Without a step since the last round, as in `finish()`, there is no loss.
+        """
+        loss = self.mean_loss() if "loss" in self._needs else 0.0
+        if not self._drift or (loss is None and not stepped):
+            self.flush(wait=True)  # reports come in the order of their rounds
+            self.emit(round.report())
+            return
+        if loss is None:
+            raise ValueError(
+                f"{self._when!r} needs the loss: call sync.observe(loss) before every sync.step()."
+            )
+        # What decides when the next round comes must be the same for everyone, not only for its peers.
+        comm = Metered(everyone if self._needs else round.comm.comm)
+        scalars = comm.mean([torch.tensor([drift or 0.0, loss], dtype=torch.float64)])
+        report = round.report(
+            norm=None if norm is None else math.sqrt(norm),
+            bytes_sent=round.comm.sent + comm.sent,
+            bytes_received=round.comm.received + comm.received,
+        )
+        self.open.append((report, round.clock.lr, drift is not None, scalars))
+
+    def flush(self, *, wait: bool) -> None:
         """Emit the reports that are complete; with `wait`, all of them."""
-        while self._open and (wait or self._open[0][3].done()):
-            report, lr, measured, scalars = self._open.popleft()
-            with naming(report):
+        while self.open and (wait or self.open[0][3].done()):
+            report, lr, measured, scalars = self.open.popleft()
+            try:
                 drift, loss = scalars.wait()[0].tolist()
+            except PeerLost as error:
+                raise error.during(report.round, report.step) from error.__cause__
             self._last = (drift, loss, lr)
             self.emit(replace(report, drift=drift if measured else None))
 
-    def add_measured(self, clock: Clock) -> Clock:
-        """The clock with the drift, loss and rate of the last round that is known."""
+    def update(self, clock: Clock) -> Clock:
+        """The clock with the drift, loss and rate of the last round that is known.
+
+        A schedule that needs them waits for those of the last round.
+        """
+        self.flush(wait=bool(self._needs))
         if self._last is None:
             return clock
         drift, loss, lr = self._last
         return replace(clock, drift=drift, loss=loss, round_lr=lr)
 
     def state_dict(self) -> State:
-        self.flush_reports(wait=True)
+        self.flush(wait=True)
         last = None if self._last is None else list(self._last)
         return {"last": last, "loss": float(self._loss), "losses": self._losses}
 
     def load_state_dict(self, state: State) -> None:
         self._last = None if state["last"] is None else tuple(state["last"])
         self._loss, self._losses = state["loss"], state["losses"]
-        self._open.clear()
+        self.open.clear()

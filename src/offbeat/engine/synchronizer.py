@@ -6,8 +6,6 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
-from types import TracebackType
 from typing import Any
 
 from torch import Tensor
@@ -17,51 +15,41 @@ from offbeat.base.clock import Clock, State
 from offbeat.base.tensors import trainable
 from offbeat.comm.communicator import Metered
 from offbeat.comm.presence import Departure, Track
-from offbeat.engine import checkpoint
-from offbeat.engine import handshake as agreement
-from offbeat.engine.costs import Costs
+from offbeat.engine import checkpoint, handshake
 from offbeat.engine.optimizers import Trained, learning_rate, list_optimizers, read_rates, replace_steps
-from offbeat.engine.part import Landing, Part, check_order
-from offbeat.engine.report import Report, Totals
+from offbeat.engine.part import Landing, Part, check_parts
+from offbeat.engine.report import Costs, Emit, Report, Totals
 from offbeat.engine.weights import average_where_different, preserve, take_from_first, write
 
 logger = logging.getLogger("offbeat")
 
 
 class Synchronizer:
-    """Drives the parts of a method around the local step.
-
-    `steps` is the number of completed iterations. `on_report` is called with every `Report`.
-    """
+    """Drives the parts of a method around the local step. `on_report` is called with every `Report`."""
 
     def __init__(
         self,
         optimizer: Optimizer | Sequence[Optimizer],
         parts: Sequence[Part],
         *,
-        on_report: Callable[[Report], None] | None = None,
+        on_report: Emit | None = None,
     ) -> None:
-        self.parts = list(parts)
-        if not self.parts:
-            raise ValueError("Synchronizer(optimizer, []): at least one part is needed.")
-        self.on_report = on_report
-        self.method = agreement.without_addresses(f"Synchronizer({self.parts!r})")
+        self.parts, self.on_report = list(parts), on_report
+        check_parts(self.parts)
+        self.method = handshake.without_addresses(f"Synchronizer({self.parts!r})")
         self.model = self.parts[0].model
-        self.steps = 0
-        self.finished = False
-        if any(part.model is not self.model for part in self.parts):
-            raise ValueError("Synchronizer(...): all parts must be of one model.")
-        check_order(self.parts)
         self.optimizers = list_optimizers(optimizer, self.model)
-        self._lr = learning_rate(self.optimizers)
+        self.steps = 0  # completed iterations
+        self.finished, self._lr = False, learning_rate(self.optimizers)
         self._comm = Metered(self.parts[0].peers.everyone)
-        self._worker = self._comm.worker
-        self._track = Track(self._comm.rank)
+        self._worker, self._track = self._comm.worker, Track(self._comm.rank)
         self._agreed = self._started = self._inside_step = self._inside_averaged = False
         self._nonce = self._run = 0  # numbers of this construction and of the run, both from rank 0
         self._unseen: int | None = None  # the checksum of weights that the caller must still load
         self._losses: list[float | Tensor] = []  # observed since the last step
         self._costs, self._trained = Costs(), Trained(self.model)
+        self._releasing = [part for part in self.parts if type(part).release is not Part.release]
+        self._repeating = [part for part in self.parts if type(part).again is not Part.again]
         for index, part in enumerate(self.parts):
             part.bind(index, self.optimizers, self._emit)
 
@@ -71,11 +59,10 @@ class Synchronizer:
     def agree(self, method: str | None = None) -> None:
         """Raise on every rank unless all workers have the same method and model. Sends no weights."""
         if method is not None:
-            self.method = agreement.without_addresses(method)
+            self.method = handshake.without_addresses(method)
         if not self._agreed:
-            lines = agreement.describe(self.method, self.model)
-            nonce = round(self._comm.now() * 1e9)
-            self._nonce = agreement.compare_lines(lines, self._comm, nonce=nonce)
+            lines, nonce = handshake.describe(self.method, self.model), round(self._comm.now() * 1e9)
+            self._nonce = handshake.compare_lines(lines, self._comm, nonce=nonce)
             self._worker.follow(self._track)
             for part in self.parts:
                 part.communicators()  # connects to its peers while all workers are here
@@ -87,10 +74,16 @@ class Synchronizer:
         `local` does everything that belongs to the step: unscaling, clipping, `scaler.step(optimizer)` and
         `scaler.update()`. It is always called, and its result is returned. Without it the optimizers step.
         """
-        theirs = self._before()
-        with self._failing(), nullcontext() if theirs else replace_steps(self.optimizers, self._stepped):
-            result = (local or self._local)()
-        self.after_step()
+        self._must_be_open("step()")
+        with self._failing():
+            theirs, result = self._before(), None
+            with nullcontext() if theirs else replace_steps(self.optimizers, self._stepped):
+                if local is not None:
+                    result = local()
+                else:
+                    for optimizer in self.optimizers:
+                        optimizer.step()
+            self._after()
         return result
 
     def observe(self, loss: float | Tensor) -> None:
@@ -99,58 +92,55 @@ class Synchronizer:
 
     def before_step(self) -> bool:
         """For frameworks that own the step: gradients are ready. If it returns False, do not step."""
-        theirs = self._before()
-        if not theirs:
-            with self._failing():
-                for optimizer in self.optimizers:
-                    self._stepped(optimizer)
-        return theirs
-
-    def _before(self) -> bool:
-        """Begin an iteration. Return whether the optimizers step."""
-        self._must_be_open("step()")
-        if self._inside_step:
-            raise RuntimeError("before_step(): the previous step has not ended: call after_step() first.")
+        self._must_be_open("before_step()")
         with self._failing():
-            self._start()
-            self._inside_step = True
-            self._track.step = self.steps + 1
-            self._worker.computed(self.steps)
-            self._lr = learning_rate(self.optimizers)
-            self._trained.check()
-            clock, self._losses = replace(self._clock(), observed=tuple(self._losses)), []
-            for part in self.parts:
-                part.plan(clock)
-            ready = [part.before(self._clock()) for part in self.parts]
-        return all(ready)
+            theirs = self._before()
+            for optimizer in () if theirs else self.optimizers:
+                self._stepped(optimizer)
+        return theirs
 
     def after_step(self) -> None:
         """For frameworks that own the step: parameters have moved."""
         if not self._inside_step:
             raise RuntimeError("after_step(): call before_step() first.")
-        self._inside_step = False
-        for part in self.parts:
-            part.release()
         with self._failing():
-            self._complete()
-            while True in [part.again(self._clock()) for part in self.parts]:
-                for part in self.parts:
-                    part.plan(self._clock())
-                self._complete()
+            self._after()
+
+    def _before(self) -> bool:
+        """Begin an iteration. Return whether the optimizers step."""
+        if self._unseen is not None or not self._started:
+            self._start()
+        self._inside_step = True
+        self._track.step = self.steps + 1
+        self._worker.computed(self.steps)
+        self._lr = learning_rate(self.optimizers)
+        self._trained.check()
+        clock, self._losses = Clock(self.steps, 0, self._lr, observed=tuple(self._losses)), []
+        for part in self.parts:
+            part.plan(clock)
+        return False not in [part.before(clock) for part in self.parts]
+
+    def _after(self) -> None:
+        """Complete the iteration, and those that need no gradient: let the parts act on moved parameters."""
+        self._inside_step, again = False, True
+        for part in self._releasing:
+            part.release()
+        while again:
+            self.steps += 1
+            self._track.step = self.steps
+            clock = Clock(self.steps, 0, self._lr)
+            for part in self.parts:
+                if landing := part.after(clock):
+                    for other in self.parts:
+                        if other is not part:
+                            other.follow(landing)
+            again = bool(self._repeating) and True in [part.again(clock) for part in self._repeating]
+            for part in self.parts if again else ():
+                part.plan(clock)
 
     def _stepped(self, optimizer: Optimizer) -> None:
         for part in self.parts:
             part.stepped(optimizer)
-
-    def _complete(self) -> None:
-        """Count one more iteration and let the parts act on the moved parameters."""
-        self.steps += 1
-        self._track.step = self.steps
-        for part in self.parts:
-            if landing := part.after(self._clock()):
-                for other in self.parts:
-                    if other is not part:
-                        other.follow(landing)
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
@@ -163,13 +153,18 @@ class Synchronizer:
             raise RuntimeError("averaged(): it is already active.")
         if self._inside_step:
             raise RuntimeError("averaged(): a step is under way: call after_step() first.")
-        self._start()
+        with self._failing():
+            self._start()
         with preserve(self.model):
             self._inside_averaged = True
             try:
                 if not self.finished:
                     with self._failing(), self._costs.including(self._comm):
-                        self._show_consensus()
+                        self._meet(handshake.AVERAGED)
+                        # Read all before writing any.
+                        for tensors in [part.shown() for part in self.parts]:
+                            write(self.model, tensors)
+                        average_where_different(self.model, self._comm)
                 yield
             finally:
                 self._inside_averaged = False
@@ -179,14 +174,12 @@ class Synchronizer:
         if self.finished:
             return
         self._must_be_open("finish()")
-        if self._inside_step:
-            raise RuntimeError("finish(): a step is under way: call after_step() first.")
         with self._failing():
             self._start()
             with self._costs.including(self._comm):
-                self._meet(agreement.FINISH)
+                self._meet(handshake.FINISH)
             for part in self.parts:
-                part.flush(self._clock())
+                part.flush(Clock(self.steps, 0, self._lr))
             with self._costs.including(self._comm):
                 average_where_different(self.model, self._comm)
             for part in self.parts:
@@ -197,21 +190,19 @@ class Synchronizer:
     def __enter__(self) -> Synchronizer:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is None:
             self.finish()
         else:
             self._leave(error)
 
     def state_dict(self) -> State:
-        """Return all the method needs to continue, without the weights. Save it per rank, with model and
-        optimizer. Every rank calls it after the same step: it waits for messages in the air."""
+        """Return all the method needs to continue, without the weights. Save it with model and optimizer.
+
+        Every rank calls it after the same step and saves its own. It waits for messages in the air.
+        """
         if self._inside_averaged or self._inside_step:
-            raise RuntimeError(
-                "state_dict(): not inside averaged() or a step: the weights are not those to save."
-            )
+            raise RuntimeError("state_dict(): not inside averaged() or a step: weights there are not final.")
         checkpoint.check_step(self.method, self.steps, [part.saved_every for part in self.parts])
         with self._failing():
             parts = [part.state_dict() for part in self.parts]
@@ -237,28 +228,21 @@ class Synchronizer:
             loaded = checkpoint.check_origin(state, self.method, self.model, self._comm)
         self.steps, self._lr, self._started = state["steps"], state["lr"], state["started"]
         self._run, self._unseen = state["run"], None if loaded else state["weights"]
-        for part, saved in zip(self.parts, state["parts"], strict=True):
-            part.load_state_dict(saved)
+        with self._failing():
+            for part, saved in zip(self.parts, state["parts"], strict=True):
+                part.load_state_dict(saved)
 
     @property
     def reports(self) -> list[Report]:
         """The reports of the last 1 000 rounds. Waits for the drift of the last one."""
-        self._flush_reports()
+        self._costs.flush(self.parts)
         return list(self._costs.reports)
 
     @property
     def totals(self) -> Totals:
         """The cost of the run so far, on this worker."""
-        self._flush_reports()
+        self._costs.flush(self.parts)
         return self._costs.totals
-
-    def _clock(self) -> Clock:
-        return Clock(step=self.steps, round=0, lr=self._lr)
-
-    def _local(self) -> Any:
-        for optimizer in self.optimizers:
-            optimizer.step()
-        return None
 
     def _start(self) -> None:
         """Once: check that all workers agree, and give them rank 0's weights and buffers."""
@@ -271,50 +255,37 @@ class Synchronizer:
         self.agree()
         with self._costs.including(self._comm):
             take_from_first(self.model, self._comm)
-        self._run = checkpoint.identity(self.method, self._nonce, self.model)
-        self._started = True
+        self._run, self._started = checkpoint.identity(self.method, self._nonce, self.model), True
         logger.info("%r on %d workers starts at step %d", self, self._comm.size, self.steps)
 
     def _meet(self, kind: int) -> None:
         """Raise on every rank unless all workers are at the same place."""
-        self._track.meet(agreement.KINDS[kind], self.steps)
-        rates, _ = read_rates(self.optimizers)
-        where = agreement.header(kind, 0, self._clock(), rates, self._comm.rank)
+        self._track.meet(handshake.KINDS[kind], self.steps)
+        clock, (rates, _) = Clock(self.steps, 0, self._lr), read_rates(self.optimizers)
+        where = handshake.header(kind, 0, clock, rates, self._comm.rank)
         talks = {id(comm): Metered(comm) for part in self.parts for comm in part.communicators()}
         # On all communicators at once: a worker that is elsewhere waits on one of them.
-        for message in [comm.tell(where) for comm in talks.values()]:
-            agreement.compare_headers(message.wait())
-        self._track.met()
-        for comm in talks.values():
+        for comm, message in [(comm, comm.tell(where)) for comm in talks.values()]:
+            handshake.compare_headers(message.wait())
             self._costs.count(comm)
-
-    def _show_consensus(self) -> None:
-        """Write anchors where a method has them, and the mean of everything else."""
-        self._meet(agreement.AVERAGED)
-        for tensors in [part.shown() for part in self.parts]:  # read all before writing any
-            write(self.model, tensors)
-        average_where_different(self.model, self._comm)
+        self._track.met()
 
     def _emit(self, report: Report) -> None:
         self._costs.add(report)
         if self.on_report is not None:
             self.on_report(report)
 
-    def _flush_reports(self) -> None:
-        for part in self.parts:
-            part.flush_reports(wait=True)
-            if part.outside is not None:
-                self._costs.count(part.outside)
-
     def _must_be_open(self, call: str) -> None:
         if self.finished:
-            raise RuntimeError(f"{call}: this run was ended by finish(); make a new synchronizer to go on.")
+            raise RuntimeError(f"{call}: this run was ended by finish(): make a new synchronizer.")
         if self._inside_averaged:
-            raise RuntimeError(
-                f"{call}: not inside averaged(): the weights in the model are not the live ones."
-            )
+            raise RuntimeError(f"{call}: not inside averaged(), where the weights are not the live ones.")
+        if self._inside_step:
+            raise RuntimeError(f"{call}: a step is under way: call after_step() first.")
 
     def _leave(self, error: BaseException) -> None:
+        for part in self._releasing:
+            part.release()
         for part in self.parts:
             part.leave(Departure.of(error))
 
@@ -324,7 +295,5 @@ class Synchronizer:
         try:
             yield
         except BaseException as error:
-            for part in self.parts:
-                part.release()
             self._leave(error)
             raise

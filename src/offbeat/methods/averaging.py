@@ -10,7 +10,7 @@ from typing_extensions import Unpack
 from offbeat.among import Group, Subgroups
 from offbeat.base.tensors import grads, params
 from offbeat.engine.exchange import Exchange
-from offbeat.engine.rhythm import Delay
+from offbeat.engine.round import Delay
 from offbeat.engine.synchronizer import Synchronizer
 from offbeat.methods.call import Optimizers, Options, record_call
 from offbeat.methods.parts import average, correct, exact, exchange_params

@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 from offbeat.base.clock import Clock
 from offbeat.engine.exchange import Exchange
 from offbeat.engine.part import Part
-from offbeat.engine.rhythm import Rhythm
+from offbeat.engine.round import Rhythm
 from offbeat.plan.job import Job
 
 What = Literal["ask", "land", "advance", "begin"]

@@ -22,8 +22,7 @@ _NARROW = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 class Mean(Code):
     """The exact mean in float32, or in float64 for float64 tensors.
 
-    A large payload is sent in pieces: one is packed while others travel. With `dtype` "bfloat16" or "float16"
-    half the bytes travel; sums are still float32.
+    With `dtype` "bfloat16" or "float16" half the bytes travel; sums are still float32.
 
         offbeat.diloco(model, optimizer, reduce=Mean("bfloat16"))
     """
@@ -59,20 +58,35 @@ class Mean(Code):
             return super().start(payload, comm, clock, state, residual)
         for flat in residual or ():
             flat.zero_()
-        if sum([size for _, _, size in payload.spans]) < _PIECE:
-            return comm.total(payload.flats).then(lambda _: payload.scaled(1 / comm.size))
-        messages = [comm.total([piece]) for piece in payload.pieces(_PIECE)]  # filled one by one
-
-        def wait() -> Packed:
-            for message in messages:
-                message.wait()
-            return payload.scaled(1 / comm.size)
-
-        return Pending(
-            wait,
-            lambda: all(message.done() for message in messages),
-            lambda: max(message.arrived() for message in messages),
-        )
+        return send(payload, comm)
 
     def carry(self, vector: Vector, comm: Communicator, clock: Clock, state: State) -> Messages:
         return mean_in_two_phases(vector, comm, CastCodec(_NARROW[str(self.dtype)]))
+
+
+def send(payload: Packed, comm: Communicator, live: Sequence[Tensor] = ()) -> Pending[Packed]:
+    """Send a payload; its exact mean arrives. `live` are packed first, as its first entries.
+
+    A large payload goes in pieces: one is packed while others travel.
+    """
+    flats = payload.flats
+    if sum(map(torch.numel, flats)) < _PIECE:
+        payload.cut(len(live))[0].read(live)
+        return comm.total(flats).then(lambda _: payload.scaled(1 / comm.size))
+    packed, messages = payload.cut(len(live))[0].is_memory_of(live), []
+    for piece, inside in payload.pieces(_PIECE):
+        own = [i for i in inside if i < len(live) and not packed]
+        if own:
+            torch._foreach_copy_([payload.views[i] for i in own], [live[i] for i in own])
+        messages.append(comm.total([piece]))
+
+    def wait() -> Packed:
+        for message in messages:
+            message.wait()
+        return payload.scaled(1 / comm.size)
+
+    return Pending(
+        wait,
+        lambda: all(message.done() for message in messages),
+        lambda: max(message.arrived() for message in messages),
+    )

@@ -37,28 +37,14 @@ class Staged(Pending[T]):
 
 
 class Reducer:
-    """How a payload is sent. A frozen value that gives every rank the mean of all payloads, or nearly."""
+    """How a payload is sent. A frozen value that gives every rank the mean of all payloads, or nearly.
 
-    @property
-    def lossy(self) -> bool:
-        """Whether the result only approximates the mean. If so, send differences from an anchor, not weights.
+    Drift is not measured with a `lossy` reducer. One that `remembers` keeps values for later rounds.
+    """
 
-        Drift cannot be computed from such a mean.
-        """
-        return False
-
-    @property
-    def agrees(self) -> bool:
-        """Whether all ranks get the same result, to the bit."""
-        return True
-
-    @property
-    def remembers(self) -> bool:
-        """Whether the mean may contain values kept from earlier rounds.
-
-        It can then be nonzero where no worker sends anything in this round.
-        """
-        return False
+    lossy: bool = False  # the result only approximates the mean: send differences from an anchor, not weights
+    agrees: bool = True  # all ranks get the same result, to the bit
+    remembers: bool = False  # the mean may be nonzero where no worker sends anything in this round
 
     def init(self) -> State:
         """The initial state."""

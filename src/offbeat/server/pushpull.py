@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -18,7 +18,7 @@ from offbeat.comm.communicator import Communicator
 from offbeat.comm.presence import Departure
 from offbeat.engine.optimizers import read_rates
 from offbeat.engine.part import Part
-from offbeat.engine.report import Report
+from offbeat.engine.report import Emit
 from offbeat.engine.round import Round
 from offbeat.server.rules import LocalRule, LocalStep
 from offbeat.server.shard import OptimizerFactory, Replica, Shard, check_server, read_options
@@ -75,7 +75,7 @@ class PushPull(Part):
         options = ", ".join(f"{name}={getattr(self, name)!r}" for name in names)
         return f"PushPull({self.live!r}, {options}, among={self.peers!r})"
 
-    def bind(self, index: int, optimizers: Sequence[Optimizer], report: Callable[[Report], None]) -> None:
+    def bind(self, index: int, optimizers: Sequence[Optimizer], report: Emit) -> None:
         self._index, self._optimizers, self._emit = index, optimizers, report
         self._factory = check_server(self.server, optimizers)
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from offbeat.base.clock import Clock, State
-from offbeat.base.packed import Packed
+from offbeat.base.packed import Packed, split_alike
 from offbeat.comm.communicator import Communicator
 
 
@@ -47,9 +47,16 @@ class Update:
         raise NotImplementedError
 
     def distances(self, live: Sequence[Tensor], mean: Packed, state: State) -> tuple[float, float | None]:
-        """Return this worker's |x − x̄|² and the squared length of the coming change. Called before
-        `incoming`."""
+        """Return this worker's |x − x̄|² and the squared length of the coming change, before `incoming`."""
         raise NotImplementedError
+
+    def land(
+        self, live: Sequence[Tensor], mean: Packed, clock: Clock, state: State
+    ) -> tuple[float, float | None]:
+        """Do both: measure the distances, then write the live tensors."""
+        distances = self.distances(live, mean, state)
+        self.incoming(live, mean, clock, state)
+        return distances
 
     def shown(self, live: Sequence[Tensor], room: Packed, state: State) -> list[Tensor] | None:
         """Return what `averaged()` shows in place of the live tensors; None: the live tensors."""
@@ -70,7 +77,7 @@ class Replace(Update):
             raise ValueError(f"{self!r}: keep must be at least 0 and below 1.")
 
     def outgoing(self, live: Sequence[Tensor], room: Packed, clock: Clock, state: State) -> None:
-        room.stage(live)
+        room.read(live)
 
     def incoming(self, live: Sequence[Tensor], mean: Packed, clock: Clock, state: State) -> None:
         blend(live, mean, self.keep)
@@ -78,6 +85,14 @@ class Replace(Update):
     def distances(self, live: Sequence[Tensor], mean: Packed, state: State) -> tuple[float, float | None]:
         drift = square_distance(live, mean.views)
         return drift, (1 - self.keep) ** 2 * drift
+
+    def land(
+        self, live: Sequence[Tensor], mean: Packed, clock: Clock, state: State
+    ) -> tuple[float, float | None]:
+        if self.keep:
+            return super().land(live, mean, clock, state)
+        drift = mean.write_and_measure(live)
+        return drift, drift
 
 
 @dataclass(frozen=True)
@@ -120,14 +135,9 @@ def blend(live: Sequence[Tensor], values: Packed, keep: float) -> None:
 
 def square_distance(these: Iterable[Tensor], those: Iterable[Tensor]) -> float:
     """Return |these − those|², summed over the tensors in float64, without a copy of all differences."""
-    squares = [
-        torch.linalg.vector_norm(x - y, dtype=torch.promote_types(y.dtype, torch.float32)).double().square()
+    norms = [
+        torch.linalg.vector_norm(x - y, dtype=torch.promote_types(y.dtype, torch.float32)).double()
         for a, b in zip(these, those, strict=True)
-        for x, y in zip(_pieces(a), _pieces(b), strict=True)
+        for x, y in split_alike(a, b)
     ]
-    return float(torch.stack(squares).sum()) if squares else 0.0
-
-
-def _pieces(tensor: Tensor) -> Sequence[Tensor]:
-    """Cut a long vector into pieces."""
-    return torch.split(tensor, 2**21) if tensor.dim() == 1 else (tensor,)
+    return float(torch.stack(norms).square().sum()) if norms else 0.0

@@ -1,4 +1,4 @@
-"""Wait-free rounds: the first worker to arrive starts a round, late workers contribute older tensors."""
+"""Wait-free rounds: the first worker to arrive starts a round; late workers contribute older tensors."""
 
 from offbeat.waitfree.eager import EagerGradients
 from offbeat.waitfree.group_average import GroupAverage

@@ -21,7 +21,7 @@ from offbeat.comm.background import Sidecar
 from offbeat.comm.communicator import Communicator, Metered, Pending, arrived
 from offbeat.comm.presence import Departure
 from offbeat.engine.part import Part
-from offbeat.engine.report import Report
+from offbeat.engine.report import Emit
 from offbeat.reduce import Mean, Reducer
 from offbeat.waitfree.handover import Handover
 from offbeat.waitfree.rounds import WORDS, Attendance, Kind, Rounds
@@ -88,7 +88,7 @@ class Waitfree(Part):
         """Every rank's attendance up to the last global round. Empty before the first. May wait for it."""
         return [Attendance.read(rank, words) for rank, words in enumerate(self._tallies.wait())]
 
-    def bind(self, index: int, optimizers: Sequence[Optimizer], report: Callable[[Report], None]) -> None:
+    def bind(self, index: int, optimizers: Sequence[Optimizer], report: Emit) -> None:
         self._emit = report
 
     def communicators(self) -> list[Communicator]:
@@ -149,7 +149,8 @@ class Waitfree(Part):
             if self._resumed is not None:
                 self._durations.append(self.peers.everyone.now() - self._resumed)
         with sidecar.locked():
-            self.handover.publish(round)
+            self.handover.publish()
+            self.handover.version = round
             if not blocking and sidecar.heard < round and self.calls(round):
                 sidecar.announce(round)
 

@@ -68,7 +68,7 @@ class EagerGradients(Waitfree):
             self.submit(clock.step, tensors)
             self.await_round(clock.step, tensors)
             self._seen |= present > 0
-            self.live.landed([self._seen])
+            self.live.land_notes([self._seen])
         return True
 
     def state_dict(self) -> State:

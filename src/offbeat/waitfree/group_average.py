@@ -95,7 +95,7 @@ class GroupAverage(Waitfree):
         tensors = {**self.live.like(), **buffers}
         self.handover = (JoinMean if self.late == "join" else AddSteps)(tensors, version, sidecar)
         self.handover.reset(list(tensors.values()))
-        self.handover.publish(version)
+        self.handover.publish()
         self._saved_buffers = {}
 
     @torch.no_grad()

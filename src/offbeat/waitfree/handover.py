@@ -41,9 +41,9 @@ class Handover:
         """In the worker, instead of `write`: all workers have these tensors, as after a global round."""
         self.write(tensors)
 
-    def publish(self, version: int) -> None:
-        """In the worker: what it wrote is its contribution to round `version`."""
-        self.version = version
+    def publish(self) -> None:
+        """In the worker, which then sets `version`: what it wrote is its newest contribution."""
+        raise NotImplementedError
 
     def take(self) -> tuple[Packed, int]:
         """In the sidecar: the tensors to send, and the round the worker made them for."""
@@ -76,8 +76,8 @@ class JoinMean(Handover):
         self._draft.read(tensors)
         sync_device(self._draft)
 
-    def publish(self, version: int) -> None:
-        self._draft, self._published, self.version = self._published, self._draft, version
+    def publish(self) -> None:
+        self._draft, self._published = self._published, self._draft
 
     def take(self) -> tuple[Packed, int]:
         with self._sidecar.locked():
@@ -122,8 +122,7 @@ class AddSteps(Handover):
         sync_device(self._draft)
         self._written = True
 
-    def publish(self, version: int) -> None:
-        self.version = version
+    def publish(self) -> None:
         if self._written and self._unsent:
             torch._foreach_add_(self._published.flats, self._draft.flats)
             sync_device(self._published)
@@ -163,10 +162,10 @@ class SumGradients(Handover):
     def write(self, tensors: Sequence[Tensor]) -> None:
         self._written = list(tensors)  # `publish` adds them, since the sidecar may empty the draft meanwhile
 
-    def publish(self, version: int) -> None:
+    def publish(self) -> None:
         torch._foreach_add_(self._draft.views, self._written)
         sync_device(self._draft)
-        self._written, self.version = [], version
+        self._written = []
 
     def take(self) -> tuple[Packed, int]:
         with self._sidecar.locked():
