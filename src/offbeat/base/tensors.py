@@ -42,6 +42,7 @@ class Live:
     """The tensors of an exchange: `params(model)` or `grads(model)`."""
 
     early = False  # whether the exchange acts before the local step
+    _call = "params"
 
     def __init__(self, model: nn.Module, only: Sequence[str] | None = None) -> None:
         chosen = trainable(model)
@@ -50,12 +51,8 @@ class Live:
             if unknown:
                 raise ValueError(f"{self._call}(model, only=...): the model has no trainable {unknown[0]!r}.")
             chosen = {name: p for name, p in chosen.items() if name in set(only)}
-        self.model = model
-        self.only = None if only is None else tuple(only)
-        self.names = tuple(chosen)
-        self.parameters = list(chosen.values())
-
-    _call = "params"
+        self.model, self.only = model, None if only is None else tuple(only)
+        self.names, self.parameters = tuple(chosen), list(chosen.values())
 
     def __repr__(self) -> str:
         return f"{self._call}({len(self.names)} tensors)"
@@ -73,10 +70,7 @@ class Live:
         return {}
 
     def land_notes(self, notes: Sequence[Tensor], *, late: bool = False) -> None:
-        """The tensors have been written, and the mean of all notes is here.
-
-        `late`: the tensors may belong to another round than the notes.
-        """
+        """Use the mean of all notes; the tensors are written. `late`: they may belong to another round."""
 
 
 class Gradients(Live):

@@ -35,7 +35,13 @@ class Rhythm:
     """
 
     def __init__(self, when: Schedule, delay: Delay) -> None:
-        _check_delay(delay, when)
+        shortest = when.shortest
+        if delay != "round" and not is_whole(delay, 0):
+            raise ValueError(f'delay={delay!r}: delay must be a number of steps, at least 0, or "round".')
+        if delay != "round" and shortest is not None and delay > shortest:
+            raise ValueError(
+                f"delay={delay} with {when!r}: delay must not exceed the period, which can be {shortest}."
+            )
         self.when, self.delay = when, delay
         self.memory: State = when.init()
         self.planned: int | None = None  # the step after which the next round begins
@@ -87,33 +93,15 @@ class Rhythm:
         self.in_air, self.lands, self.advances = False, None, []
 
     def state_dict(self) -> State:
-        return {
-            "planned": self.planned,
-            "round": self.round,
-            "began": self.began,
-            "in_air": self.in_air,
-            "memory": self.memory,
-        }
+        return {name: getattr(self, name) for name in ("planned", "round", "began", "in_air", "memory")}
 
     def load_state_dict(self, state: State) -> None:
         """A round in the air has arrived when it is saved, so it no longer advances."""
-        self.planned, self.round, self.began = state["planned"], state["round"], state["began"]
-        self.memory, self._messages = state["memory"], 1
         self.land()
-        if state["in_air"]:
-            self.in_air = True
+        vars(self).update(state)
+        self._messages = 1
+        if self.in_air:
             self._aim()
-
-
-def _check_delay(delay: Delay, when: Schedule) -> None:
-    if delay == "round":
-        return
-    if not is_whole(delay, 0):
-        raise ValueError(f'delay={delay!r}: delay must be a number of steps, at least 0, or "round".')
-    if when.shortest is not None and delay > when.shortest:
-        raise ValueError(
-            f"delay={delay} with {when!r}: delay must not exceed the period, which can be {when.shortest}."
-        )
 
 
 class Round:

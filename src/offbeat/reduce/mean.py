@@ -71,7 +71,8 @@ def send(payload: Packed, comm: Communicator, live: Sequence[Tensor] = ()) -> Pe
     """
     flats = payload.flats
     if sum(map(torch.numel, flats)) < _PIECE:
-        payload.cut(len(live))[0].read(live)
+        if live:
+            payload.cut(len(live))[0].read(live)
         return comm.total(flats).then(lambda _: payload.scaled(1 / comm.size))
     packed, messages = payload.cut(len(live))[0].is_memory_of(live), []
     for piece, inside in payload.pieces(_PIECE):
