@@ -114,8 +114,12 @@ def train(
     decay: float = 1.0,
     idle: int = 0,
     finish: bool = True,
+    samples: tuple[float, ...] | None = None,
 ) -> list[dict[str, Tensor]]:
-    """Weights and buffers of this worker after every step and `finish()`; the rate is 0 in `idle` steps."""
+    """Weights and buffers of this worker after every step and `finish()`; the rate is 0 in `idle` steps.
+
+    `samples` are those of every rank's steps.
+    """
     net = (model or problem(expression))(seed=comm.rank)
     opt = optimizer_for(net, optimizer)
     scheduler = torch.optim.lr_scheduler.LambdaLR(opt, lambda step: 0.0 if step < idle else decay**step)
@@ -125,7 +129,7 @@ def train(
         loss = net(data(comm.rank, step))
         loss.backward()
         sync.observe(loss.square())
-        sync.step()
+        sync.step(samples=None if samples is None else samples[comm.rank])
         opt.zero_grad()
         scheduler.step()
         trace.append(snapshot(net))

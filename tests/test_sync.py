@@ -243,7 +243,7 @@ def test_what_is_not_done_inside_averaged() -> None:
     _, sync = line(Solo(), "local_sgd(every=2)")
     state = sync.state_dict()
     with sync.averaged():
-        with says(RuntimeError, "averaged(): it is already active."), sync.averaged():
+        with says(RuntimeError, f"averaged(): {NOT_LIVE}"), sync.averaged():
             pass
         for name, call in {
             "step()": sync.step,
@@ -253,7 +253,7 @@ def test_what_is_not_done_inside_averaged() -> None:
         }.items():
             with says(RuntimeError, f"{name}: {NOT_LIVE}"):
                 call()
-        sentence = "state_dict(): not inside averaged() or a step: weights there are not final."
+        sentence = f"state_dict(): {NOT_LIVE}"
         with says(RuntimeError, sentence):
             sync.state_dict()
     sync.step()
@@ -273,7 +273,7 @@ def test_what_is_not_done_inside_a_step() -> None:
         pass
     with says(RuntimeError, "finish(): a step is under way: call after_step() first."):
         sync.finish()
-    sentence = "state_dict(): not inside averaged() or a step: weights there are not final."
+    sentence = "state_dict(): a step is under way: call after_step() first."
     with says(RuntimeError, sentence):
         sync.state_dict()
     assert sync.steps == 0

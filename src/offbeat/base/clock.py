@@ -31,7 +31,8 @@ class Clock:
     loss: float | None = None
     round_lr: float | None = None
     origin: int = 0
-    observed: tuple[float | Tensor, ...] = ()  # losses of the coming step, told by the caller
+    observed: tuple[float | Tensor, ...] = ()  # losses of the coming step, given by the caller
+    samples: float | None = None  # of the coming step, given by the caller
 
     @property
     def absolute(self) -> int:

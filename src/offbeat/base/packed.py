@@ -88,6 +88,11 @@ class Packed:
         scaled._cuts = self._cuts
         return scaled
 
+    def scale(self, factor: float) -> None:
+        """Multiply every value now. A factor of 0 makes all values 0, also those that are not finite."""
+        for flat in self.flats if factor != 1 else ():
+            flat.mul_(factor) if factor else flat.zero_()
+
     def over(self, flats: Sequence[Tensor]) -> Packed:
         """The same entries in other vectors of the same lengths."""
         return Packed(self.names, _cut(flats, self.spans, self._views), list(flats), self.spans)

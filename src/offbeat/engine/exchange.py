@@ -21,7 +21,7 @@ from offbeat.engine.extras import BufferRule, MomentRule, Payload
 from offbeat.engine.optimizers import read_rates
 from offbeat.engine.part import Landing, Part
 from offbeat.engine.report import Emit, Ledger
-from offbeat.engine.round import Delay, Rhythm, Round
+from offbeat.engine.round import NO_WEIGHT, Delay, Rhythm, Round
 from offbeat.reduce import Mean, Reducer, Staged
 from offbeat.reduce.mean import send
 from offbeat.update.outer import Anchor
@@ -76,6 +76,8 @@ class Exchange(Part):
         self.opened = False
         self._rates: tuple[float, ...] = ()  # of every live tensor in the last step, that of its own group
         self._rates_digest = 0
+        self._weight = NO_WEIGHT  # of this worker's contribution: samples since the last round
+        self.weighs = self.reduce.agrees and not isinstance(self.update, Reducer)
 
     def __repr__(self) -> str:
         return (
@@ -100,6 +102,8 @@ class Exchange(Part):
     def plan(self, clock: Clock) -> None:
         for loss in clock.observed:
             self.observe(loss)
+        if clock.samples is not None:
+            self._weight = max(self._weight, 0.0) + clock.samples
         rhythm = self.rhythm
         if rhythm.planned is None:
             rhythm.plan(self._ledger.update(clock))
@@ -159,21 +163,25 @@ class Exchange(Part):
         with round.phase("offbeat.begin"):
             averages = payload.moments.rule == "average"
             digest = payload.moments.digest() if averages else 0
-            heads = round.compare(self._index, self._rates_digest, self._everyone.rank, digest)
+            heads = round.compare(self._index, self._rates_digest, self._everyone.rank, digest, self._weight)
+            factor = 1.0 if self._weight == NO_WEIGHT else round.weigh(heads)
+            self._weight = NO_WEIGHT
             moments = payload.moments.choose(heads, round) if averages else {}
             notes, live = share or (self.live.notes(), self.live.tensors())
             if len(payload.packed.names) > len(live):
                 payload.read_extras(notes)
-            if self._plain:
+            if self._plain and factor == 1:
                 round.mean = send(payload.packed, round.comm, live)
             else:
                 state = self._states["update"]
                 self.update.outgoing(live, payload.own, clock, state)
+                if factor != 1:
+                    payload.packed.scale(factor)
                 memory = self._states.get("reduce", state)  # an update that owns its code has one state
                 round.mean = self.reduce.start(payload.packed, round.comm, clock, memory)
             round.messages.append(round.mean)
             if payload.has_extras:
-                payload.send_extras(moments, round, late=self.delay != 0)
+                payload.send_extras(moments, round, factor, late=self.delay != 0)
         rhythm.begin(clock.step, 1 + len(round.mean.stages) if isinstance(round.mean, Staged) else 1)
 
     @torch.no_grad()
@@ -194,9 +202,11 @@ class Exchange(Part):
             clock = replace(clock, round=round.clock.round, workers=round.comm.size, rates=self._rates)
             live, state = self.live.tensors(), self._states["update"]
             own, notes, buffers = round.mean.wait().cut(*self.payload.lengths)
-            if self.drift and not self.reduce.lossy:
-                distances = self.update.land(live, own, clock, state)
+            if self._plain and self.drift:
+                distances = (own.write_and_measure(live),) * 2
             else:
+                if self.drift and not self.reduce.lossy:
+                    distances = self.update.distances(live, own, state)
                 self.update.incoming(live, own, clock, state)
             if self.live.early:
                 # With a delay or a residual, the mean may be nonzero where no worker has a gradient now.
@@ -263,6 +273,7 @@ class Exchange(Part):
             "rhythm": copy_state(self.rhythm.state_dict()),
             "landed_at": self._landed_at,
             "opened": self.opened,
+            "weight": self._weight,
             "ledger": self._ledger.state_dict(),
             # Groups of different sizes may hold different tensors: a worker alone in its group sends nothing.
             **(own if isinstance(self.peers, World) else {OWN: own}),
@@ -271,7 +282,7 @@ class Exchange(Part):
     @torch.no_grad()
     def load_state_dict(self, state: State) -> None:
         self.rhythm.load_state_dict(copy_state(state["rhythm"]))
-        self._landed_at, self.opened = state["landed_at"], state["opened"]
+        self._landed_at, self.opened, self._weight = state["landed_at"], state["opened"], state["weight"]
         self._ledger.load_state_dict(state["ledger"])
         own = state.get(OWN, state)
         self._states, self._round = copy_state(own["states"]), None

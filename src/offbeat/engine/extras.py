@@ -105,7 +105,7 @@ class Moments:
         """The names of the moments to be averaged, in one number."""
         return _digest(self.find())
 
-    def choose(self, heads: Pending[list[int]], round: Round) -> dict[str, Tensor]:
+    def choose(self, heads: Pending[list[tuple[int, float]]], round: Round) -> dict[str, Tensor]:
         """The moments to be averaged in a round: those that all workers have.
 
         Optimizers create them lazily, so a worker that skipped its first step, or never uses a parameter,
@@ -114,7 +114,7 @@ class Moments:
         """
         mine = self.find()
         with round.waiting():
-            if len(set(heads.wait())) == 1:
+            if len({digest for digest, _ in heads.wait()}) == 1:
                 return mine
         own: dict[str, list[str]] = {name: [] for name in self._live.names}
         for key in mine:
@@ -153,10 +153,11 @@ def _digest(names: Iterable[str]) -> int:
     return zlib.crc32(" ".join(names).encode())
 
 
-def send_mean(tensors: dict[str, Tensor], comm: Communicator) -> Pending[Packed]:
-    """Send tensors packed by dtype; their mean arrives."""
+def send_mean(tensors: dict[str, Tensor], comm: Communicator, factor: float = 1.0) -> Pending[Packed]:
+    """Send tensors packed by dtype, times `factor`; their mean arrives."""
     packed = Packed.like(tensors)
     packed.read(list(tensors.values()))
+    packed.scale(factor)
     return comm.mean(packed.flats).then(lambda _: packed)
 
 
@@ -209,12 +210,12 @@ class Payload:
         """Pack the notes and the averaged buffers."""
         self.packed.cut(len(self.live.names))[1].read([*notes.values(), *self.buffers.averaged().values()])
 
-    def send_extras(self, moments: dict[str, Tensor], round: Round, *, late: bool) -> None:
+    def send_extras(self, moments: dict[str, Tensor], round: Round, factor: float, *, late: bool) -> None:
         """Send rank 0's buffers and the moments. Keep what was sent if the round lands late."""
         if late:
             round.sent = [value.clone() for value in self._extras(moments)]
         round.followed = self.buffers.follow(round.comm)
-        round.moments = send_mean(moments, round.comm) if moments else None
+        round.moments = send_mean(moments, round.comm, factor) if moments else None
         round.messages += [message for message in (round.followed, round.moments) if message is not None]
 
     def land_extras(self, buffers: Sequence[Tensor], round: Round) -> None:

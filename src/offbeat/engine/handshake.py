@@ -1,4 +1,4 @@
-"""Do all workers do the same? If not, every rank raises one sentence that names the odd one."""
+"""Do all workers train the same model with the same method? If not, every rank names the odd one."""
 
 from __future__ import annotations
 
@@ -11,56 +11,10 @@ from itertools import zip_longest
 import torch
 from torch import nn
 
-from offbeat.base.clock import Clock
 from offbeat.base.errors import Disagreement
 from offbeat.base.tensors import named
 from offbeat.comm.communicator import Communicator
-from offbeat.comm.presence import BATCHES
 from offbeat.engine.weights import checksum
-
-KINDS = ("round {round}", "averaged()", "finish()")
-ROUND, AVERAGED, FINISH = range(3)
-
-# One sentence for each word of a header in which all ranks must agree.
-_SENTENCES = (
-    "Workers disagree: rank {rank} is in {kind} at step {step}, rank {o_rank} in {o_kind} at step {o_step}. "
-    f"{BATCHES}",
-    "Workers disagree: rank {rank} is at exchange {part} of the method, rank {o_rank} at {o_part}.",
-    "Workers disagree: rank {rank} is at round {round} (step {step}), rank {o_rank} at round {o_round} "
-    "(step {o_step}).",
-    "Workers disagree at round {round}: rank {rank} is at step {step}, rank {o_rank} at step {o_step}. "
-    "Does every worker use the same schedule?",
-    "Workers disagree in {kind} at step {step}: rank {rank} has learning rate {lr}, rank {o_rank} {o_lr}. "
-    "Step the learning-rate scheduler on every worker.",
-    "Workers disagree in {kind} at step {step}: the learning rates of rank {rank} and rank {o_rank} differ "
-    "in a parameter group. Step the learning-rate scheduler on every worker.",
-)
-
-
-def header(kind: int, part: int, clock: Clock, rates: int, rank: int) -> list[int]:
-    """Return what a rank is about to do, in whole numbers. `rank` is its number among all workers."""
-    (lr,) = struct.unpack("<q", struct.pack("<d", clock.lr))
-    return [kind, part, clock.round, clock.step, lr, rates, rank]
-
-
-def compare_headers(headers: Sequence[Sequence[int]]) -> list[int]:
-    """Raise unless all ranks are at the same point. Return the word that each sent after its header."""
-    first, compared = headers[0], len(_SENTENCES)
-    for other in headers:
-        if other[:compared] != first[:compared]:
-            field = next(i for i in range(compared) if other[i] != first[i])
-            if first[0] != ROUND and field == 3:
-                field = 0  # both in finish(), but not after the same step
-            words = _name_words(first) | {f"o_{name}": word for name, word in _name_words(other).items()}
-            raise Disagreement(_SENTENCES[field].format(**words))
-    return [words[compared + 1] for words in headers]
-
-
-def _name_words(header: Sequence[int]) -> dict[str, object]:
-    kind, part, round, step, lr, _, rank = header[:7]
-    (rate,) = struct.unpack("<d", struct.pack("<q", lr))
-    name = KINDS[kind].format(round=round)
-    return {"kind": name, "part": part, "round": round, "step": step, "lr": rate, "rank": rank}
 
 
 def without_addresses(call: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
@@ -30,6 +31,7 @@ class Part:
     peers: Peers
     follows: Part | None = None  # the part that must stand directly before it in the list
     outside: Metered | None = None  # carries messages that no report covers; their bytes go into the totals
+    weighs: bool = True  # whether its rounds weigh workers by their samples, or it has none
     saved_every: int = 1  # its state can be saved after every so many steps
 
     def bind(self, index: int, optimizers: Sequence[Optimizer], report: Emit) -> None:
@@ -83,6 +85,15 @@ class Part:
 
     def load_state_dict(self, state: State) -> None:
         """Continue from a saved state."""
+
+
+def check_samples(samples: float, parts: Sequence[Part]) -> None:
+    """Raise unless `samples` can be a weight, and every part weighs its workers."""
+    if isinstance(samples, bool) or not isinstance(samples, int | float) or not 0 <= samples < math.inf:
+        raise ValueError(f"step(samples={samples!r}): samples must be a finite number, at least 0.")
+    for part in parts:
+        if not part.weighs:
+            raise ValueError(f"step(samples={samples!r}): {part!r} does not weigh workers: omit samples.")
 
 
 def check_parts(parts: Sequence[Part]) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+import struct
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, Literal
@@ -13,14 +15,35 @@ from torch.profiler import record_function
 
 from offbeat.base.checks import is_whole
 from offbeat.base.clock import Clock, State
-from offbeat.base.errors import PeerLost
+from offbeat.base.errors import Disagreement, PeerLost
 from offbeat.base.packed import Packed
 from offbeat.comm.communicator import Communicator, Metered, Pending, arrived
+from offbeat.comm.presence import BATCHES
 from offbeat.engine.checkpoint import copy_state
-from offbeat.engine.handshake import ROUND, compare_headers, header
 from offbeat.engine.report import Report
 from offbeat.reduce.reducer import Staged
 from offbeat.when import Schedule
+
+KINDS = ("round {round}", "averaged()", "finish()")
+ROUND, AVERAGED, FINISH = range(3)
+NO_WEIGHT = -1.0
+
+# One sentence for each word of a header in which all ranks must agree.
+_SENTENCES = (
+    "Workers disagree: rank {rank} is in {kind} at step {step}, rank {o_rank} in {o_kind} at step {o_step}. "
+    f"{BATCHES}",
+    "Workers disagree: rank {rank} is at exchange {part} of the method, rank {o_rank} at {o_part}.",
+    "Workers disagree: rank {rank} is at round {round} (step {step}), rank {o_rank} at round {o_round} "
+    "(step {o_step}).",
+    "Workers disagree at round {round}: rank {rank} is at step {step}, rank {o_rank} at step {o_step}. "
+    "Does every worker use the same schedule?",
+    "Workers disagree in {kind} at step {step}: rank {rank} has learning rate {lr}, rank {o_rank} {o_lr}. "
+    "Step the learning-rate scheduler on every worker.",
+    "Workers disagree in {kind} at step {step}: the learning rates of rank {rank} and rank {o_rank} differ "
+    "in a parameter group. Step the learning-rate scheduler on every worker.",
+    "Workers disagree in {kind} at step {step}: rank {rank} steps with samples={weight}, rank {o_rank} with "
+    "samples={o_weight}. Pass samples on every worker or on none.",
+)
 
 Delay = int | Literal["round"]
 Act = Literal["land", "advance", "begin"]
@@ -104,6 +127,47 @@ class Rhythm:
             self._aim()
 
 
+def header(
+    kind: int, part: int, clock: Clock, rates: int, rank: int, digest: int = 0, weight: float = NO_WEIGHT
+) -> list[int]:
+    """Return what a rank is about to do, in whole numbers. `rank` is its number among all workers.
+
+    It also tells the digest of its moments, above its rank, and the weight of its contribution.
+    """
+    words = struct.unpack("<2q", struct.pack("<2d", clock.lr, weight))
+    return [kind, part, clock.round, clock.step, words[0], rates, rank + (digest << 31), words[1]]
+
+
+def compare_headers(headers: Sequence[Sequence[int]]) -> list[tuple[int, float]]:
+    """Raise unless all ranks are at the same point. Return the digest and the weight of each."""
+    first = headers[0]
+    for other in headers:
+        # A negative word is a negative number: no weight.
+        different = [other[i] != first[i] for i in range(6)] + [(other[7] < 0) != (first[7] < 0)]
+        if True in different:
+            field = different.index(True)
+            if first[0] != ROUND and field == 3:
+                field = 0  # both in finish(), but not after the same step
+            words = _name_words(first) | {f"o_{name}": word for name, word in _name_words(other).items()}
+            raise Disagreement(_SENTENCES[field].format(**words))
+    weights = struct.unpack(f"<{len(headers)}d", struct.pack(f"<{len(headers)}q", *[h[7] for h in headers]))
+    return list(zip([words[6] >> 31 for words in headers], weights, strict=True))
+
+
+def _name_words(header: Sequence[int]) -> dict[str, object]:
+    kind, part, round, step, lr, _, rank, weight = header
+    rate, samples = struct.unpack("<2d", struct.pack("<2q", lr, weight))
+    return {
+        "kind": KINDS[kind].format(round=round),
+        "part": part,
+        "round": round,
+        "step": step,
+        "lr": rate,
+        "rank": rank % 2**31,
+        "weight": None if samples < 0 else samples,
+    }
+
+
 class Round:
     """One round of a part as this worker sees it: its workers, its messages, and what they cost.
 
@@ -123,16 +187,25 @@ class Round:
         self.moments: Pending[Packed] | None = None
         self.sent: list[Tensor] | None = None  # the extras as they were sent, if the round lands late
 
-    def compare(self, part: int, rates: int, rank: int, digest: int = 0) -> Pending[list[int]]:
-        """Send a header. The answer raises unless all workers are in this round, and holds their digests.
+    def compare(
+        self, part: int, rates: int, rank: int, digest: int = 0, weight: float = NO_WEIGHT
+    ) -> Pending[list[tuple[int, float]]]:
+        """Send a header. The answer raises unless all workers are in this round.
 
         `part` is the place of the part in its method. `rates` is a digest of the learning rates. `rank` is
-        this worker's rank among all workers.
+        this worker's rank among all workers. The answer holds every worker's `digest` and `weight`.
         """
-        head = header(ROUND, part, self.clock, rates, rank)
-        heads = self.comm.tell([*head, digest]).then(compare_headers)
+        words = header(ROUND, part, self.clock, rates, rank, digest, weight)
+        heads = self.comm.tell(words).then(compare_headers)
         self.messages.append(heads)
         return heads
+
+    def weigh(self, heads: Pending[list[tuple[int, float]]]) -> float:
+        """Wait for all weights. Return the factor that makes the mean Σ w x / Σ w; 1 if they are equal."""
+        with self.waiting():
+            weights = [weight for _, weight in heads.wait()]
+        own = weights[self.comm.rank]
+        return 1.0 if len(set(weights)) == 1 else len(weights) * own / math.fsum(weights)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:

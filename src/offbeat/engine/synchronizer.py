@@ -17,8 +17,9 @@ from offbeat.comm.communicator import Metered
 from offbeat.comm.presence import Departure, Track
 from offbeat.engine import checkpoint, handshake
 from offbeat.engine.optimizers import Trained, learning_rate, list_optimizers, read_rates, replace_steps
-from offbeat.engine.part import Landing, Part, check_parts
+from offbeat.engine.part import Landing, Part, check_parts, check_samples
 from offbeat.engine.report import Costs, Emit, Report, Totals
+from offbeat.engine.round import AVERAGED, FINISH, KINDS, compare_headers, header
 from offbeat.engine.weights import average_where_different, preserve, take_from_first, write
 
 logger = logging.getLogger("offbeat")
@@ -68,15 +69,16 @@ class Synchronizer:
                 part.communicators()  # connects to its peers while all workers are here
             self._agreed = True
 
-    def step(self, local: Callable[[], Any] | None = None) -> Any:
+    def step(self, local: Callable[[], Any] | None = None, *, samples: float | None = None) -> Any:
         """Make one iteration, in place of `optimizer.step()`.
 
         `local` does everything that belongs to the step: unscaling, clipping, `scaler.step(optimizer)` and
         `scaler.update()`. It is always called, and its result is returned. Without it the optimizers step.
+        `samples` weighs this worker: rounds take Σ w x / Σ w, where w adds up the samples since the last one.
         """
         self._must_be_open("step()")
         with self._failing():
-            theirs, result = self._before(), None
+            theirs, result = self._before(samples), None
             with nullcontext() if theirs else replace_steps(self.optimizers, self._stepped):
                 if local is not None:
                     result = local()
@@ -90,11 +92,11 @@ class Synchronizer:
         """Give the loss of the coming step to schedules that depend on it."""
         self._losses.append(loss.detach() if isinstance(loss, Tensor) else loss)
 
-    def before_step(self) -> bool:
+    def before_step(self, *, samples: float | None = None) -> bool:
         """For frameworks that own the step: gradients are ready. If it returns False, do not step."""
         self._must_be_open("before_step()")
         with self._failing():
-            theirs = self._before()
+            theirs = self._before(samples)
             for optimizer in () if theirs else self.optimizers:
                 self._stepped(optimizer)
         return theirs
@@ -106,8 +108,10 @@ class Synchronizer:
         with self._failing():
             self._after()
 
-    def _before(self) -> bool:
+    def _before(self, samples: float | None) -> bool:
         """Begin an iteration. Return whether the optimizers step."""
+        if samples is not None:
+            check_samples(samples, self.parts)
         if self._unseen is not None or not self._started:
             self._start()
         self._inside_step = True
@@ -115,7 +119,8 @@ class Synchronizer:
         self._worker.computed(self.steps)
         self._lr = learning_rate(self.optimizers)
         self._trained.check()
-        clock, self._losses = Clock(self.steps, 0, self._lr, observed=tuple(self._losses)), []
+        clock = Clock(self.steps, 0, self._lr, observed=tuple(self._losses), samples=samples)
+        self._losses = []
         for part in self.parts:
             part.plan(clock)
         return False not in [part.before(clock) for part in self.parts]
@@ -149,10 +154,7 @@ class Synchronizer:
         The consensus is the anchor where a method has one, and the mean of all other weights and of floating
         buffers. Every rank enters. Messages in the air stay there.
         """
-        if self._inside_averaged:
-            raise RuntimeError("averaged(): it is already active.")
-        if self._inside_step:
-            raise RuntimeError("averaged(): a step is under way: call after_step() first.")
+        self._must_be_open("averaged()", finished=True)
         with self._failing():
             self._start()
         with preserve(self.model):
@@ -160,9 +162,8 @@ class Synchronizer:
             try:
                 if not self.finished:
                     with self._failing(), self._costs.including(self._comm):
-                        self._meet(handshake.AVERAGED)
-                        # Read all before writing any.
-                        for tensors in [part.shown() for part in self.parts]:
+                        self._meet(AVERAGED)
+                        for tensors in [part.shown() for part in self.parts]:  # read all, then write
                             write(self.model, tensors)
                         average_where_different(self.model, self._comm)
                 yield
@@ -177,7 +178,7 @@ class Synchronizer:
         with self._failing():
             self._start()
             with self._costs.including(self._comm):
-                self._meet(handshake.FINISH)
+                self._meet(FINISH)
             for part in self.parts:
                 part.flush(Clock(self.steps, 0, self._lr))
             with self._costs.including(self._comm):
@@ -201,8 +202,7 @@ class Synchronizer:
 
         Every rank calls it after the same step and saves its own. It waits for messages in the air.
         """
-        if self._inside_averaged or self._inside_step:
-            raise RuntimeError("state_dict(): not inside averaged() or a step: weights there are not final.")
+        self._must_be_open("state_dict()", finished=True)
         checkpoint.check_step(self.method, self.steps, [part.saved_every for part in self.parts])
         with self._failing():
             parts = [part.state_dict() for part in self.parts]
@@ -260,13 +260,13 @@ class Synchronizer:
 
     def _meet(self, kind: int) -> None:
         """Raise on every rank unless all workers are at the same place."""
-        self._track.meet(handshake.KINDS[kind], self.steps)
+        self._track.meet(KINDS[kind], self.steps)
         clock, (rates, _) = Clock(self.steps, 0, self._lr), read_rates(self.optimizers)
-        where = handshake.header(kind, 0, clock, rates, self._comm.rank)
+        where = header(kind, 0, clock, rates, self._comm.rank)
         talks = {id(comm): Metered(comm) for part in self.parts for comm in part.communicators()}
         # On all communicators at once: a worker that is elsewhere waits on one of them.
         for comm, message in [(comm, comm.tell(where)) for comm in talks.values()]:
-            handshake.compare_headers(message.wait())
+            compare_headers(message.wait())
             self._costs.count(comm)
         self._track.met()
 
@@ -275,8 +275,9 @@ class Synchronizer:
         if self.on_report is not None:
             self.on_report(report)
 
-    def _must_be_open(self, call: str) -> None:
-        if self.finished:
+    def _must_be_open(self, call: str, *, finished: bool = False) -> None:
+        """Raise inside averaged() or a step, and after `finish()` unless `finished` is allowed."""
+        if self.finished and not finished:
             raise RuntimeError(f"{call}: this run was ended by finish(): make a new synchronizer.")
         if self._inside_averaged:
             raise RuntimeError(f"{call}: not inside averaged(), where the weights are not the live ones.")

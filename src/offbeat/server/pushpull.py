@@ -43,6 +43,8 @@ class PushPull(Part):
         PushPull(params(model), every=5, warmup=500, local=GLU(alpha=2.0, beta=0.5))
     """
 
+    weighs = False
+
     def __init__(
         self,
         live: Live,

@@ -50,14 +50,6 @@ class Update:
         """Return this worker's |x − x̄|² and the squared length of the coming change, before `incoming`."""
         raise NotImplementedError
 
-    def land(
-        self, live: Sequence[Tensor], mean: Packed, clock: Clock, state: State
-    ) -> tuple[float, float | None]:
-        """Do both: measure the distances, then write the live tensors."""
-        distances = self.distances(live, mean, state)
-        self.incoming(live, mean, clock, state)
-        return distances
-
     def shown(self, live: Sequence[Tensor], room: Packed, state: State) -> list[Tensor] | None:
         """Return what `averaged()` shows in place of the live tensors; None: the live tensors."""
         return None
@@ -85,14 +77,6 @@ class Replace(Update):
     def distances(self, live: Sequence[Tensor], mean: Packed, state: State) -> tuple[float, float | None]:
         drift = square_distance(live, mean.views)
         return drift, (1 - self.keep) ** 2 * drift
-
-    def land(
-        self, live: Sequence[Tensor], mean: Packed, clock: Clock, state: State
-    ) -> tuple[float, float | None]:
-        if self.keep:
-            return super().land(live, mean, clock, state)
-        drift = mean.write_and_measure(live)
-        return drift, drift
 
 
 @dataclass(frozen=True)
