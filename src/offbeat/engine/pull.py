@@ -50,6 +50,7 @@ class PseudoSync(Part):
 
     def bind(self, index: int, optimizers: Sequence[Optimizer], report: Callable[[Report], None]) -> None:
         self._optimizers = optimizers
+        self._rates = read_rates(optimizers, self.exchange.live.parameters)[1]
 
     def before(self, clock: Clock) -> bool:
         """Scale the rates of the optimizers' own steps until `release`. Schedulers see the user's rates."""

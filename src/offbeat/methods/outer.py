@@ -66,7 +66,7 @@ def diloco(
 
     Larger `lr` takes longer outer steps: try 0.4 to 0.6 with two workers, closer to 1 with eight. The default
     `momentum` suits runs of hundreds of rounds that do not start from scratch; for shorter runs use 0.3 and a
-    synchronous `warmup` of a quarter of the steps. `Outer` takes any other outer optimizer.
+    synchronous `warmup` of a quarter of the steps. For another outer optimizer use `update=Outer(...)`.
 
         sync = offbeat.diloco(model, optimizer, every=64)
 
