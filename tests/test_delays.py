@@ -45,7 +45,7 @@ from offbeat import (
     params,
 )
 from offbeat.plan import Cosine, Job
-from offbeat.plan.unroll import unroll
+from offbeat.plan.forecast import unroll
 
 Delay = int | str
 STEPS = 13
