@@ -48,7 +48,7 @@ from offbeat import (
     params,
 )
 from offbeat.plan import Cosine, Job
-from offbeat.plan.unroll import unroll
+from offbeat.plan.forecast import unroll
 from offbeat.reduce import Staged
 
 Delay = int | str

@@ -50,10 +50,10 @@ class Groups:
 
     def latest(self, times: Tensor) -> Tensor:
         """The maximum over each worker's group, for every worker."""
-        if self.members is None:
-            return times.amax(-1, keepdim=True)
         if times.shape[-1] == 1:
             return times  # the same for every worker
+        if self.members is None:
+            return times.amax(-1, keepdim=True)
         shape = self.members.shape
         if self._in_order:
             most = times.reshape(*times.shape[:-1], *shape).amax(-1, keepdim=True)
@@ -78,17 +78,16 @@ class Costs:
         """Seconds for which the links are busy, and the latency after; the worst if workers are alike."""
         key = (kind, size, None if groups.members is None else groups)
         if key not in self._known:
-            busy, delay = self._work_out(kind, size, groups)
-            self._known[key] = self._spread(busy, groups), self._spread(delay, groups)
+            seconds = self._work_out(kind, size, groups)
+            if self._alike:
+                seconds = seconds.amax(-1, keepdim=True)
+            elif groups.members is not None:
+                seconds = seconds[..., groups.number]
+            self._known[key] = seconds[0, :, None], seconds[1, :, None]
         return self._known[key]
 
-    def _spread(self, seconds: Tensor, groups: Groups) -> Tensor:
-        if self._alike:
-            return seconds.amax(-1, keepdim=True)[:, None]
-        return (seconds if groups.members is None else seconds[..., groups.number])[:, None]
-
-    def _work_out(self, kind: str, size: Size, groups: Groups) -> tuple[Tensor, Tensor]:
-        """The same for each group: [network, group]. All send at once and share uplinks."""
+    def _work_out(self, kind: str, size: Size, groups: Groups) -> Tensor:
+        """Both for each group: [2, network, group]. All groups send at once and share uplinks."""
         network, sizes = self.networks[0], groups.sizes
         given = {n: size.at(n) for n in set(sizes.tolist())}
         sent = _each([sizes], lambda n: own_bytes(network.reduce, kind, n, given[n]) if n > 1 else 0)
@@ -115,7 +114,7 @@ class Costs:
             limits = [n.levels[depth].bandwidth for n in self.networks]
             busy = [torch.maximum(b, worst / limit) for b, limit in zip(busy, limits, strict=True)]
         delay = _each(counts, lambda *counts: network.delay(kind, list(counts)))
-        return torch.stack(busy), delay.expand(len(self.networks), -1)
+        return torch.stack([torch.stack(busy), delay.expand(len(busy), -1)])
 
 
 def _slowest(network: Network, groups: Groups) -> Tensor:

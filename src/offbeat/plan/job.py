@@ -1,4 +1,4 @@
-"""The job and the cluster of a plan."""
+"""The job and the cluster of a plan, and a small model in place of the real one."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from os import PathLike
 from typing import Literal, TypeVar, get_args
+
+import torch
+from torch import nn
 
 from offbeat.base.checks import is_whole
 from offbeat.base.errors import BadArgument
@@ -112,3 +115,22 @@ def read(path: str | PathLike[str], kind: type[T]) -> T | None:
     except Exception as error:  # the file is the user's, and may raise anything
         raise ValueError(f"{path}: cannot be read ({type(error).__name__}: {error}).") from error
     return next((value for value in found.values() if isinstance(value, kind)), None)
+
+
+class ProxyModel(nn.Module):
+    """Equal square layers in the dtype of the job. Every weight has a gradient."""
+
+    def __init__(self, job: Job, width: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList()
+        for _ in range(job.layers):
+            weight = nn.Parameter(torch.full((width, width), 0.5, dtype=getattr(torch, job.dtype)))
+            weight.grad = torch.full_like(weight, 0.25)
+            self.layers.append(nn.ParameterList([weight]))
+
+
+def local_optimizer(job: Job, model: nn.Module) -> torch.optim.Optimizer:
+    rate = job.rate(0) or 1e-3
+    if job.optimizer == "adamw":
+        return torch.optim.AdamW(model.parameters(), lr=rate)
+    return torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9 if job.optimizer == "momentum" else 0.0)

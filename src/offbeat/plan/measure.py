@@ -122,21 +122,18 @@ def measure_link(comm: Communicator, *, repetitions: int = 3) -> tuple[Network, 
     if slope <= 0 or latency <= 0:
         latency, slope = 0.0, y1 / x1
     part = tensor[: number // comm.size]
-    sends: dict[str, tuple[Tensor, Callable[[], Pending[list[Tensor]]]]] = {
-        "gather": (part, lambda: comm.gather(part)),
-        "exchange": (tensor, lambda: comm.exchange([part] * comm.size)),
-        "broadcast": (tensor, lambda: comm.broadcast([tensor])),
-    }
-    shares = tuple(
-        (kind, min(1.0, 2 * traffic(kind, comm.size, nbytes([given])) / _time_two(comm, send) * slope))
-        for kind, (given, send) in sends.items()
+
+    def share(kind: str, given: Tensor, send: Callable[[], Pending[list[Tensor]]]) -> tuple[str, float]:
+        """The share of an all-reduce's bandwidth that another collective gets, with two in the air."""
+        seconds = _time(comm, lambda: [message.wait() for message in [send(), send()]], 1)
+        return kind, min(1.0, 2 * traffic(kind, comm.size, nbytes([given])) / seconds * slope)
+
+    shares = (
+        share("gather", part, lambda: comm.gather(part)),
+        share("exchange", tensor, lambda: comm.exchange([part] * comm.size)),
+        share("broadcast", tensor, lambda: comm.broadcast([tensor])),
     )
     return Network(latency / (2 * (comm.size - 1)), 1 / slope, "ring", shares=shares), points
-
-
-def _time_two(comm: Communicator, send: Callable[[], Pending[list[Tensor]]]) -> float:
-    """The seconds of two messages that are in the air together."""
-    return _time(comm, lambda: [message.wait() for message in [send(), send()]], 1)
 
 
 def _time(comm: Communicator, call: Callable[[], object], repetitions: int) -> float:

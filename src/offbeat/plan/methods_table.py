@@ -14,11 +14,10 @@ from offbeat import methods
 from offbeat.engine.exchange import Exchange
 from offbeat.engine.part import Part
 from offbeat.methods.expression import Call, brief, method
-from offbeat.plan.forecast import bytes_sent
+from offbeat.plan.forecast import bytes_sent, unroll
 from offbeat.plan.job import Flat, Job
 from offbeat.plan.probe import probe
 from offbeat.plan.recording import RecordingComm
-from offbeat.plan.unroll import unroll
 
 WORKERS = 8
 PARAMETERS = 124_000_000

@@ -14,13 +14,11 @@ import torch
 from offbeat.base.checks import replace_nonfinite
 from offbeat.engine.exchange import Exchange
 from offbeat.methods.expression import Call, method
-from offbeat.plan.forecast import Forecast, bytes_sent
+from offbeat.plan.forecast import Forecast, bytes_sent, unroll
 from offbeat.plan.job import Cluster, Job
 from offbeat.plan.probe import Seen, probe
-from offbeat.plan.unroll import unroll
 from offbeat.simulate import Network
 
-_DDP = "ddp()"
 _SLACK = 1.05  # counts as equally fast for the break-even bandwidth
 _LITTLE = 0.1  # a share of the run too small to be worth saving
 
@@ -174,7 +172,7 @@ def plan(methods: Sequence[str], job: Job, cluster: Cluster) -> Plan:
     if not methods:
         raise ValueError("plan(methods=[]): name at least one method.")
     predicted = [predict(expression, job, cluster) for expression in dict.fromkeys(methods)]
-    ddp = next((p for p in predicted if p.method == _DDP), None) or predict(_DDP, job, cluster)
+    ddp = next((p for p in predicted if p.method == "ddp()"), None) or predict("ddp()", job, cluster)
     ranked = sorted((_compare(p, ddp) for p in predicted), key=lambda p: p.seconds)
     return Plan(job, cluster, tuple(ranked), _why(ranked[0], ddp))
 

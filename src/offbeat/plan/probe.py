@@ -10,29 +10,33 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from types import BuiltinFunctionType, CodeType, ModuleType
 
+import torch
 from torch import Tensor, nn
 
 from offbeat import Synchronizer
+from offbeat.among import World
 from offbeat.base.clock import Clock
 from offbeat.base.packed import Packed
-from offbeat.base.tensors import local
-from offbeat.comm.collective import nbytes
+from offbeat.base.tensors import grads, local, params
+from offbeat.comm.communicator import Communicator
 from offbeat.engine.exchange import Exchange
 from offbeat.engine.part import Part
-from offbeat.engine.weights import replace_by_mean
+from offbeat.engine.weights import checksum, replace_by_mean
 from offbeat.plan.groups import Groups
-from offbeat.plan.job import Job
-from offbeat.plan.proxy_model import WIDTHS, ProxyModel, local_optimizer, measure_equality
-from offbeat.plan.recording import Beside, Computed, Event, Events, RecordingComm, Sent, Size, Waited
+from offbeat.plan.job import Job, ProxyModel, local_optimizer
+from offbeat.plan.recording import COMPUTED, Beside, Event, Events, RecordingComm, Sent, Size, Waited
 from offbeat.plan.trace import Differ, PeriodicTrace, combine, find_period, fold, split_by_workers
+from offbeat.reduce import Reducer
 from offbeat.reduce.code import list_buffers
 from offbeat.server import PushPull
 from offbeat.server.stability import Watch
+from offbeat.simulate import simulate
 from offbeat.waitfree.base import Waitfree
-from offbeat.when import Never
+from offbeat.when import Every, Never
 
 Build = Callable[..., Synchronizer]
 Key = str | tuple[int, str]
+_WIDTHS = (64, 128, 192)  # bytes are quadratic in the width, so three widths give any other
 _SMALL = 16  # up to this many workers are recorded one by one
 _LOOKS = 32  # steps after which memory is measured
 _ROUNDS = 4  # rounds of an exchange with groups of their own; later rounds reuse them
@@ -45,10 +49,9 @@ _ELSEWHERE = (type, ModuleType, CodeType, BuiltinFunctionType, nn.Module, Watch)
 class Seen:
     """Everything observed of one method.
 
-    `traces` are what all workers send at the "start"; in finish(), the headers that "meet", and what comes
-    "last", or "equal" if the workers are equal. Each exchange, by its place among the parts, has four more:
-    when a round begins ("begin"), advances half-way ("advance") and lands ("land"), and when the next one is
-    planned ("ask").
+    `traces` has the messages of the "start"; of finish(), those that "meet" first, and the "last", or "equal"
+    if all workers are. Each exchange, by its place among the parts, adds those of a round that begins
+    ("begin"), is half-way ("advance") and lands ("land"), and those before the next is planned ("ask").
     """
 
     sync: Synchronizer  # among the real number of workers, on a small model
@@ -84,11 +87,11 @@ class Seen:
 def probe(build: Build, job: Job, workers: int) -> Seen:
     """Build the method on proxy models of three widths, and record what its parts send."""
     sizes = _choose_sizes(build, job, workers)
-    worlds = [_World(build, job, size, width) for size in sizes for width in WIDTHS]
+    worlds = [_World(build, job, size, width) for size in sizes for width in _WIDTHS]
     for world in worlds:
         world.record(job)
     first, width = worlds[0], math.sqrt(job.parameters / job.layers)
-    copies = {world.workers: world.copies for world in worlds if world.width == WIDTHS[-1]}
+    copies = {world.workers: world.copies for world in worlds if world.width == _WIDTHS[-1]}
     most = max(copies.values())
 
     def merge(recordings: Sequence[Sequence[Event]]) -> Events:
@@ -110,7 +113,7 @@ def probe(build: Build, job: Job, workers: int) -> Seen:
             ) from None
     sync = _World(build, job, workers, 8).sync
     exchanges = {i: part for i, part in enumerate(sync.parts) if isinstance(part, Exchange)}
-    equality = {place: measure_equality(part, job) for place, part in exchanges.items()}
+    equality = {place: _measure_equality(part, job) for place, part in exchanges.items()}
     for part in exchanges.values():
         part.open()  # some parts pull towards its anchor
     return Seen(
@@ -119,9 +122,39 @@ def probe(build: Build, job: Job, workers: int) -> Seen:
         traces={key: merge([world.traces[key] for world in worlds]) for key in first.traces},
         equality=equality,
         periodic=find_period(trace, first.reports, first.gap),
-        waitfree={i: _size_of(part, job) for i, part in enumerate(sync.parts) if isinstance(part, Waitfree)},
+        waitfree={
+            i: Size(job.parameters * Packed.like(part.live.like()).flats[0].element_size())
+            for i, part in enumerate(sync.parts)
+            if isinstance(part, Waitfree)
+        },
         copies=most,
     )
+
+
+def _measure_equality(part: Exchange, job: Job) -> tuple[bool, bool]:
+    """Whether two simulated workers with different gradients are equal after a round without a delay, and
+    after a local step and `flush`."""
+
+    def train(comm: Communicator) -> tuple[int, int]:
+        model = ProxyModel(job, _WIDTHS[0])
+        weights, optimizer = list(model.parameters()), local_optimizer(job, model)
+        for p in weights:
+            p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(comm.rank)).to(p.dtype)
+        exchange = Exchange(
+            grads(model) if part.live.early else params(model),
+            when=Every(1),
+            among=World(comm),
+            reduce=None if isinstance(part.update, Reducer) else part.reduce,
+            update=part.update,
+        )
+        Synchronizer(optimizer, [exchange]).step()
+        after_round = checksum(weights)
+        optimizer.step()
+        exchange.flush(Clock(step=1, round=1, lr=0.0))
+        return after_round, checksum(weights)
+
+    first, second = simulate(train, workers=2)
+    return first[0] == second[0], first[1] == second[1] and not part.live.early
 
 
 def _choose_sizes(build: Build, job: Job, workers: int) -> list[int]:
@@ -137,22 +170,13 @@ def _choose_sizes(build: Build, job: Job, workers: int) -> list[int]:
     return found if len(found) == 2 else [workers]
 
 
-def _size_of(part: Waitfree, job: Job) -> Size:
-    like = part.live.like()
-    return Size(nbytes(Packed.like(like).flats) / sum(t.numel() for t in like.values()) * job.parameters)
-
-
 class _World:
     """One synchronizer among `workers`, on a model of this width: what it sends and holds."""
 
     def __init__(self, build: Build, job: Job, workers: int, width: int) -> None:
         self.workers, self.width, self.copies, self.gap = workers, width, 0.0, (0, 0)
-        comm, model = RecordingComm(workers), ProxyModel(job, width)
-        self.sync, self._comm, self._log = (
-            build(model, local_optimizer(job, model), group=comm),
-            comm,
-            comm.log,
-        )
+        self._comm, model = RecordingComm(workers), ProxyModel(job, width)
+        self.sync, self._log = build(model, local_optimizer(job, model), group=self._comm), self._comm.log
         self.traces: dict[Key, Sequence[Event]] = {}
         self.steps: list[Events] = []
         self.reports: list[int] = []
@@ -207,7 +231,7 @@ class _World:
             before = len(told)
             self.sync.step()
             events = self._log.take()
-            ready = events.index(Computed())
+            ready = events.index(COMPUTED)
             self.traces.setdefault("start", events[:ready])
             self.steps.append(tuple(events[ready + 1 :]))
             self.reports.append(len(told) - before)

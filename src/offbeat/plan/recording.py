@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -29,8 +28,8 @@ class Size:
         return round(max(0.0, self.whole + self.cut / workers))
 
 
-Name = int | tuple[int, int]
-"""The number of a message; in a period, how many steps ago it was sent, and its place in that step."""
+Name = tuple[int, int]
+"""The step in which a message is sent (in a period, how many steps ago), and its place there."""
 
 
 @dataclass(frozen=True)
@@ -52,9 +51,7 @@ class Waited:
     name: Name
 
 
-@dataclass(frozen=True)
-class Computed:
-    """A gradient was ready."""
+COMPUTED = Waited((-1, -1))  # for a gradient
 
 
 @dataclass(frozen=True)
@@ -74,7 +71,7 @@ class Repeated:
     events: Events
 
 
-Event = Sent | Waited | Computed | Beside | Repeated
+Event = Sent | Waited | Beside | Repeated
 Events = tuple[Event, ...]
 
 
@@ -89,11 +86,16 @@ def count_sent(events: Sequence[Event], times: int = 1) -> Iterator[tuple[Sent, 
 
 @dataclass
 class Log:
-    """The events of one worker, in order, and the next free numbers."""
+    """The events of one worker, in order."""
 
     events: list[Event] = field(default_factory=list)
-    messages: Iterator[int] = field(default_factory=itertools.count)
-    queues: Iterator[int] = field(default_factory=itertools.count)
+    step: int = 0
+    sent: int = 0  # in this step
+    queues: int = 0
+
+    def next_name(self) -> Name:
+        self.sent += 1
+        return self.step, self.sent
 
     def take(self) -> list[Event]:
         """Return the events since the last call."""
@@ -114,12 +116,12 @@ class RecordingComm(Communicator, Worker):
     def run(
         self, kind: Collective, tensors: Sequence[Tensor], *, src: int = 0, control: bool = False
     ) -> Pending[list[Tensor]]:
-        log, number, given = self.log, next(self.log.messages), list(tensors)
+        log, name, given = self.log, self.log.next_name(), list(tensors)
         size = Size(nbytes(given))
-        log.events.append(Sent(number, kind.name, self.size, size, control, self.groups is None))
+        log.events.append(Sent(name, kind.name, self.size, size, control, self.groups is None))
 
         def wait() -> list[Tensor]:
-            log.events.append(Waited(number))
+            log.events.append(Waited(name))
             if control:
                 return given * self.size  # nobody writes into words, so that 100 000 need no copies
             with torch.no_grad():
@@ -130,10 +132,9 @@ class RecordingComm(Communicator, Worker):
 
     def split(self, groups: Sequence[Sequence[int]]) -> Communicator:
         mine = next(tuple(group) for group in groups if self.rank in group)
-        if mine not in self._children:
-            self._children[mine] = RecordingComm(len(mine), self.log)
-        self._children[mine].groups = [list(group) for group in groups]
-        return self._children[mine]
+        child = self._children.setdefault(mine, RecordingComm(len(mine), self.log))
+        child.groups = [list(group) for group in groups]
+        return child
 
     @property
     def worker(self) -> Worker:
@@ -155,7 +156,8 @@ class RecordingComm(Communicator, Worker):
         return 0.0
 
     def computed(self, step: int) -> None:
-        self.log.events.append(Computed())
+        self.log.events.append(COMPUTED)
+        self.log.step, self.log.sent = self.log.step + 1, 0
 
 
 class RecordingQueue(TaskQueue):
@@ -163,15 +165,16 @@ class RecordingQueue(TaskQueue):
 
     def __init__(self, log: Log) -> None:
         super().__init__()
-        self._log, self._number = log, next(log.queues)
+        self._log, self._number = log, log.queues
+        log.queues += 1
 
     def give(self, job: Callable[[], T]) -> Pending[T]:
-        log, number, before = self._log, next(self._log.messages), self._log.take()
+        log, name, before = self._log, self._log.next_name(), self._log.take()
         result = self._do(job)
-        log.events = [*before, Beside(number, self._number, tuple(log.events))]
+        log.events = [*before, Beside(name, self._number, tuple(log.events))]
 
         def wait() -> T:
-            log.events.append(Waited(number))
+            log.events.append(Waited(name))
             return result
 
         return Pending(wait, lambda: False, lambda: 0.0)

@@ -112,10 +112,7 @@ def _fold_turns(events: Sequence[Event]) -> list[Event]:
 
 @dataclass(frozen=True)
 class PeriodicTrace:
-    """Recorded steps. The last `period` of them repeat for ever; the two before the gap repeat to fill it.
-
-    A message is named by how many steps ago it was sent and by its place in that step.
-    """
+    """Recorded steps. The last `period` of them repeat for ever; the two before the gap repeat to fill it."""
 
     steps: tuple[Events, ...]
     reports: tuple[int, ...]  # made by each step
@@ -139,25 +136,19 @@ class PeriodicTrace:
 
 
 def find_period(steps: Sequence[Events], reports: Sequence[int], gap: tuple[int, int]) -> PeriodicTrace:
-    """Name messages so that steps that do the same are equal, and find how the last steps repeat."""
-    sent_at: dict[Name, tuple[int, int]] = {}
-    known = tuple(_rename(events, step, sent_at, len(sent_at)) for step, events in enumerate(steps))
+    """Name messages by how many steps ago they were sent, so that steps that do the same are equal."""
+    known = tuple(_relate(events, step) for step, events in enumerate(steps, start=1))
     periods = range(1, min(_LONGEST_PERIOD, len(known) // 2) + 1)
     period = next((n for n in periods if known[-n:] == known[-2 * n : -n]), 1)
     return PeriodicTrace(known, tuple(reports), gap, period)
 
 
-def _rename(events: Events, step: int, sent_at: dict[Name, tuple[int, int]], before: int) -> Events:
-    """Waits for messages sent before the first step are dropped."""
-    renamed: list[Event] = []
+def _relate(events: Events, step: int) -> Events:
+    related: list[Event] = []
     for event in events:
-        if isinstance(event, Sent | Beside):
-            sent_at.setdefault(event.name, (step, len(sent_at) - before))
         if isinstance(event, Beside | Repeated):
-            event = replace(event, events=_rename(event.events, step, sent_at, before))
-        if isinstance(event, Sent | Waited | Beside) and event.name in sent_at:
-            sent, place = sent_at[event.name]
-            renamed.append(replace(event, name=(step - sent, place)))
-        elif isinstance(event, Repeated):
-            renamed.append(event)
-    return tuple(renamed)
+            event = replace(event, events=_relate(event.events, step))
+        if not isinstance(event, Repeated):
+            event = replace(event, name=(step - event.name[0], event.name[1]))
+        related.append(event)
+    return tuple(related)
