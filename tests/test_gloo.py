@@ -96,7 +96,7 @@ warnings.simplefilter("ignore", DeprecationWarning)  # threads and fork
 def averaged(rank, size, port):
     where = f"tcp://127.0.0.1:{port}"
     dist.init_process_group("gloo", init_method=where, rank=rank, world_size=size)
-    value = offbeat.Torch(timeout=20).mean([torch.full((3,), float(rank))]).wait()[0]
+    value = offbeat.Torch(timeout=120).mean([torch.full((3,), float(rank))]).wait()[0]
     assert value.tolist() == [(size - 1) / 2] * 3
     dist.destroy_process_group()
 
