@@ -8,7 +8,7 @@ import torch.distributed as dist
 import warm
 from conftest import Pool
 from problems import Dyadic, Realistic, data, optimizer_for, same, simulated, snapshot, train
-from table import CODES, METHODS, ROUNDED
+from table import CODES, ROUNDED, ROWS
 
 import offbeat
 
@@ -19,7 +19,7 @@ def trained(
     return train(comm, expression, **options)
 
 
-@pytest.mark.parametrize("expression", METHODS)
+@pytest.mark.parametrize("expression", ROWS)
 def test_simulation_equals_gloo_to_the_bit(pool: Pool, expression: str) -> None:
     options = {"optimizer": "momentum"}
     real, virtual = pool.run(trained, expression, options), simulated(expression, **options)
