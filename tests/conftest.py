@@ -80,7 +80,7 @@ class Pool:
             if not pipe.poll(PATIENCE):
                 self._end()
                 self._start()
-                raise AssertionError(f"{function.__name__}: a worker hangs")
+                raise AssertionError(f"{function}: a worker hangs")
             answers.append(pipe.recv())
         return answers
 

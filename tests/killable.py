@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import offbeat
 
-PATIENCE = 60  # seconds without a word after which a process is taken to hang; far below the timeout
+PATIENCE = 240  # seconds without a word after which a process is taken to hang; far below the timeout
 
 
 class Crew:

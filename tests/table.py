@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
+
 # The tests of simulation = gloo and of equal replicas run each row on four workers, those of resuming on
 # `enough`: ten steps each.
 METHODS = [
@@ -91,6 +93,10 @@ ROUNDED = [
     "a2sgd(every=3, reduce=Quantized(8, block=8, least=1))",
 ]
 METHODS += CODES + ROUNDED
+
+# All rows again, for tests that take long: the fast part runs the first row of each method.
+_FIRST = {row.partition("(")[0]: row for row in reversed(METHODS)}.values()
+ROWS = [pytest.param(row, marks=[] if row in _FIRST else pytest.mark.slow) for row in METHODS]
 
 # Between global rounds, workers of these methods may be in different rounds: save at global rounds only.
 SAVE_EVERY = {

@@ -94,7 +94,7 @@ def test_a_rank_with_fewer_batches_that_is_waited_for_elsewhere(
     names_who_stopped(said(pool.attempt(stop_early, expression, 0, steps)), 0, steps)
 
 
-@pytest.mark.parametrize(("guilty", "steps"), [(0, 11), (3, 7)])
+@pytest.mark.parametrize(("guilty", "steps"), [pytest.param(0, 11, marks=pytest.mark.slow), (3, 7)])
 @pytest.mark.parametrize("expression", METHODS)
 def test_a_rank_with_fewer_batches_in_every_method(expression: str, guilty: int, steps: int) -> None:
     sentence = said(attempt(stop_early, expression, guilty, steps))

@@ -293,6 +293,7 @@ def test_torchrun_measures_step_and_link() -> None:
     assert "workers=2" in answer["cluster"]
 
 
+@pytest.mark.slow
 def test_a_link_is_found_again(pool: Any) -> None:
     """Over the loopback, even of a busy machine: a fast network that explains what was measured."""
     network, points = pool.run(partial(measure_link, repetitions=1), workers=2)[0]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from problems import Dyadic, Realistic, Wide, data, optimizer_for, problem
-from table import CODES, LAWS, METHODS, ROUNDED, TOO_SMALL, Law
+from table import CODES, LAWS, ROUNDED, ROWS, TOO_SMALL, Law, enough
 from torch import nn
 
 import offbeat
@@ -85,11 +85,11 @@ def run(comm: offbeat.Communicator, expression: str, model: type[nn.Module]) -> 
     return seen
 
 
-@pytest.mark.parametrize("expression", METHODS)
+@pytest.mark.parametrize("expression", ROWS)
 def test_rows_of_methods_do_what_they_are_there_for(expression: str, at_work: list[Code]) -> None:
     for model in (problem(expression), Realistic):
         at_work.clear()
-        for seen in offbeat.simulate(lambda comm, m=model: run(comm, expression, m), 4):
+        for seen in offbeat.simulate(lambda comm, m=model: run(comm, expression, m), enough(expression)):
             assert all(rounds > 0 for rounds in seen.rounds), "an exchange has held no round"
             assert all(step > 0 for step in seen.landed), "no round of an exchange has landed"
             assert seen.pulls > 0 or not expression.startswith("palsgd")

@@ -48,7 +48,7 @@ def settings(workers: int, seed: int) -> tuple[str, int]:
 
 def fuzzed(pipe: Connection, seeds: int) -> list[Watched]:
     """Many runs, each of many periods."""
-    comm = offbeat.Torch(timeout=30)
+    comm = offbeat.Torch(timeout=120)
     runs = []
     for seed in range(seeds):
         expression, every = settings(comm.size, seed)

@@ -1,8 +1,8 @@
-"""Python programs that start at once: they are forks of a process that has imported torch and offbeat.
+"""Starts Python programs as forks of a server that has already imported torch and offbeat.
 
-Imports cost a new Python several seconds of computing time. A fork runs like a new Python, from its command
-line to the end of its interpreter. The Python programs that it starts, such as workers, are forks as well.
-What a test says about imports, or about how programs are started, it says about a real Python instead.
+A new Python spends several seconds of CPU time on imports. A fork skips them, and otherwise runs like a new
+Python, from its command line to the end of its interpreter. Python programs that it starts, such as workers,
+are forks as well. Tests of imports, or of how workers are launched, use a real Python instead.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def start(*words: str, **options: Any) -> subprocess.Popen[str]:
 
 
 class Forker:
-    """Asks a process, which answers every request with a fork of itself, and adopts the fork."""
+    """Asks a server for forks. Each becomes a child of this process."""
 
     def __init__(self, door: socket.socket) -> None:
         self.door, self.lock = door, threading.Lock()
@@ -56,7 +56,7 @@ class Forker:
         env: Any, startup: Any, flags: Any, shell: Any, stdin: int, p2cwrite: int, c2pread: int,
         stdout: int, errread: int, stderr: int, *rest: Any,
     ) -> None:  # fmt: skip
-        """What `Popen._execute_child` does, for commands that are a Python program."""
+        """Replace `Popen._execute_child`: fork if the command is a Python program."""
         words = [os.fspath(word) for word in args] if isinstance(args, list | tuple) else []
         words = [word for word in words[:2] if word != "-u"] + words[2:]
         if len(words) < 2 or words[0] != sys.executable or words[1].startswith(("-I", "-W", "--")):
@@ -74,32 +74,36 @@ class Forker:
         fds = [own if fd == -1 else fd for own, fd in enumerate((stdin, stdout, stderr))]
         with self.lock:
             socket.send_fds(self.door, [json.dumps(request).encode()], fds)
-            popen.pid = int(self.door.recv(64))
+            answer = self.door.recv(64)
+        assert answer, "the server has ended: its error is on standard error"
+        popen.pid = int(answer)
         popen._child_created = True
         popen._close_pipe_fds(stdin, p2cwrite, c2pread, stdout, errread, stderr)
         return None
 
 
 class Forked(subprocess.Popen[str]):
+    """Starts the server with the first program."""
+
     _forker: Forker | None = None
 
     def _execute_child(self, *args: Any) -> None:
         if Forked._forker is None:
             ours, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
             command = [sys.executable, __file__, str(theirs.fileno())]
-            alone = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # forks must not miss threads
+            alone = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # a fork has no other threads
             options: Any = {"stdin": subprocess.DEVNULL, "pass_fds": [theirs.fileno()]}
             server = subprocess.Popen(command, env={**os.environ, **alone}, **options)
             theirs.close()
-            server.returncode = 0  # it ends with this process: nobody waits for it
+            server.returncode = 0  # it ends with this process, so nobody waits for it
             Forked._forker = Forker(ours)
         Forked._forker.execute(self, *args)
 
 
 def serve(door: socket.socket) -> tuple[dict[str, Any], list[int]]:
-    """Fork for every request. Return in the fork only, with what it is asked to do.
+    """Fork for every request. Only the fork returns, with its request.
 
-    The fork is an orphan: the next reaper above, which is the process that asked, adopts it.
+    The process between ends at once, so the fork is adopted by the nearest subreaper: the one that asked.
     """
     while True:
         message, fds, _, _ = socket.recv_fds(door, 1 << 20, 3)
@@ -121,7 +125,7 @@ def serve(door: socket.socket) -> tuple[dict[str, Any], list[int]]:
 
 
 def become(request: dict[str, Any], fds: list[int]) -> None:
-    """Take over what distinguishes one process from another."""
+    """Take over the session, files, directory and environment of the request."""
     if request["session"]:
         os.setsid()
     for number, fd in enumerate(fds):
@@ -134,8 +138,8 @@ def become(request: dict[str, Any], fds: list[int]) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def lend_a_forker() -> tuple[dict[str, Any], list[int]] | None:
-    """Fork once more, for the Python programs that this process starts. Return what only they get."""
+def start_own_server() -> tuple[dict[str, Any], list[int]] | None:
+    """Fork a server for the Python programs that this process starts. Return a request in those only."""
     ours, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
     if not os.fork():
         ours.close()
@@ -172,10 +176,10 @@ if __name__ == "__main__":
         importlib.import_module(name)
     for module in pkgutil.walk_packages(sys.modules["offbeat.app"].__path__, "offbeat.app."):
         importlib.import_module(module.name)
-    gc.freeze()  # so that no fork looks through all that is imported, least of all in its end
+    gc.freeze()  # otherwise each fork would go through all modules, and copy their memory, when it ends
     order = serve(socket.socket(fileno=int(sys.argv[1])))
     become(*order)
-    if (below := lend_a_forker()) is not None:
+    if (below := start_own_server()) is not None:
         order = below
         become(*order)
     execute(order[0]["words"])
