@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
-from offbeat.base.tensors import trainable
+from offbeat.base.tensors import is_sharded, trainable
 
 
 @torch.no_grad()
@@ -22,8 +21,8 @@ def flatten(model: nn.Module) -> nn.Module:
     """
     parameters = trainable(model)
     for name, p in parameters.items():
-        if isinstance(p, DTensor) or not p.is_contiguous():
-            fault = "sharded" if isinstance(p, DTensor) else "not contiguous"
+        if is_sharded(p) or not p.is_contiguous():
+            fault = "sharded" if is_sharded(p) else "not contiguous"
             raise ValueError(
                 f"flatten(model): {name!r} is {fault}; only whole, contiguous parameters can be moved."
             )
