@@ -4,6 +4,7 @@ import importlib.util
 import os
 import sys
 import time
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -14,7 +15,7 @@ from rich.console import Console
 from offbeat.app.cli import options, show
 from offbeat.app.cli.monitor import Monitor
 from offbeat.app.cli.refusal import Refused, reading
-from offbeat.app.cli.result import show_table
+from offbeat.app.cli.report import show_table
 from offbeat.app.runs import folder as folders
 from offbeat.app.runs.checkpoints import CheckpointStore
 from offbeat.app.runs.launch import join, launch, share_text, under_torchrun
@@ -70,7 +71,10 @@ def train(
         check_whole("checkpoint_every", checkpoint_every, 0, MOST["checkpoint_every"])
         if resume and checkpoint_dir is None:
             raise Refused("--resume: name the run's folder with --checkpoint-dir.")
-        place = checkpoint_dir or _name_folder(method)
+        place = checkpoint_dir
+        if place is None:
+            started = share_text(time.strftime("%Y%m%d-%H%M%S"))  # the clocks of ranks differ
+            place = Path("runs") / f"{folders.slug(method)}-{started}"
         setting = Setting(
             method=method, task=task, model=model, data=data, workers=workers, steps=steps, batch=batch,
             lr=lr, optimizer=optimizer, seed=seed, evaluations=evaluations, link=link,
@@ -85,7 +89,10 @@ def train(
     if tensorboard:
         _write_tensorboard(place)
     if not finished:
-        return _report_stop(place, setting)
+        saved = CheckpointStore(place / "checkpoints", rank=0, workers=workers).steps()
+        where = f"the last checkpoint is at step {saved[-1]}" if saved else "there is no checkpoint yet"
+        print(f"offbeat: stopped; {where}: continue with --checkpoint-dir {place} --resume", file=sys.stderr)
+        return 130
     run = read(place)
     if json:
         show.print_json(asdict(summarize([run])[0]))
@@ -93,11 +100,6 @@ def train(
         title = f"{run.setting.task}, {show.count(workers, 'worker')}, {show.count(steps, 'step')}"
         show_table([run], title, f"logs and checkpoints: {place}")
     return 0
-
-
-def _name_folder(method: str) -> Path:
-    started = share_text(time.strftime("%Y%m%d-%H%M%S"))  # the clocks of ranks differ
-    return Path("runs") / f"{folders.slug(method)}-{started}"
 
 
 def _leads() -> bool:
@@ -108,8 +110,7 @@ def _leads() -> bool:
 def _prepare(place: Path, setting: Setting, *, resume: bool) -> None:
     """Check the run and write its setting. To resume, the setting must be the same as before."""
     task = setting.find_task(folders.cache_of(place))
-    check(setting, task)
-    full = setting.fill(task)
+    full = check(setting, task)
     exists = (place / folders.SETTING).exists()
     if resume:
         if not exists:
@@ -125,22 +126,13 @@ def _prepare(place: Path, setting: Setting, *, resume: bool) -> None:
 
 
 def _run(place: Path, *, resume: bool) -> bool:
-    if under_torchrun():
-        for _ in range(600):  # until rank 0 has written it
-            if (place / folders.SETTING).exists():
-                break
-            time.sleep(0.1)
-        if not _leads():
-            return join(place, resume=resume)
-    with Monitor([place], Console(stderr=True)):
-        return join(place, resume=resume) if under_torchrun() else launch([place], resume=resume)
-
-
-def _report_stop(place: Path, setting: Setting) -> int:
-    saved = CheckpointStore(place / "checkpoints", rank=0, workers=setting.workers).steps()
-    where = f"the last checkpoint is at step {saved[-1]}" if saved else "there is no checkpoint yet"
-    print(f"offbeat: stopped; {where}: continue with --checkpoint-dir {place} --resume", file=sys.stderr)
-    return 130
+    with Monitor([place], Console(stderr=True)) if _leads() else nullcontext():
+        if not under_torchrun():
+            return launch([place], resume=resume)
+        deadline = time.monotonic() + 60
+        while not (place / folders.SETTING).exists() and time.monotonic() < deadline:
+            time.sleep(0.1)  # until rank 0 has written it
+        return join(place, resume=resume)
 
 
 def _write_tensorboard(place: Path) -> None:
