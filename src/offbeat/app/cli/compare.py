@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from offbeat.app.cli import options
-from offbeat.app.cli.monitor import Monitor
+from offbeat.app.cli.monitor import show_progress
 from offbeat.app.cli.refusal import Refused, reading
 from offbeat.app.cli.report import show_runs
 from offbeat.app.runs import folder as folders
@@ -77,7 +76,7 @@ def compare(
         found = _prepare(place, first, list(dict.fromkeys(methods)), seeds)
     missing = [folder for folder in found if not folders.finished(folder)]
     if missing:
-        with Monitor(missing, Console(stderr=True)):
+        with show_progress(missing):
             try:
                 finished = launch(missing, resume=True)
             except KeyboardInterrupt:

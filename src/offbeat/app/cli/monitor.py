@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -28,32 +29,29 @@ def line_columns(width: int) -> list[ProgressColumn]:
     return [TextColumn(name, markup=False), bar, MofNCompleteColumn(), TextColumn(status, markup=False)]
 
 
-class Monitor:
-    """Follows the runs of some folders in a thread."""
+@contextmanager
+def show_progress(folders: Sequence[Path]) -> Iterator[None]:
+    """Follow the runs of these folders in a thread, if standard error is a terminal."""
+    console = Console(stderr=True)
+    progress = Progress(*line_columns(console.width), console=console, disable=not console.is_terminal)
+    followers = [_Follower(folder, progress) for folder in folders]
+    over = threading.Event()
 
-    def __init__(self, folders: Sequence[Path], console: Console) -> None:
-        columns = line_columns(console.width)
-        self.progress = Progress(*columns, console=console, disable=not console.is_terminal)
-        self._followers = [_Follower(folder, self.progress) for folder in folders]
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._follow, daemon=True)
-
-    def __enter__(self) -> Monitor:
-        self.progress.start()
-        self._thread.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._over.set()
-        self._thread.join()
-        self.progress.stop()
-
-    def _follow(self) -> None:
-        over = False
-        while not over:
-            over = self._over.wait(0.2)
-            for follower in self._followers:
+    def follow() -> None:
+        last = False
+        while not last:
+            last = over.wait(0.2)
+            for follower in followers:
                 follower.poll()
+
+    thread = threading.Thread(target=follow, daemon=True)
+    with progress:
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join()
 
 
 class _Follower:

@@ -124,7 +124,19 @@ def with_period(expression: str, every: int) -> str | None:
 
 def _show(cells: list[Cell], runs: list[Logged], page: Path, *, json: bool) -> None:
     """Write the page and print the table."""
-    rows = [_row(cell, run) for cell, run in zip(cells, runs, strict=True)]
+    rows: list[dict[str, Any]] = [
+        {
+            "method": cell.method,
+            "workers": cell.setting.workers,
+            "every": cell.every,
+            "steps": cell.setting.steps,
+            "loss": run.evals[-1]["loss"],
+            "accuracy": run.evals[-1].get("accuracy"),
+            "rounds": run.ends[0]["rounds"],
+            "megabytes": statistics.mean(end["sent"] for end in run.ends) / 1e6,
+        }
+        for cell, run in zip(cells, runs, strict=True)
+    ]
     write_page(runs, page, curves=_curves(rows))
     if json:
         show.print_json(rows)
@@ -138,20 +150,6 @@ def _show(cells: list[Cell], runs: list[Logged], page: Path, *, json: bool) -> N
     console = show.console()
     show.print_table(console, f"{runs[0].setting.task}, the same samples for all", columns, table)
     console.print(f"report: {page}", soft_wrap=True)
-
-
-def _row(cell: Cell, run: Logged) -> dict[str, Any]:
-    last = run.evals[-1]
-    return {
-        "method": cell.method,
-        "workers": cell.setting.workers,
-        "every": cell.every,
-        "steps": cell.setting.steps,
-        "loss": last["loss"],
-        "accuracy": last.get("accuracy"),
-        "rounds": run.ends[0]["rounds"],
-        "megabytes": statistics.mean(end["sent"] for end in run.ends) / 1e6,
-    }
 
 
 def _curves(rows: list[dict[str, Any]]) -> list[Curve]:

@@ -9,18 +9,20 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
+import torch
+import torch.distributed as dist
 import typer
-from rich.console import Console
 
 from offbeat.app.cli import options, show
-from offbeat.app.cli.monitor import Monitor
+from offbeat.app.cli.monitor import show_progress
 from offbeat.app.cli.refusal import Refused, reading
 from offbeat.app.cli.report import show_table
 from offbeat.app.runs import folder as folders
 from offbeat.app.runs.checkpoints import CheckpointStore
-from offbeat.app.runs.launch import join, launch, share_text, under_torchrun
+from offbeat.app.runs.launch import launch
 from offbeat.app.runs.setting import MOST, Setting, check
 from offbeat.app.runs.summary import read, summarize
+from offbeat.app.runs.worker import work
 from offbeat.base.checks import check_whole
 
 
@@ -67,14 +69,13 @@ def train(
         torchrun --nproc-per-node 4 -m offbeat train 'qsr(alpha=0.02)' --task images --data cifar10.zip
     """
     with reading():
-        workers = int(os.environ["WORLD_SIZE"]) if under_torchrun() else workers
+        if under_torchrun():
+            dist.init_process_group("gloo")
+            workers = dist.get_world_size()
         check_whole("checkpoint_every", checkpoint_every, 0, MOST["checkpoint_every"])
         if resume and checkpoint_dir is None:
             raise Refused("--resume: name the run's folder with --checkpoint-dir.")
-        place = checkpoint_dir
-        if place is None:
-            started = share_text(time.strftime("%Y%m%d-%H%M%S"))  # the clocks of ranks differ
-            place = Path("runs") / f"{folders.slug(method)}-{started}"
+        place = checkpoint_dir or Path("runs") / f"{folders.slug(method)}-{_start_time()}"
         setting = Setting(
             method=method, task=task, model=model, data=data, workers=workers, steps=steps, batch=batch,
             lr=lr, optimizer=optimizer, seed=seed, evaluations=evaluations, link=link,
@@ -102,9 +103,22 @@ def train(
     return 0
 
 
+def under_torchrun() -> bool:
+    """Whether torchrun, or something like it, started this process as one of several."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
 def _leads() -> bool:
     """Whether this process prints and writes the folder: under torchrun, only rank 0 does."""
     return not under_torchrun() or os.environ["RANK"] == "0"
+
+
+def _start_time() -> str:
+    """Under torchrun, the time of rank 0: the clocks of ranks differ."""
+    digits = torch.tensor(int(time.strftime("%Y%m%d%H%M%S")))
+    if under_torchrun():
+        dist.broadcast(digits, src=0)
+    return "{}-{:06}".format(*divmod(int(digits), 10**6))
 
 
 def _prepare(place: Path, setting: Setting, *, resume: bool) -> None:
@@ -126,13 +140,16 @@ def _prepare(place: Path, setting: Setting, *, resume: bool) -> None:
 
 
 def _run(place: Path, *, resume: bool) -> bool:
-    with Monitor([place], Console(stderr=True)) if _leads() else nullcontext():
+    with show_progress([place]) if _leads() else nullcontext():
         if not under_torchrun():
             return launch([place], resume=resume)
         deadline = time.monotonic() + 60
         while not (place / folders.SETTING).exists() and time.monotonic() < deadline:
             time.sleep(0.1)  # until rank 0 has written it
-        return join(place, resume=resume)
+        try:
+            return work([place], resume=resume)
+        finally:
+            dist.destroy_process_group()
 
 
 def _write_tensorboard(place: Path) -> None:

@@ -21,13 +21,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from offbeat.app.runs.folder import cache_of, finished, setting_of
 from offbeat.app.runs.loop import Loop
 from offbeat.app.runs.setting import Setting
-from offbeat.app.runs.worker import LOST, STOPPED, work
+from offbeat.app.runs.worker import LOST, STOPPED
 from offbeat.base.errors import OffbeatError
 from offbeat.base.units import parse_link
 from offbeat.comm.communicator import Communicator
@@ -44,10 +43,6 @@ Ended = dict[int, tuple[int, str]]
 """By rank, in the order of their end: a worker's exit code, and what it wrote to standard error."""
 
 
-class RunFailed(OffbeatError):
-    """A worker failed; the message is its error."""
-
-
 def launch(folders: Sequence[Path], *, resume: bool = False) -> bool:
     """Train in all of the folders, whose runs have the same workers; False after Ctrl-C."""
     setting = setting_of(folders[0])
@@ -55,34 +50,6 @@ def launch(folders: Sequence[Path], *, resume: bool = False) -> bool:
         return all(_simulate(folder, resume=resume) for folder in folders)
     run = _run_in_lab if setting.where == "netns" else _run_processes
     return run(folders, setting, resume=resume)
-
-
-def under_torchrun() -> bool:
-    """Whether torchrun, or something like it, started this process as one of several."""
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
-
-
-def share_text(text: str) -> str:
-    """Under torchrun, the text of rank 0."""
-    if not under_torchrun():
-        return text
-    if not dist.is_initialized():
-        dist.init_process_group("gloo")
-    content = text.encode()  # as bytes: torch's broadcast of objects unpickles what it gets
-    buffer = torch.zeros(2**12, dtype=torch.uint8)
-    buffer[: len(content)] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
-    dist.broadcast(buffer, src=0)
-    return bytes(buffer.tolist()).rstrip(b"\0").decode()
-
-
-def join(folder: Path, *, resume: bool = False) -> bool:
-    """Train as one of the workers that torchrun started."""
-    if not dist.is_initialized():
-        dist.init_process_group("gloo")
-    try:
-        return work([folder], resume=resume)
-    finally:
-        dist.destroy_process_group()
 
 
 # Without the current folder in sys.path, where a file queue.py would hide Python's own module.
@@ -95,7 +62,10 @@ def _command(folders: Sequence[Path], resume: bool, *options: str) -> list[str]:
 
 
 def _run_processes(folders: Sequence[Path], setting: Setting, *, resume: bool) -> bool:
-    store = _store()
+    # A store that listens on the loopback; torch's own listens everywhere.
+    server = socket.create_server((HERE, 0), backlog=1024)
+    port = server.getsockname()[1]
+    store = TCPStore(HERE, port, is_master=True, wait_for_workers=False, master_listen_fd=server.detach())
     environment = {
         "OMP_NUM_THREADS": "1",
         **os.environ,
@@ -124,15 +94,8 @@ def _run_processes(folders: Sequence[Path], setting: Setting, *, resume: bool) -
         return all(finished(folder) for folder in folders)
     complete = _check(ended)
     if len(ended) < setting.workers:
-        raise RunFailed(f"The workers ended early: {_last_line(complaint) or crew.returncode}")
+        raise OffbeatError(f"The workers ended early: {_last_line(complaint) or crew.returncode}")
     return complete
-
-
-def _store() -> TCPStore:
-    """A store for local workers. It listens on the loopback; torch's own listens everywhere."""
-    server = socket.create_server((HERE, 0), backlog=1024)
-    port = server.getsockname()[1]
-    return TCPStore(HERE, port, is_master=True, wait_for_workers=False, master_listen_fd=server.detach())
 
 
 @contextmanager
@@ -183,7 +146,7 @@ def _check(ended: Ended) -> bool:
     last = re.sub(r"^\[rank\d+\]: ", "", _last_line(stderr))
     if code < 0:
         last = ": ".join(filter(None, [f"ended by {signal.Signals(-code).name}", last]))
-    raise RunFailed(f"Rank {rank}: {last or f'ended with code {code}'}")
+    raise OffbeatError(f"Rank {rank}: {last or f'ended with code {code}'}")
 
 
 def _last_line(text: str) -> str:

@@ -73,14 +73,14 @@ def labels(runs: Sequence[Logged]) -> list[str]:
     """The name of each run: its method, and every other setting that differs, except the seed."""
     names = [field.name for field in fields(Setting) if field.name not in ("method", "seed")]
     differ = [name for name in names if len({getattr(run.setting, name) for run in runs}) > 1]
-    return [run.setting.method + "".join(_describe(run.setting, name) for name in differ) for run in runs]
 
+    def describe(name: str, value: Any) -> str:
+        if name == "workers":
+            return f" × {value}"
+        return f", {name} {' and '.join(value) or None if isinstance(value, tuple) else value}"
 
-def _describe(setting: Setting, name: str) -> str:
-    value = getattr(setting, name)
-    if name == "workers":
-        return f" × {value}"
-    return f", {name} {' and '.join(value) or None if isinstance(value, tuple) else value}"
+    settings = [run.setting for run in runs]
+    return [s.method + "".join(describe(name, getattr(s, name)) for name in differ) for s in settings]
 
 
 def reference_of(runs: Sequence[Logged]) -> str | None:
