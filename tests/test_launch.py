@@ -218,6 +218,20 @@ def test_workers_end_with_their_launcher(scene: Any) -> None:
 
 @pytest.mark.slow
 @needs_proc
+def test_workers_end_with_the_process_that_forked_them(scene: Any) -> None:
+    run = scene([*TRAIN[:-4], "--straggler", "share=1,delay=0.2", *TRAIN[-2:]])
+    until((run.cwd / "run/rank-0.jsonl").exists, run.process)
+    workers = run.family()[1:]
+    os.kill(workers[0], signal.SIGKILL)
+    assert run.end() == (1, "offbeat: The process of the workers ended early: exit code -9\n")
+    deadline = time.monotonic() + 60
+    while any(map(alive, workers)):
+        assert time.monotonic() < deadline, "they live on"
+        time.sleep(0.05)
+
+
+@pytest.mark.slow
+@needs_proc
 def test_a_worker_that_is_killed_is_named_and_the_others_end(scene: Any) -> None:
     run = scene([*TRAIN[:-4], "--straggler", "share=1,delay=0.2", *TRAIN[-2:]])
     until((run.cwd / "run/rank-0.jsonl").exists, run.process)

@@ -94,7 +94,8 @@ def _run_processes(folders: Sequence[Path], setting: Setting, *, resume: bool) -
         return all(finished(folder) for folder in folders)
     complete = _check(ended)
     if len(ended) < setting.workers:
-        raise OffbeatError(f"The workers ended early: {_last_line(complaint) or crew.returncode}")
+        reason = _last_line(complaint) or f"exit code {crew.returncode}"
+        raise OffbeatError(f"The process of the workers ended early: {reason}")
     return complete
 
 
