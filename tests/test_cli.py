@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 import offbeat
-from offbeat.app.cli import main, narrow, show
+from offbeat.app.cli import main, show
 from offbeat.app.cli.app import run
 from offbeat.app.cli.monitor import line_columns
 from offbeat.plan import methods_table as methods_table
@@ -217,10 +217,10 @@ def test_text_in_a_narrow_table_is_listed() -> None:
 
 
 def test_lines_break_at_blanks_and_behind_parentheses() -> None:
-    assert narrow.wrap("Outer(optimizer=SGD(lr=0.7, momentum=0.9))", 16) == [
+    assert show.wrap("Outer(optimizer=SGD(lr=0.7, momentum=0.9))", 16) == [
         "Outer(", "optimizer=SGD(", "lr=0.7,", "momentum=0.9))",
     ]  # fmt: skip
-    assert narrow.wrap("", 10) == [""]
+    assert show.wrap("", 10) == [""]
 
 
 def test_one_is_not_many() -> None:

@@ -186,12 +186,12 @@ def broken_task(place: Path, text: str) -> str:
         (["--task", "RAISES"], "'own.py' cannot be used: KeyError: 'size'."),
         (["--task", "mine.py"], "The task file 'mine.py' does not exist."),
         (["--model", "huge"], "offbeat: --model 'huge': size must be one of"),
-        (["--workers", "0"], "--workers 0: at least 1 is needed."),
+        (["--workers", "0"], "--workers 0: must be at least 1."),
         (["--workers", "9999"], "offbeat: --workers 9999: there are 1438 training pictures"),
         (["--workers", "two"], "Invalid value for '--workers': "),
         (["--link", "100bananas"], "--link '100bananas': a link is a rate and perhaps a latency"),
         (["--straggler", "sometimes"], "--straggler 'sometimes': write rank=1,delay=300ms,every=4"),
-        (["--steps", "0"], "--steps 0: at least 1 is needed."),
+        (["--steps", "0"], "--steps 0: must be at least 1."),
     ],
 )
 def test_bad_input_is_one_sentence(
@@ -228,15 +228,15 @@ def test_bad_input_is_one_sentence(
         (["compare", "local_sgd(evry=8)"], "method('local_sgd(evry=8)'): local_sgd has no argument 'evry'"),
         (["compare", "nope()"], "method('nope()'): name one of a2sgd,"),
         (["compare", "ddp", "--netns", "--simulate"], "--netns and --simulate exclude each other."),
-        (["compare", "ddp", "--seeds", "0"], "--seeds 0: at least 1 is needed."),
+        (["compare", "ddp", "--seeds", "0"], "--seeds 0: must be at least 1."),
         (["compare", "torch_ddp", "--simulate"], "torch_ddp cannot be simulated: leave it out"),
         (["compare", "ddp", "--simulate", "--compute", "soon"], "--compute 'soon': a time is a number"),
         (["train", "ddp", "--resume"], "--resume: name the run's folder with --checkpoint-dir."),
         (["train", "ddp", "--resume", "--checkpoint-dir", "gone"], "--resume: there is no run in 'gone'."),
-        (["train", "ddp", "--checkpoint-every", "-1"], "--checkpoint-every -1: at least 0 is needed."),
+        (["train", "ddp", "--checkpoint-every", "-1"], "--checkpoint-every -1: must be at least 0."),
         (["report", "gone"], "There is no run in gone: no folder below it has a setting.json."),
-        (["study", "local_sgd", "--workers", "2,x"], "--workers '2,x': whole numbers, separated by commas"),
-        (["study", "local_sgd", "--every", "0"], "--every '0': at least 1 is needed."),
+        (["study", "local_sgd", "--workers", "2,x"], "--workers '2,x': must be whole numbers,"),
+        (["study", "local_sgd", "--every", "0"], "--every 0: must be at least 1."),
         (
             ["study", "local_sgd", "--samples", "5"],
             "--samples 5: one step of 2 workers with batches of 16",
@@ -246,7 +246,7 @@ def test_bad_input_is_one_sentence(
         (["lab", "--rate", "100bananas", "--", "true"], "--rate '100bananas': a rate is a number and a unit"),
         (["lab", "--rate", "1bit", "--", "true"], "--rate '1bit': rate must be from 8kbit to 100gbit"),
         (["lab", "--", "no-such-command"], "The command 'no-such-command' does not exist."),
-        (["lab", "--timeout", "0", "--", "true"], "--timeout 0.0: a positive number of seconds is needed."),
+        (["lab", "--timeout", "0", "--", "true"], "--timeout 0.0: must be a positive number of seconds."),
     ],
 )
 def test_other_bad_input(

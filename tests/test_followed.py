@@ -19,7 +19,7 @@ from offbeat.comm.collective import BROADCAST, Collective
 from offbeat.comm.communicator import Wrapped
 from offbeat.comm.throttled import Link
 from offbeat.engine.extras import Buffers
-from offbeat.plan.recording import RecordingComm, sent_in
+from offbeat.plan.recording import RecordingComm, count_sent
 from offbeat.tasks.pictures import build_resnet
 
 
@@ -133,7 +133,7 @@ def count_planned(method: str) -> list[list[int]]:
     comm = RecordingComm(2)
 
     def look() -> list[int]:
-        sent = [event for event in sent_in(comm.log.take()) if not event.control]
+        sent = [event for event, _ in count_sent(comm.log.take()) if not event.control]
         return [len(sent), sum(event.kind == BROADCAST.name for event in sent)]
 
     return count(comm, method, look)

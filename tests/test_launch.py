@@ -203,7 +203,7 @@ def test_nothing_listens_beyond_this_machine_and_no_pickle_is_loaded(
     assert {first for first, _, _ in heard} == ({True, False} if processes else set()), heard
     assert bool(stores) == (command == "train")
     assert not (tmp_path / "marker").exists()
-    assert (run.modules / "watched").read_text() == ("xxx" if processes else "x"), "all were watched"
+    assert (run.modules / "watched").read_text() == ("xx" if processes else "x"), "the workers are forks"
     assert not (run.modules / "unpickled").exists(), (run.modules / "unpickled").read_text()
     assert not run.imported.exists(), run.imported.read_text()
 
@@ -230,6 +230,20 @@ def test_workers_end_with_their_launcher(scene: Any) -> None:
     workers = until(lambda: len(found := run.workers()) == 2 and found, run.process)
     run.process.kill()
     run.process.wait()
+    deadline = time.monotonic() + 60
+    while any(map(alive, workers)):
+        assert time.monotonic() < deadline, "they live on"
+        time.sleep(0.05)
+
+
+@pytest.mark.slow
+@needs_proc
+def test_workers_end_with_the_process_that_forked_them(scene: Any) -> None:
+    run = scene([*TRAIN[:-4], "--straggler", "share=1,delay=0.2", *TRAIN[-2:]])
+    until((run.cwd / "run/rank-0.jsonl").exists, run.process)
+    workers = run.family()[1:]
+    os.kill(workers[0], signal.SIGKILL)
+    assert run.end() == (1, "offbeat: The process of the workers ended early: exit code -9\n")
     deadline = time.monotonic() + 60
     while any(map(alive, workers)):
         assert time.monotonic() < deadline, "they live on"

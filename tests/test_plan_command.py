@@ -211,7 +211,7 @@ NONSENSE = [
     (("--dtype", "int8"), "--dtype 'int8': choose one of 'float32', "),
     (("--layers", "0"), "--layers 0: layers must be a whole number from 1 to 1000."),
     (("--optimizer", "lion"), "--optimizer 'lion': choose one of "),
-    (("--lr=-1",), "--lr -1.0: a positive number is needed."),
+    (("--lr=-1",), "--lr -1.0: must be a positive number."),
     (("--warmup=-1",), "--warmup -1: warmup must be shorter than steps."),
     (("--straggler", "often"), "--straggler 'often': write rank=1,delay=300ms,every=4"),
     (("--cluster", "nowhere.py"), "nowhere.py: cannot be read"),

@@ -16,14 +16,13 @@ import torch
 from test_pictures import pictures
 
 import offbeat
-from offbeat.app.cli.result import caption
+from offbeat.app.cli.report import caption
+from offbeat.app.cli.study import with_period
 from offbeat.app.report.page import collect, render
 from offbeat.app.runs import summary
 from offbeat.app.runs.checkpoints import CheckpointStore
-from offbeat.app.runs.folder import prepare
-from offbeat.app.runs.grid import with_period
+from offbeat.app.runs.folder import Record, cut, entries, log_path, prepare
 from offbeat.app.runs.launch import launch
-from offbeat.app.runs.record import Record, Tally, cut, entries, log_path
 from offbeat.app.runs.setting import Setting, check
 from offbeat.app.runs.stop import LOOK, Stop
 from offbeat.app.runs.watch import Stopwatch, Watched
@@ -48,11 +47,10 @@ def test_a_torn_log_can_be_read_and_cut(tmp_path: Path) -> None:
 
 
 def test_a_long_run_writes_one_line_for_several_steps(tmp_path: Path) -> None:
-    record = Record(tmp_path / "log")
-    tally = Tally(record, steps=5000)
+    record = Record(tmp_path / "log", steps=5000)
     for step in range(1, 8):
-        tally.add(step, start=step, end=step + 0.5, exposed=0.1, loss=float(step), units=4)
-    tally.write(7, 7.5)
+        record.add_step(step, start=step, end=step + 0.5, exposed=0.1, loss=float(step), units=4)
+    record.write_steps(7, 7.5)
     record.close()
     lines = list(entries(tmp_path / "log"))
     assert [line["step"] for line in lines] == [3, 6, 7]
@@ -73,6 +71,23 @@ def test_a_checkpoint_counts_once_all_ranks_have_saved(tmp_path: Path) -> None:
     assert shelves[1].steps() == [20]
     (tmp_path / "step-000000020" / ".rank-0.77").write_bytes(b"half")
     assert shelves[1].steps() == [20]
+
+
+def test_other_folders_and_torn_files_do_not_disturb_checkpoints(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, rank=0, workers=1)
+    store.save(10, {})
+    for name in ("step-foo", "step-", "step-5-old"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "rank-0.pt").write_bytes(b"")
+    (tmp_path / "step-000000007").mkdir()
+    torn, other = (tmp_path / "step-000000007" / f".rank-{rank}.77" for rank in (0, 1))
+    torn.write_bytes(b"half")
+    other.write_bytes(b"half")
+    assert store.steps() == [10]
+    store.delete_after(10)
+    assert store.steps() == [10]
+    assert not torn.exists()
+    assert other.exists(), "rank 1 may be writing it"
 
 
 def test_all_ranks_stop_after_the_step_of_the_furthest(tmp_path: Path) -> None:
@@ -127,10 +142,9 @@ def test_a_stopwatch_can_be_stopped() -> None:
     now = [10.0]
     watch = Stopwatch(lambda: now[0], elapsed=2.0)
     now[0] = 11.0
-    watch.stop()
-    now[0] = 50.0
-    assert watch.read() == 3.0
-    watch.go_on()
+    with watch.stopped():
+        now[0] = 50.0
+        assert watch.read() == 3.0
     now[0] = 51.5
     assert watch.read() == 4.5
 
@@ -342,10 +356,10 @@ def test_periods_are_put_into_methods() -> None:
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"workers": 0}, "workers=0: at least 1 is needed."),
-        ({"steps": 0}, "steps=0: at least 1 is needed."),
-        ({"batch": 0}, "batch=0: at least 1 is needed."),
-        ({"lr": -1.0}, "lr=-1.0: a positive number is needed."),
+        ({"workers": 0}, "workers=0: must be at least 1."),
+        ({"steps": 0}, "steps=0: must be at least 1."),
+        ({"batch": 0}, "batch=0: must be at least 1."),
+        ({"lr": -1.0}, "lr=-1.0: must be a positive number."),
         ({"optimizer": "lion"}, "optimizer='lion': name one of adamw, sgd."),
         ({"method": "local_sgd(every=0)"}, "Every(steps=0): steps must be at least 1."),
         ({"method": "hierarchical(nodes=3)"}, "Subgroups(3): 4 workers do not divide into groups of 3; for"),

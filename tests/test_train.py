@@ -20,8 +20,7 @@ import torch
 import warm
 
 from offbeat.app.runs.checkpoints import CheckpointStore
-from offbeat.app.runs.folder import finished
-from offbeat.app.runs.record import entries, log_path
+from offbeat.app.runs.folder import entries, finished, log_path
 from offbeat.app.runs.summary import read
 from offbeat.lab import unavailable
 

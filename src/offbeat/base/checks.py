@@ -15,18 +15,17 @@ def is_whole(value: object, least: int | None = None) -> TypeGuard[int]:
 
 def check_whole(name: str, value: int, least: int, most: int) -> None:
     """Refuse a whole number outside these bounds."""
-    if value < least:
-        raise BadArgument(name, value, f"at least {least} is needed.")
-    if value > most:
-        raise BadArgument(name, value, f"at most {most} is possible.")
+    if not least <= value <= most:
+        bound = f"least {least}" if value < least else f"most {most}"
+        raise BadArgument(name, value, f"must be at {bound}.")
 
 
 def check_number(name: str, value: float, most: float, what: str = "a positive number") -> None:
     """Refuse everything but a positive number up to `most`."""
     if not value > 0:  # NaN too
-        raise BadArgument(name, value, f"{what} is needed.")
+        raise BadArgument(name, value, f"must be {what}.")
     if value > most:
-        raise BadArgument(name, value, f"at most {most:g} is possible.")
+        raise BadArgument(name, value, f"must be at most {most:g}.")
 
 
 def replace_nonfinite(value: Any) -> Any:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import TYPE_CHECKING, TypeGuard
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 _WRAPPERS = ("_orig_mod", "module")
 PRESENT = "present"  # the note that says which gradients exist
@@ -16,10 +19,19 @@ Share = tuple[dict[str, Tensor], list[Tensor]]
 """A worker's contribution to a round: notes and tensors."""
 
 
+def is_sharded(tensor: Tensor) -> TypeGuard[DTensor]:
+    """Whether the tensor is a DTensor, a class that takes a second to import."""
+    if type(tensor) in (Tensor, nn.Parameter):
+        return False
+    from torch.distributed.tensor import DTensor
+
+    return isinstance(tensor, DTensor)
+
+
 def local(tensor: Tensor) -> Tensor:
     """This worker's shard of a tensor, detached and real-valued. Shares memory with the original."""
     tensor = tensor.detach()
-    if isinstance(tensor, DTensor):
+    if is_sharded(tensor):
         tensor = tensor.to_local()
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
@@ -144,8 +156,8 @@ def flatten(model: nn.Module) -> nn.Module:
     """
     parameters = trainable(model)
     for name, p in parameters.items():
-        if isinstance(p, DTensor) or not p.is_contiguous():
-            fault = "sharded" if isinstance(p, DTensor) else "not contiguous"
+        if is_sharded(p) or not p.is_contiguous():
+            fault = "sharded" if is_sharded(p) else "not contiguous"
             raise ValueError(
                 f"flatten(model): {name!r} is {fault}; only whole, contiguous parameters can be moved."
             )

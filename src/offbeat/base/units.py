@@ -15,15 +15,15 @@ MOST = 10**15  # of anything counted with a unit
 
 _NUMBER = r"[0-9]{1,300}(?:\.[0-9]{0,300})?|\.[0-9]{1,300}"
 _SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "": 1.0}
-_COUNTS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9, "t": 10**12}
 _THOUSANDS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
+_COUNTS = _THOUSANDS | {"b": 10**9}
 _BITS = _THOUSANDS | {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
-_TIME = "a time is a number and perhaps a unit, such as 0.25, 5us, 20ms, 0.5s, 10min or 2h"
-_COUNT = "a count is a number and perhaps a unit, such as 350000, 124M or 1.3B"
-_RATE = "a rate is a number and a unit of tc, such as '100mbit', or '12.5mbps' in bytes"
-_LINK = "a link is a rate and perhaps a latency, such as 100mbit or 100mbit,20ms"
-_LEVEL = "a level is the workers in a group and their uplink, such as 8:100gbit,5us"
+_TIME = "a time is a number and perhaps a unit, such as 0.25, 5us, 20ms, 0.5s, 10min or 2h."
+_COUNT = "a count is a number and perhaps a unit, such as 350000, 124M or 1.3B."
+_RATE = "a rate is a number and a unit of tc, such as '100mbit', or '12.5mbps' in bytes."
+_LINK = "a link is a rate and perhaps a latency, such as 100mbit or 100mbit,20ms."
+_LEVEL = "a level is the workers in a group and their uplink, such as 8:100gbit,5us."
 _STRAGGLER = "write rank=1,delay=300ms,every=4 for one worker, or share=0.1,delay=300ms for any"
 
 
@@ -52,19 +52,20 @@ class Straggler:
         return self.delay if rank == self.rank and (step + 1) % self.every == 0 else 0.0
 
 
-def parse_seconds(text: str, name: str = "time") -> float:
-    """A time in seconds.
+def parse_seconds(text: str, name: str = "time", *, within: str | None = None) -> float:
+    """A time in seconds. If the time is part of a longer text, an error quotes both.
 
     >>> parse_seconds("20ms"), parse_seconds("2h"), parse_seconds("0.25")
     (0.02, 7200.0, 0.25)
     """
     match = re.fullmatch(rf"\s*((?:{_NUMBER})(?:e[+-]?[0-9]{{1,4}})?)\s*([a-z]*)\s*", text)
-    if match is None or match[2] not in _SECONDS:
-        raise BadArgument(name, text, f"{_TIME}.")
-    seconds = float(match[1]) * _SECONDS[match[2]]
-    if seconds > LONGEST:
-        raise BadArgument(name, text, "a time must be at most a year, 8760h.")
-    return seconds
+    reason = _TIME
+    if match is not None and match[2] in _SECONDS:
+        seconds = float(match[1]) * _SECONDS[match[2]]
+        if seconds <= LONGEST:
+            return seconds
+        reason = "a time must be at most a year, 8760h."
+    raise BadArgument(name, within or text, f"{show(text)}: {reason}" if within else reason)
 
 
 def parse_count(text: str, name: str = "count") -> int:
@@ -75,7 +76,7 @@ def parse_count(text: str, name: str = "count") -> int:
     """
     match = re.fullmatch(rf"\s*({_NUMBER})\s*([a-zA-Z]?)\s*", text.replace("_", ""))
     if match is None or match[2].lower() not in _COUNTS:
-        raise BadArgument(name, text, f"{_COUNT}.")
+        raise BadArgument(name, text, _COUNT)
     count = round(Decimal(match[1]) * _COUNTS[match[2].lower()])
     if count > MOST:
         raise BadArgument(name, text, "a count must be at most 1000T.")
@@ -93,25 +94,19 @@ def parse_rate(text: str, name: str = "rate") -> int:
     """
     if not isinstance(text, str):
         raise TypeError(f"{name}={text!r}: a rate is text, such as '100mbit'.")
-    bits = _bits(text)
-    if bits is None:
-        raise BadArgument(name, text, f"{_RATE}.")
-    _check_rate(name, text, bits)
-    return bits
+    return _parse_bits(text, name, text, _RATE)
 
 
-def parse_link(text: str, name: str = "link") -> Link:
-    """A rate and an optional latency per hop.
+def parse_link(text: str, name: str = "link", *, within: str | None = None) -> Link:
+    """A rate and an optional latency per hop. If the link is part of a longer text, an error quotes that.
 
     >>> parse_link("100mbit,20ms")
     Link(rate=12500000.0, latency=0.02)
     """
     rate, comma, latency = text.partition(",")
-    bits = _bits(rate.strip())
-    if bits is None:
-        raise BadArgument(name, text, f"{_LINK}.")
-    _check_rate(name, text, bits)
-    return Link(bits / 8, _inner_seconds(name, text, latency) if comma else 0.0)
+    whole = within or text
+    bits = _parse_bits(rate.strip(), name, whole, _LINK)
+    return Link(bits / 8, parse_seconds(latency, name, within=whole) if comma else 0.0)
 
 
 def parse_level(text: str, name: str = "level") -> tuple[int, Link]:
@@ -122,11 +117,8 @@ def parse_level(text: str, name: str = "level") -> tuple[int, Link]:
     """
     match = re.fullmatch(r"\s*([0-9]{1,9})\s*:(.+)", text)
     if match is None:
-        raise BadArgument(name, text, f"{_LEVEL}.")
-    try:
-        return int(match[1]), parse_link(match[2])
-    except BadArgument as error:
-        raise BadArgument(name, text, error.reason) from None
+        raise BadArgument(name, text, _LEVEL)
+    return int(match[1]), parse_link(match[2], name, within=text)
 
 
 def parse_straggler(text: str, name: str = "straggler", *, workers: int | None = None) -> Straggler:
@@ -137,69 +129,53 @@ def parse_straggler(text: str, name: str = "straggler", *, workers: int | None =
     """
     pairs = [item.partition("=")[::2] for item in text.replace(" ", "").split(",")]
     given = dict(pairs)
+    whole = {key: given[key] for key in ("rank", "every", "seed") if key in given}
+    reason = ""
     if not given.keys() <= {"rank", "delay", "every", "share", "seed"} or len(given) < len(pairs):
-        raise BadArgument(name, text, f"{_STRAGGLER}.")
-    if "delay" not in given or ("rank" in given) == ("share" in given):
-        raise BadArgument(name, text, f"{_STRAGGLER}.")
-    if any(not re.fullmatch(r"[0-9]{1,9}", given[key]) for key in ("rank", "every", "seed") if key in given):
-        raise BadArgument(name, text, f"{_STRAGGLER}; rank, every and seed are whole numbers.")
-    if "share" in given and not re.fullmatch(_NUMBER, given["share"]):
-        raise BadArgument(name, text, f"{_STRAGGLER}; share is a number from 0 to 1.")
-    rank, share = _read_whole(given, "rank"), float(given["share"]) if "share" in given else None
-    every, seed = _read_whole(given, "every"), _read_whole(given, "seed")
-    if rank is not None and workers is not None and rank >= workers:
-        raise BadArgument(name, text, f"the ranks are 0 to {workers - 1}.")
-    if every == 0 or (share is not None and share > 1):
-        raise BadArgument(name, text, "every must be at least 1, and share between 0 and 1.")
-    delay = _inner_seconds(name, text, given["delay"])
-    return Straggler(delay, rank, 1 if every is None else every, share, seed or 0)
+        reason = f"{_STRAGGLER}."
+    elif "delay" not in given or ("rank" in given) == ("share" in given):
+        reason = f"{_STRAGGLER}."
+    elif any(not re.fullmatch(r"[0-9]{1,9}", value) for value in whole.values()):
+        reason = f"{_STRAGGLER}; rank, every and seed are whole numbers."
+    elif "share" in given and not re.fullmatch(_NUMBER, given["share"]):
+        reason = f"{_STRAGGLER}; share is a number from 0 to 1."
+    elif workers is not None and int(given.get("rank", 0)) >= workers:
+        reason = f"the ranks are 0 to {workers - 1}."
+    elif int(given.get("every", 1)) == 0 or float(given.get("share", 0)) > 1:
+        reason = "every must be at least 1, and share between 0 and 1."
+    if reason:
+        raise BadArgument(name, text, reason)
+    delay = parse_seconds(given["delay"], name, within=text)
+    share = float(given["share"]) if "share" in given else None
+    return Straggler(delay, share=share, **{key: int(value) for key, value in whole.items()})
 
 
 def as_rate(bandwidth: float) -> str:
     """Bytes per second as bits per second, in a readable unit."""
-    bits = bandwidth * 8
-    for unit, size in (("Tbit/s", 1e12), ("Gbit/s", 1e9), ("Mbit/s", 1e6), ("kbit/s", 1e3)):
-        if bits >= size:
-            return f"{bits / size:.3g} {unit}"
-    return f"{bits:.3g} bit/s"
+    return _scale(bandwidth * 8, {"Tbit/s": 1e12, "Gbit/s": 1e9, "Mbit/s": 1e6, "kbit/s": 1e3}, "bit/s")
 
 
 def as_time(seconds: float) -> str:
-    """Seconds in a readable unit."""
-    for unit, size in (("d", 86400.0), ("h", 3600.0), ("min", 60.0)):
-        if seconds >= 2 * size:
-            return f"{seconds / size:.3g} {unit}"
-    return f"{seconds:.3g} s"
+    return _scale(seconds, {"d": 86400.0, "h": 3600.0, "min": 60.0}, "s", least=2)
 
 
 def as_bytes(number: float) -> str:
-    """Bytes in a readable unit."""
-    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if number >= size:
-            return f"{number / size:.3g} {unit}"
-    return f"{number:.0f} B"
+    number = number if number >= 1e3 else round(number)
+    return _scale(number, {"TB": 1e12, "GB": 1e9, "MB": 1e6, "kB": 1e3}, "B")
 
 
-def _bits(text: str) -> int | None:
-    """Bits per second, or None if the text is not a rate."""
-    match = re.fullmatch(rf"({_NUMBER})(?:(|[kmgt]i?)(bit|bps))?", text.lower(), re.ASCII)
+def _scale(number: float, units: dict[str, float], smallest: str, *, least: float = 1) -> str:
+    """The number in the first unit of which it has at least so many."""
+    unit, size = next((pair for pair in units.items() if number >= least * pair[1]), (smallest, 1.0))
+    return f"{number / size:.3g} {unit}"
+
+
+def _parse_bits(rate: str, name: str, text: str, form: str) -> int:
+    """Bits per second. An error quotes the whole text and says its form."""
+    match = re.fullmatch(rf"({_NUMBER})(?:(|[kmgt]i?)(bit|bps))?", rate.lower(), re.ASCII)
     if match is None:
-        return None
-    return round(Decimal(match[1]) * _BITS[match[2] or ""] * (8 if match[3] == "bps" else 1))
-
-
-def _check_rate(name: str, text: str, bits: int) -> None:
+        raise BadArgument(name, text, form)
+    bits = round(Decimal(match[1]) * _BITS[match[2] or ""] * (8 if match[3] == "bps" else 1))
     if not 1 <= bits <= FASTEST:
         raise BadArgument(name, text, "a rate must be from 1bit to 1000tbit.")
-
-
-def _inner_seconds(name: str, text: str, part: str) -> float:
-    """The time in a part of the text. An error quotes the whole text."""
-    try:
-        return parse_seconds(part)
-    except BadArgument as error:
-        raise BadArgument(name, text, f"{show(part)}: {error.reason}") from None
-
-
-def _read_whole(given: dict[str, str], key: str) -> int | None:
-    return int(given[key]) if key in given else None
+    return bits

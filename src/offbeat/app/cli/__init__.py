@@ -11,7 +11,7 @@ def main() -> None:
         import rich  # noqa: F401
         import typer  # noqa: F401
     except ImportError:
-        print("offbeat: the command line is an extra: pip install 'offbeat[cli]'", file=sys.stderr)
+        sys.stderr.write("offbeat: the command line is an extra: pip install 'offbeat[cli]'\n")
         sys.exit(2)
     from offbeat.app.cli.app import run
 

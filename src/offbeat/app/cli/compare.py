@@ -7,19 +7,17 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from offbeat.app.cli import options
-from offbeat.app.cli.monitor import Monitor
+from offbeat.app.cli.monitor import show_progress
 from offbeat.app.cli.refusal import Refused, reading
-from offbeat.app.cli.result import show_runs
+from offbeat.app.cli.report import show_runs
 from offbeat.app.runs import folder as folders
 from offbeat.app.runs.launch import launch
-from offbeat.app.runs.setting import Setting, Where, check
+from offbeat.app.runs.setting import Setting, check
 from offbeat.base.checks import check_whole
 from offbeat.base.units import parse_seconds
 from offbeat.lab import unavailable
-from offbeat.tasks import Task
 
 
 def compare(
@@ -68,17 +66,17 @@ def compare(
         if netns and (reason := unavailable()):
             raise Refused(f"--netns: {reason}")
         check_whole("seeds", seeds, 1, 1000)
-        where: Where = "netns" if netns else "simulation" if simulate else "processes"
         first = Setting(
             method=methods[0], task=task, model=model, data=data, workers=workers, steps=steps, batch=batch,
-            lr=lr, optimizer=optimizer, evaluations=evaluations, link=link,
-            straggler=tuple(straggler or ()), where=where, compute=parse_seconds(compute, "compute"),
+            lr=lr, optimizer=optimizer, evaluations=evaluations, link=link, straggler=tuple(straggler or ()),
+            where="netns" if netns else "simulation" if simulate else "processes",
+            compute=parse_seconds(compute, "compute"),
         )  # fmt: skip
         place = out or Path("runs") / f"compare-{time.strftime('%Y%m%d-%H%M%S')}"
         found = _prepare(place, first, list(dict.fromkeys(methods)), seeds)
     missing = [folder for folder in found if not folders.finished(folder)]
     if missing:
-        with Monitor(missing, Console(stderr=True)):
+        with show_progress(missing):
             try:
                 finished = launch(missing, resume=True)
             except KeyboardInterrupt:
@@ -91,13 +89,11 @@ def compare(
 
 def _prepare(place: Path, first: Setting, methods: list[str], seeds: int) -> list[Path]:
     """A folder for every run. Everything is checked before anything is written."""
-    runs: dict[str, tuple[Setting, Task]] = {}
+    runs = {}
     for seed in range(seeds):
         for number, method in enumerate(methods):
             setting = replace(first, method=method, seed=seed)
             task = setting.find_task(folders.cache_of(place / "any"))
-            if seed == 0:
-                check(setting, task)
-            full = setting.fill(task)
+            full = check(setting, task) if seed == 0 else setting.fill(task)
             runs[f"{number:02d}-{folders.slug(full.method)}-seed{seed}"] = full, task
     return folders.prepare_all(place, runs)

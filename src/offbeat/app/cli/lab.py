@@ -1,9 +1,9 @@
 """`offbeat lab`"""
 
+import math
 import shutil
 import sys
 import time
-from collections.abc import Sequence
 from typing import Annotated
 
 import typer
@@ -12,7 +12,7 @@ from offbeat.app.cli import options, show
 from offbeat.app.cli.refusal import Refused, reading
 from offbeat.base.checks import check_number
 from offbeat.base.units import LONGEST
-from offbeat.lab import Job, Lab, Run, unavailable
+from offbeat.lab import Job, Lab, unavailable
 
 
 def lab(
@@ -56,34 +56,27 @@ def lab(
             print(f"offbeat: rank {run.rank} ended with {run.returncode}: {last}", file=sys.stderr)
     if not ended:
         print(f"offbeat: ended after {timeout:g} s (--timeout)", file=sys.stderr)
-    _show(cluster, runs, json=json)
-    return 0 if ended and not any(run.returncode for run in runs) else 1
-
-
-def _show(cluster: Lab, runs: Sequence[Run], *, json: bool) -> None:
+    fields = ("rank", "returncode", "seconds", "sent", "received")
+    rows = [{field: getattr(run, field) for field in fields} for run in runs]
     if json:
-        fields = ("rank", "returncode", "seconds", "sent", "received")
-        show.print_json([{field: getattr(run, field) for field in fields} for run in runs])
-        return
-    rows = [
-        [str(run.rank), str(run.returncode), f"{run.seconds:.2f}", f"{run.sent:,}", f"{run.received:,}"]
-        for run in runs
-    ]
-    columns = dict.fromkeys(["rank", "exit code", "seconds", "bytes sent", "bytes received"], "right")
-    show.print_table(show.console(), f"{cluster!r}, as the kernel counted", columns, rows)
+        show.print_json(rows)
+    else:
+        columns = dict.fromkeys(["rank", "exit code", "seconds", "bytes sent", "bytes received"], "right")
+        row = "{rank}|{returncode}|{seconds:.2f}|{sent:,}|{received:,}"
+        cells = [row.format(**values).split("|") for values in rows]
+        show.print_table(show.console(), f"{cluster!r}, as the kernel counted", columns, cells)
+    return 0 if ended and not any(run.returncode for run in runs) else 1
 
 
 def _follow(job: Job, *, quiet: bool, timeout: float | None) -> bool:
     """Print the output of rank 0 until all hosts have ended; False after a timeout."""
-    shown, start = 0, time.monotonic()
+    shown, deadline = 0, time.monotonic() + (math.inf if timeout is None else timeout)
     while True:
         running = bool(job.running)
         text = job.stdout(rank=0)
         if not quiet:
             print(text[shown:], end="", flush=True)
         shown = len(text)
-        if not running:
-            return True
-        if timeout is not None and time.monotonic() - start > timeout:
-            return False
+        if not running or time.monotonic() > deadline:
+            return not running
         time.sleep(0.1)

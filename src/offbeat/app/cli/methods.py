@@ -2,7 +2,6 @@
 
 import inspect
 import re
-from collections import Counter
 from dataclasses import asdict
 from typing import Annotated
 
@@ -13,6 +12,8 @@ from offbeat import methods as named
 from offbeat.app.cli import options, show
 from offbeat.app.cli.refusal import Refused
 from offbeat.plan.methods_table import PARAMETERS, WORKERS, Entry, Line, methods_table
+
+ALIKE = ("among", "sent", "applied", "delay")
 
 
 def methods(
@@ -44,16 +45,10 @@ def methods(
         show.print_json([asdict(entry) for entry in entries])
         return
     columns = {
-        "method": "fold",
-        "when": "fold",
-        "with whom": "fold",
-        "what is sent": "fold",
-        "how it is applied": "fold",
-        "delay": "right",
-        "bytes": "right",
-        "copies": "right",
+        "method": "fold", "when": "fold", "with whom": "fold", "what is sent": "fold",
+        "how it is applied": "fold", "delay": "right", "bytes": "right", "copies": "right",
         "reference": "fold",
-    }
+    }  # fmt: skip
     title = (
         f"Bytes per step relative to ddp, and copies of the model in memory, for {PARAMETERS / 1e6:.0f} M "
         f"parameters on {WORKERS} workers, after the warm-up"
@@ -64,30 +59,23 @@ def methods(
 
 
 def _row(entry: Entry) -> list[str]:
-    lines = _merge_alike(entry.lines)
-    fields = ("when", "among", "sent", "applied", "delay")
+    lines = _merge_lines(entry.lines)
+    number = re.search(r"arXiv \d+\.\d+", entry.reference)
     return [
         entry.call,
-        *["\n".join(line[field] for line in lines) for field in fields],
+        *["\n".join(line[field] for line in lines) for field in ("when", *ALIKE)],
         f"{entry.share_of_ddp:.3g}",
         f"{entry.copies:.1f}".removesuffix(".0"),
-        _cite(entry.reference),
+        f"{entry.reference.split(', ')[0]}, {number[0]}" if number else entry.reference,
     ]
 
 
-def _cite(reference: str) -> str:
-    """The authors and the number of the paper."""
-    number = re.search(r"arXiv \d+\.\d+", reference)
-    return f"{reference.split(', ')[0]}, {number[0]}" if number else reference
-
-
-def _merge_alike(lines: tuple[Line, ...]) -> list[dict[str, str]]:
+def _merge_lines(lines: tuple[Line, ...]) -> list[dict[str, str]]:
     """Parts that differ only in when they act, such as fragments, become one line."""
-    counted = Counter((line.among, line.sent, line.applied, line.delay) for line in lines)
-    merged = []
-    for line in lines:
-        key = (line.among, line.sent, line.applied, line.delay)
-        if count := counted.pop(key, 0):
-            when = line.when if count == 1 else f"{line.when}, {count} in turn"
-            merged.append(asdict(line) | {"when": when})
-    return merged
+    groups: dict[tuple[str, ...], list[dict[str, str]]] = {}
+    for line in map(asdict, lines):
+        groups.setdefault(tuple(line[field] for field in ALIKE), []).append(line)
+    return [
+        first | {"when": f"{first['when']}, {len(more) + 1} in turn"} if more else first
+        for first, *more in groups.values()
+    ]

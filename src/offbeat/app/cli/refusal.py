@@ -5,8 +5,7 @@ from contextlib import contextmanager
 
 from offbeat.base.errors import BadArgument, show
 
-# Arguments whose option has another name.
-OPTIONS = {"size": "model", "hosts": "workers", "per_hour": "failures"}
+OPTIONS = {"size": "model", "hosts": "workers", "per_hour": "failures"}  # arguments with other options
 
 
 class Refused(Exception):

@@ -1,15 +1,24 @@
-"""`offbeat report`"""
+"""`offbeat report`, and the table of runs that other commands print, too."""
 
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from offbeat.app.cli import options
+from offbeat.app.cli import options, show
 from offbeat.app.cli.refusal import reading
-from offbeat.app.cli.result import show_runs
+from offbeat.app.report.page import write_page
 from offbeat.app.runs.folder import find, setting_of
+from offbeat.app.runs.summary import Logged, Row, read, reference_of, summarize
 from offbeat.base.errors import BadArgument
+
+HEADINGS = (
+    "method", "loss", "accuracy", "seconds", "exposed s", "hidden s", "MB/worker", "rounds", "MB on the wire",
+    "s to ref. loss", "speed-up",
+)  # fmt: skip
+OPTIONAL = ("accuracy", "MB on the wire")  # columns that are left out if they are empty
 
 
 def report(
@@ -35,3 +44,55 @@ def report(
         for folder in folders:
             setting_of(folder)
     return show_runs(folders, out, json=json)
+
+
+def show_runs(folders: Sequence[Path], page: Path, *, json: bool) -> int:
+    """Write the page of these runs, and print their table."""
+    runs = [read(folder) for folder in folders]
+    write_page(runs, page)
+    if json:
+        show.print_json([asdict(row) for row in summarize(runs)])
+    else:
+        show_table(runs, caption(runs), f"report: {page}")
+    return 0
+
+
+def show_table(runs: Sequence[Logged], title: str, note: str) -> None:
+    """Print the table of these runs, and a note below it."""
+    rows = [_format(row) for row in summarize(runs)]
+    headings = [name for name in HEADINGS if name not in OPTIONAL or any(row[name] for row in rows)]
+    columns = {name: "fold" if name == "method" else "right" for name in headings}
+    console = show.console()
+    show.print_table(console, title, columns, [[row[name] for name in headings] for row in rows])
+    console.print(note, soft_wrap=True)
+
+
+def caption(runs: Sequence[Logged]) -> str:
+    """The title of the table: what was trained, where, and the reference."""
+    done = [run for run in runs if run.complete]
+    settings = [run.setting for run in done or runs]
+    place = {"netns": "shaped links", "simulation": "simulated", "processes": "emulated link"}
+    words = [settings[0].task]
+    for noun in ("worker", "step"):
+        *few, most = sorted({getattr(setting, f"{noun}s") for setting in settings})
+        words += [*map(str, few), show.count(most, noun)]
+    if settings[0].link:
+        words.append(f"{settings[0].link} ({place[settings[0].where]})")
+    words.append(show.count(len({run.setting.seed for run in done}), "seed"))
+    left = f"; unfinished and left out: {len(runs) - len(done)}" if len(done) < len(runs) else ""
+    return f"{', '.join(words)}; the reference is {reference_of(runs)}{left}"
+
+
+def _format(row: Row) -> dict[str, str]:
+    spread = "" if row.spread is None else f" ± {row.spread:.4f}"
+    cells = [
+        row.method,
+        f"{row.loss:.4f}{spread}",
+        "" if row.accuracy is None else f"{row.accuracy:.1%}",
+        *[f"{value:.2f}" for value in (row.seconds, row.exposed, row.hidden, row.megabytes)],
+        f"{row.rounds:g}",
+        "" if row.kernel_megabytes is None else f"{row.kernel_megabytes:.2f}",
+        "never" if row.reached is None else f"{row.reached:.2f}",
+        "" if row.speedup is None else f"{row.speedup:.2f}×",
+    ]
+    return dict(zip(HEADINGS, cells, strict=True))

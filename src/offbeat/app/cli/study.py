@@ -1,8 +1,11 @@
 """`offbeat study`"""
 
+import statistics
 import sys
+from dataclasses import replace
+from itertools import product
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import typer
 from rich.console import Console
@@ -12,12 +15,13 @@ from offbeat.app.cli import options, show
 from offbeat.app.cli.refusal import reading
 from offbeat.app.report.page import Curve, write_page
 from offbeat.app.runs import folder as folders
-from offbeat.app.runs.grid import Cell, cells
 from offbeat.app.runs.launch import launch
 from offbeat.app.runs.setting import MOST, Setting, check
 from offbeat.app.runs.summary import Logged, read
 from offbeat.base.checks import check_whole
 from offbeat.base.errors import BadArgument
+from offbeat.methods.expression import method
+from offbeat.tasks import Task
 
 
 def study(
@@ -56,15 +60,9 @@ def study(
             seed=seed, evaluations=1, where="simulation",
         )  # fmt: skip
         found = first.find_task(folders.cache_of(place / "any"))
-        grid = cells(
-            first, found, expressions=methods, workers=_parse_list("workers", workers, MOST["workers"]),
-            periods=_parse_list("every", every, MOST["steps"]), samples=samples,
-        )  # fmt: skip
-        runs = {}
-        for cell in grid:
-            check(cell.setting, found)
-            full = cell.setting.fill(found)
-            runs[f"{folders.slug(full.method)}-workers{full.workers}"] = full, found
+        counts = _parse_list("workers", workers, MOST["workers"])
+        cells = _cells(first, found, methods, counts, _parse_list("every", every, MOST["steps"]), samples)
+        runs = {name: (check(cell.setting, found), found) for name, cell in cells.items()}
         prepared = folders.prepare_all(place, runs)
     missing = [folder for folder in prepared if not folders.finished(folder)]
     console = Console(stderr=True)
@@ -74,26 +72,71 @@ def study(
     except KeyboardInterrupt:
         print("offbeat: stopped; repeat the command to run the rest", file=sys.stderr)
         return 130
-    _show(grid, [read(folder) for folder in prepared], place / "report.html", json=json)
+    _show([*cells.values()], [read(folder) for folder in prepared], place / "report.html", json=json)
     return 0
 
 
 def _parse_list(name: str, text: str, most: int) -> list[int]:
-    """Whole numbers, separated by commas."""
     try:
         numbers = [int(word) for word in text.split(",")]
     except ValueError:
-        raise BadArgument(name, text, "whole numbers, separated by commas, are needed.") from None
-    if min(numbers) < 1:
-        raise BadArgument(name, text, "at least 1 is needed.")
-    if max(numbers) > most:
-        raise BadArgument(name, text, f"at most {most} is possible.")
+        raise BadArgument(name, text, "must be whole numbers, separated by commas.") from None
+    for number in numbers:
+        check_whole(name, number, 1, most)
     return numbers
 
 
-def _show(grid: list[Cell], runs: list[Logged], page: Path, *, json: bool) -> None:
+class Cell(NamedTuple):
+    """One run of the grid."""
+
+    setting: Setting
+    method: str  # as given, without its period
+    every: int | None
+
+
+def _cells(
+    first: Setting, task: Task, methods: list[str], workers: list[int], periods: list[int], samples: int
+) -> dict[str, Cell]:
+    """All runs of the grid by name. The steps of each follow from the number of samples."""
+    batch = first.batch or task.batch_size
+    cells = {}
+    for given, count, every in product(methods, workers, periods):
+        steps = samples // (count * batch)
+        if steps < 1:
+            reason = f"one step of {count} workers with batches of {batch} needs {count * batch}."
+            raise BadArgument("samples", samples, reason)
+        varied = with_period(given, every)
+        setting = replace(first, method=varied or given, workers=count, steps=steps).fill(task)
+        name = f"{folders.slug(setting.method)}-workers{count}"
+        cells[name] = Cell(setting, given, every if varied else None)
+    return cells
+
+
+def with_period(expression: str, every: int) -> str | None:
+    """The method with this period; None if it does not take one.
+
+    >>> with_period("slowmo(momentum=0.5)", 8)
+    'slowmo(momentum=0.5, every=8)'
+    """
+    call = method(expression)
+    return str(call.but(every=every)) if call.takes("every") else None
+
+
+def _show(cells: list[Cell], runs: list[Logged], page: Path, *, json: bool) -> None:
     """Write the page and print the table."""
-    rows = [_row(cell, run) for cell, run in zip(grid, runs, strict=True)]
+    rows: list[dict[str, Any]] = [
+        {
+            "method": cell.method,
+            "workers": cell.setting.workers,
+            "every": cell.every,
+            "steps": cell.setting.steps,
+            "loss": run.evals[-1]["loss"],
+            "accuracy": run.evals[-1].get("accuracy"),
+            "rounds": run.ends[0]["rounds"],
+            "megabytes": statistics.mean(end["sent"] for end in run.ends) / 1e6,
+        }
+        for cell, run in zip(cells, runs, strict=True)
+    ]
     write_page(runs, page, curves=_curves(rows))
     if json:
         show.print_json(rows)
@@ -107,20 +150,6 @@ def _show(grid: list[Cell], runs: list[Logged], page: Path, *, json: bool) -> No
     console = show.console()
     show.print_table(console, f"{runs[0].setting.task}, the same samples for all", columns, table)
     console.print(f"report: {page}", soft_wrap=True)
-
-
-def _row(cell: Cell, run: Logged) -> dict[str, Any]:
-    last, sent = run.evals[-1], sum(end["sent"] for end in run.ends) / len(run.ends)
-    return {
-        "method": cell.method,
-        "workers": cell.setting.workers,
-        "every": cell.every,
-        "steps": cell.setting.steps,
-        "loss": last["loss"],
-        "accuracy": last.get("accuracy"),
-        "rounds": run.ends[0]["rounds"],
-        "megabytes": sent / 1e6,
-    }
 
 
 def _curves(rows: list[dict[str, Any]]) -> list[Curve]:

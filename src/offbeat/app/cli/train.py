@@ -4,22 +4,25 @@ import importlib.util
 import os
 import sys
 import time
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
+import torch
+import torch.distributed as dist
 import typer
-from rich.console import Console
 
 from offbeat.app.cli import options, show
-from offbeat.app.cli.monitor import Monitor
+from offbeat.app.cli.monitor import show_progress
 from offbeat.app.cli.refusal import Refused, reading
-from offbeat.app.cli.result import show_table
+from offbeat.app.cli.report import show_table
 from offbeat.app.runs import folder as folders
 from offbeat.app.runs.checkpoints import CheckpointStore
-from offbeat.app.runs.launch import join, launch, share_text, under_torchrun
+from offbeat.app.runs.launch import launch
 from offbeat.app.runs.setting import MOST, Setting, check
 from offbeat.app.runs.summary import read, summarize
+from offbeat.app.runs.worker import work
 from offbeat.base.checks import check_whole
 
 
@@ -66,11 +69,13 @@ def train(
         torchrun --nproc-per-node 4 -m offbeat train 'qsr(alpha=0.02)' --task images --data cifar10.zip
     """
     with reading():
-        workers = int(os.environ["WORLD_SIZE"]) if under_torchrun() else workers
+        if under_torchrun():
+            dist.init_process_group("gloo")
+            workers = dist.get_world_size()
         check_whole("checkpoint_every", checkpoint_every, 0, MOST["checkpoint_every"])
         if resume and checkpoint_dir is None:
             raise Refused("--resume: name the run's folder with --checkpoint-dir.")
-        place = checkpoint_dir or _name_folder(method)
+        place = checkpoint_dir or Path("runs") / f"{folders.slug(method)}-{_start_time()}"
         setting = Setting(
             method=method, task=task, model=model, data=data, workers=workers, steps=steps, batch=batch,
             lr=lr, optimizer=optimizer, seed=seed, evaluations=evaluations, link=link,
@@ -85,7 +90,10 @@ def train(
     if tensorboard:
         _write_tensorboard(place)
     if not finished:
-        return _report_stop(place, setting)
+        saved = CheckpointStore(place / "checkpoints", rank=0, workers=workers).steps()
+        where = f"the last checkpoint is at step {saved[-1]}" if saved else "there is no checkpoint yet"
+        print(f"offbeat: stopped; {where}: continue with --checkpoint-dir {place} --resume", file=sys.stderr)
+        return 130
     run = read(place)
     if json:
         show.print_json(asdict(summarize([run])[0]))
@@ -95,9 +103,9 @@ def train(
     return 0
 
 
-def _name_folder(method: str) -> Path:
-    started = share_text(time.strftime("%Y%m%d-%H%M%S"))  # the clocks of ranks differ
-    return Path("runs") / f"{folders.slug(method)}-{started}"
+def under_torchrun() -> bool:
+    """Whether torchrun, or something like it, started this process as one of several."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
 def _leads() -> bool:
@@ -105,11 +113,18 @@ def _leads() -> bool:
     return not under_torchrun() or os.environ["RANK"] == "0"
 
 
+def _start_time() -> str:
+    """Under torchrun, the time of rank 0: the clocks of ranks differ."""
+    digits = torch.tensor(int(time.strftime("%Y%m%d%H%M%S")))
+    if under_torchrun():
+        dist.broadcast(digits, src=0)
+    return "{}-{:06}".format(*divmod(int(digits), 10**6))
+
+
 def _prepare(place: Path, setting: Setting, *, resume: bool) -> None:
     """Check the run and write its setting. To resume, the setting must be the same as before."""
     task = setting.find_task(folders.cache_of(place))
-    check(setting, task)
-    full = setting.fill(task)
+    full = check(setting, task)
     exists = (place / folders.SETTING).exists()
     if resume:
         if not exists:
@@ -125,22 +140,16 @@ def _prepare(place: Path, setting: Setting, *, resume: bool) -> None:
 
 
 def _run(place: Path, *, resume: bool) -> bool:
-    if under_torchrun():
-        for _ in range(600):  # until rank 0 has written it
-            if (place / folders.SETTING).exists():
-                break
-            time.sleep(0.1)
-        if not _leads():
-            return join(place, resume=resume)
-    with Monitor([place], Console(stderr=True)):
-        return join(place, resume=resume) if under_torchrun() else launch([place], resume=resume)
-
-
-def _report_stop(place: Path, setting: Setting) -> int:
-    saved = CheckpointStore(place / "checkpoints", rank=0, workers=setting.workers).steps()
-    where = f"the last checkpoint is at step {saved[-1]}" if saved else "there is no checkpoint yet"
-    print(f"offbeat: stopped; {where}: continue with --checkpoint-dir {place} --resume", file=sys.stderr)
-    return 130
+    with show_progress([place]) if _leads() else nullcontext():
+        if not under_torchrun():
+            return launch([place], resume=resume)
+        deadline = time.monotonic() + 60
+        while not (place / folders.SETTING).exists() and time.monotonic() < deadline:
+            time.sleep(0.1)  # until rank 0 has written it
+        try:
+            return work([place], resume=resume)
+        finally:
+            dist.destroy_process_group()
 
 
 def _write_tensorboard(place: Path) -> None:

@@ -10,8 +10,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from offbeat.app.runs.record import Entry
-from offbeat.app.runs.setting import write_whole
+from offbeat.app.runs.folder import write_whole
 from offbeat.app.runs.summary import Logged, labels, reference_of, summarize
 from offbeat.base.checks import replace_nonfinite
 
@@ -30,9 +29,8 @@ def write_page(runs: Sequence[Logged], path: Path, *, curves: Sequence[Curve] = 
 
 def render(runs: Sequence[Logged], *, curves: Sequence[Curve] = ()) -> str:
     """The page as text."""
-    page, style, script = (
-        (files("offbeat.app.report") / f"page.{kind}").read_text() for kind in ("html", "css", "js")
-    )
+    folder = files("offbeat.app.report")
+    page, style, script = ((folder / f"page.{kind}").read_text() for kind in ("html", "css", "js"))
     values = replace_nonfinite(collect(runs, curves=curves))
     data = json.dumps(values, ensure_ascii=False, allow_nan=False).replace("</", "<\\/")
     return page.replace("/*STYLE*/", style).replace("/*SCRIPT*/", script).replace("/*DATA*/", data)
@@ -40,9 +38,8 @@ def render(runs: Sequence[Logged], *, curves: Sequence[Curve] = ()) -> str:
 
 def collect(runs: Sequence[Logged], *, curves: Sequence[Curve] = ()) -> dict[str, Any]:
     """The data of the page. A study passes curves, which the page shows instead of single runs."""
-    rows = summarize(runs)
     return {
-        "rows": [asdict(row) for row in rows],
+        "rows": [asdict(row) for row in summarize(runs)],
         "reference": reference_of(runs),
         "setting": {**asdict(runs[0].setting), **runs[0].origin},
         "runs": [_run(run, label) for run, label in zip(runs, labels(runs), strict=True)],
@@ -52,19 +49,25 @@ def collect(runs: Sequence[Logged], *, curves: Sequence[Curve] = ()) -> dict[str
 
 
 def _run(run: Logged, label: str) -> dict[str, Any]:
-    first = run.ranks[0] if run.ranks else []
+    workers = run.setting.workers
     return {
         "method": label,
         "seed": run.setting.seed,
-        "workers": run.setting.workers,
+        "workers": workers,
         "folder": run.folder.name,
         "complete": run.complete,
-        "evals": [
-            [e["t"], e["units"] * run.setting.workers, e["sent"], e["loss"], e["step"]] for e in run.evals
-        ],
-        "rounds": _rounds([e for e in first if e["kind"] == "round"]),
+        "evals": [[e["t"], e["units"] * workers, e["sent"], e["loss"], e["step"]] for e in run.evals],
+        "rounds": _rounds(run),
         "ranks": _timeline(run),
     }
+
+
+def _rounds(run: Logged) -> list[list[Any]]:
+    """When each round of rank 0 began, the steps since the round before it, and the drift."""
+    entries = [e for rank in run.ranks[:1] for e in rank if e["kind"] == "round"]
+    before = [0, *[e["begun_after"] for e in entries]]
+    rounds = [[e["began"], e["begun_after"] - b, e["drift"]] for e, b in zip(entries, before, strict=False)]
+    return rounds[:: max(1, -(-len(rounds) // POINTS))]
 
 
 def _timeline(run: Logged) -> list[dict[str, Any]]:
@@ -86,10 +89,3 @@ def _timeline(run: Logged) -> list[dict[str, Any]]:
             }
         )
     return ranks
-
-
-def _rounds(entries: Sequence[Entry]) -> list[list[Any]]:
-    """When each round began, the steps since the round before it, and the drift."""
-    before = [0, *[entry["begun_after"] for entry in entries]]
-    rounds = [[e["began"], e["begun_after"] - b, e["drift"]] for e, b in zip(entries, before, strict=False)]
-    return rounds[:: max(1, -(-len(rounds) // POINTS))]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import pickle
-import re
 import shutil
 import zipfile
 import zlib
@@ -17,14 +16,8 @@ from offbeat.base.errors import CheckpointMismatch
 
 KEPT = 2
 _DAMAGED = (
-    zipfile.BadZipFile,
-    zlib.error,
-    EOFError,
-    pickle.UnpicklingError,
-    RuntimeError,
-    ValueError,
-    OSError,
-)
+    zipfile.BadZipFile, zlib.error, EOFError, pickle.UnpicklingError, RuntimeError, ValueError, OSError
+)  # fmt: skip
 
 
 class CheckpointStore:
@@ -49,18 +42,17 @@ class CheckpointStore:
 
     def steps(self) -> list[int]:
         """The steps with a complete checkpoint, in order."""
-        steps = []
-        for place in self.folder.glob("step-*"):
-            files = {file.name for file in place.glob("rank-*.pt")}
-            if files == {f"rank-{rank}.pt" for rank in range(self.workers)}:
-                steps.append(int(re.sub(r"\D", "", place.name)))
-        return sorted(steps)
+        whole = {f"rank-{rank}.pt" for rank in range(self.workers)}
+        files = {step: {path.name for path in place.glob("rank-*.pt")} for step, place in self._places()}
+        return sorted(step for step, names in files.items() if names == whole)
 
     def delete_after(self, step: int) -> None:
-        """Delete this rank's files of later steps, which an earlier start of the run has left."""
-        for path in self.folder.glob(f"step-*/rank-{self.rank}.pt"):
-            if int(re.sub(r"\D", "", path.parent.name)) > step:
+        """Delete what an earlier start of the run has left: this rank's later files, and torn ones."""
+        for saved, place in self._places():
+            for path in place.glob(f".rank-{self.rank}.*"):
                 path.unlink()
+            if saved > step:
+                (place / f"rank-{self.rank}.pt").unlink(missing_ok=True)
 
     def load(self, step: int) -> dict[str, Any]:
         """This rank's state. Checks the checksums in the file first, which torch does not do."""
@@ -77,9 +69,14 @@ class CheckpointStore:
             reason = str(error).partition("\n")[0]
             raise CheckpointMismatch(
                 f"Rank {self.rank}'s checkpoint {str(path)!r} is damaged ({reason}): "
-                f"delete the folder {str(path.parent)!r} to go on from the checkpoint before it."
+                f"delete the folder {str(path.parent)!r} to continue from the checkpoint before it."
             ) from error
         return state
 
     def _path(self, step: int) -> Path:
         return self.folder / f"step-{step:09d}"
+
+    def _places(self) -> list[tuple[int, Path]]:
+        """The folders of checkpoints, complete or not, each with its step."""
+        places = [(place.name.removeprefix("step-"), place) for place in self.folder.glob("step-*")]
+        return [(int(step), place) for step, place in places if step.isdecimal()]

@@ -8,19 +8,29 @@ import platform
 import re
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import offbeat
-from offbeat.app.runs.record import entries, log_path
-from offbeat.app.runs.setting import Setting, write_whole
+from offbeat.app.runs.setting import Setting
 from offbeat.base.errors import BadArgument
 from offbeat.tasks import Task
 
 SETTING, ORIGIN = "setting.json", "origin.json"
+LINES = 2000  # of steps in a log, at most; in a longer run, each covers several steps
+
+Entry = dict[str, Any]
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Replace the file in one piece: a reader sees all of the old text or all of the new."""
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    beside.write_text(text)
+    beside.replace(path)
 
 
 def prepare(folder: Path, setting: Setting, task: Task, *, command: Sequence[str] = ()) -> None:
@@ -38,25 +48,26 @@ def prepare(folder: Path, setting: Setting, task: Task, *, command: Sequence[str
         "parameters": sum(p.numel() for p in task.model().parameters()),
     }
     write_whole(folder / ORIGIN, json.dumps(origin, indent=1))
-    setting.save(folder / SETTING)
+    write_whole(folder / SETTING, json.dumps(asdict(setting), indent=1))
 
 
 def prepare_all(place: Path, runs: Mapping[str, tuple[Setting, Task]]) -> list[Path]:
     """Prepare a folder for each named run that has none. Refuse a folder that holds another run."""
-    for name, (setting, _) in runs.items():
-        if (place / name / SETTING).exists() and setting_of(place / name) != setting:
-            raise BadArgument("out", str(place), "this folder holds other runs; name another one.")
-    for name, (setting, task) in runs.items():
-        if not (place / name / SETTING).exists():
-            prepare(place / name, setting, task)
+    new = {name: run for name, run in runs.items() if not (place / name / SETTING).exists()}
+    if any(setting_of(place / name) != setting for name, (setting, _) in runs.items() if name not in new):
+        raise BadArgument("out", str(place), "this folder holds other runs; name another one.")
+    for name, (setting, task) in new.items():
+        prepare(place / name, setting, task)
     return [place / name for name in runs]
 
 
 def setting_of(folder: Path) -> Setting:
+    path = folder / SETTING
     try:
-        return Setting.load(folder / SETTING)
+        values = json.loads(path.read_text())
+        return Setting(**{**values, "straggler": tuple(values["straggler"])})
     except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{str(folder / SETTING)!r} does not describe a run ({error!r}).") from error
+        raise ValueError(f"{str(path)!r} does not describe a run ({error!r}).") from error
 
 
 def origin_of(folder: Path) -> dict[str, Any]:
@@ -75,8 +86,8 @@ def find(roots: Sequence[Path]) -> list[Path]:
 
 def finished(folder: Path) -> bool:
     """Whether every rank has written its last line."""
-    workers = setting_of(folder).workers
-    return all(any(e["kind"] == "end" for e in entries(log_path(folder, rank))) for rank in range(workers))
+    logs = [log_path(folder, rank) for rank in range(setting_of(folder).workers)]
+    return all(any(entry["kind"] == "end" for entry in entries(log)) for log in logs)
 
 
 def cache_of(folder: Path) -> Path:
@@ -87,3 +98,64 @@ def cache_of(folder: Path) -> Path:
 def slug(method: str) -> str:
     """The method as part of a file name."""
     return re.sub(r"[^a-z0-9_.]+", "-", method.lower()).strip("-")
+
+
+def log_path(folder: Path, rank: int) -> Path:
+    return folder / f"rank-{rank}.jsonl"
+
+
+def entries(path: Path) -> Iterator[Entry]:
+    """The lines of a log, up to the first one that a kill has torn."""
+    for line in path.read_text().splitlines(keepends=True) if path.exists() else []:
+        try:
+            entry = json.loads(line)
+        except ValueError:
+            return
+        if not line.endswith("\n"):
+            return
+        if "waited" in entry:  # older logs
+            entry["exposed"] = entry.pop("waited")
+        yield entry
+
+
+class Record:
+    """The log of a rank, with one JSON object per line.
+
+    Each line is written at once, so a killed process loses at most its last.
+    """
+
+    def __init__(self, path: Path, *, steps: int = 0) -> None:
+        self._file = path.open("a", buffering=1)
+        self.units, self._every = 0, -(-steps // LINES)
+        self._count, self._seconds, self._exposed, self._loss = 0, 0.0, 0.0, 0.0
+
+    def write(self, kind: str, **values: Any) -> None:
+        self._file.write(json.dumps({"kind": kind, **values}) + "\n")
+
+    def add_step(
+        self, step: int, *, start: float, end: float, exposed: float, loss: float, units: int
+    ) -> None:
+        """Count a step. A long run writes one line for several."""
+        self._count += 1
+        self._seconds += end - start
+        self._exposed += exposed
+        self._loss += loss
+        self.units += units
+        if self._count == self._every:
+            self.write_steps(step, end)
+
+    def write_steps(self, step: int, end: float) -> None:
+        """Write the steps since the last line."""
+        if self._count:
+            mean = {"seconds": self._seconds, "exposed": self._exposed, "loss": self._loss / self._count}
+            self.write("steps", step=step, t=end, **mean, units=self.units)
+        self._count, self._seconds, self._exposed, self._loss = 0, 0.0, 0.0, 0.0
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def cut(path: Path, *, after: int) -> None:
+    """Drop the lines after a step; the resumed run writes them again."""
+    kept = [entry for entry in entries(path) if entry["step"] <= after and entry["kind"] != "end"]
+    write_whole(path, "".join(json.dumps(entry) + "\n" for entry in kept))

@@ -6,6 +6,7 @@ gets.
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import re
@@ -17,17 +18,15 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from offbeat.app.runs.folder import cache_of, finished, setting_of
 from offbeat.app.runs.loop import Loop
 from offbeat.app.runs.setting import Setting
-from offbeat.app.runs.worker import LOST, STOPPED, work
+from offbeat.app.runs.worker import LOST, STOPPED
 from offbeat.base.errors import OffbeatError
 from offbeat.base.units import parse_link
 from offbeat.comm.communicator import Communicator
@@ -40,9 +39,8 @@ LOOK = 0.05  # seconds between looks at the workers
 SAVING = 120.0  # seconds to save after Ctrl-C; the slowest rank has to catch up first
 LAST_WORDS = 10.0  # seconds the others have to report after a worker has failed
 
-
-class RunFailed(OffbeatError):
-    """A worker failed; the message is its error."""
+Ended = dict[int, tuple[int, str]]
+"""By rank, in the order of their end: a worker's exit code, and what it wrote to standard error."""
 
 
 def launch(folders: Sequence[Path], *, resume: bool = False) -> bool:
@@ -50,93 +48,55 @@ def launch(folders: Sequence[Path], *, resume: bool = False) -> bool:
     setting = setting_of(folders[0])
     if setting.where == "simulation":
         return all(_simulate(folder, resume=resume) for folder in folders)
-    if setting.where == "netns":
-        return _run_in_lab(folders, setting, resume=resume)
-    return _run_processes(folders, setting.workers, resume=resume)
-
-
-def under_torchrun() -> bool:
-    """Whether torchrun, or something like it, started this process as one of several."""
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
-
-
-def share_text(text: str) -> str:
-    """Under torchrun, the text of rank 0."""
-    if not under_torchrun():
-        return text
-    if not dist.is_initialized():
-        dist.init_process_group("gloo")
-    content = text.encode()  # as bytes: torch's broadcast of objects unpickles what it gets
-    buffer = torch.zeros(2**12, dtype=torch.uint8)
-    buffer[: len(content)] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
-    dist.broadcast(buffer, src=0)
-    return bytes(buffer.tolist()).rstrip(b"\0").decode()
-
-
-def join(folder: Path, *, resume: bool = False) -> bool:
-    """Train as one of the workers that torchrun started."""
-    if not dist.is_initialized():
-        dist.init_process_group("gloo")
-    try:
-        return work([folder], resume=resume)
-    finally:
-        dist.destroy_process_group()
+    run = _run_in_lab if setting.where == "netns" else _run_processes
+    return run(folders, setting, resume=resume)
 
 
 # Without the current folder in sys.path, where a file queue.py would hide Python's own module.
 _WORKER = "import sys; sys.path[:] = filter(None, sys.path); from offbeat.app.runs.worker import main; main()"
 
 
-def _command(folders: Sequence[Path], resume: bool) -> list[str]:
-    """The command of one worker, whose rank comes from the environment, as under torchrun."""
-    return [sys.executable, "-c", _WORKER, *map(str, folders), *(["--resume"] if resume else [])]
+def _command(folders: Sequence[Path], resume: bool, *options: str) -> list[str]:
+    resuming = ["--resume"] if resume else []
+    return [sys.executable, "-c", _WORKER, *resuming, *options, "--", *map(str, folders)]
 
 
-def _run_processes(folders: Sequence[Path], workers: int, *, resume: bool) -> bool:
-    store = _store()
-    shared = {
+def _run_processes(folders: Sequence[Path], setting: Setting, *, resume: bool) -> bool:
+    # A store that listens on the loopback; torch's own listens everywhere.
+    server = socket.create_server((HERE, 0), backlog=1024)
+    port = server.getsockname()[1]
+    store = TCPStore(HERE, port, is_master=True, wait_for_workers=False, master_listen_fd=server.detach())
+    environment = {
         "OMP_NUM_THREADS": "1",
         **os.environ,
         "MASTER_ADDR": HERE,
         "MASTER_PORT": str(store.port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",  # this process holds the store, so it outlives rank 0
-        "GLOO_SOCKET_IFNAME": _loopback(),
-        "WORLD_SIZE": str(workers),
-        "LOCAL_WORLD_SIZE": str(workers),
+        # The loopback interface: lo on Linux, lo0 on a Mac.
+        "GLOO_SOCKET_IFNAME": next(name for _, name in socket.if_nameindex() if name in ("lo", "lo0")),
+        "WORLD_SIZE": str(setting.workers),
+        "LOCAL_WORLD_SIZE": str(setting.workers),
     }
-    crew: list[Process] = []
-    command = [*_command(folders, resume), "--tied"]
+    command = _command(folders, resume, "--fork", str(setting.workers))
     with _catch_signals() as caught:
+        crew = Process(command, environment, stdin=subprocess.PIPE)
         try:
-            for rank in range(workers):
-                own = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-                crew.append(Process(command, own, stdin=subprocess.PIPE))
             _watch(crew, caught)
         finally:
-            for process in crew:
-                process.kill()
-                process.join(None)
-            ended = {rank: Ended.of(process) for rank, process in enumerate(crew)}
-            for process in crew:
-                process.close()
-    if not caught:
-        return _check(ended)
-    # A worker that Ctrl-C ended before it could listen has not failed; one that could not save has.
-    cut_off = {rank for rank, end in ended.items() if end.code < 0 or "KeyboardInterrupt" in end.stderr}
-    _check({rank: end for rank, end in ended.items() if rank not in cut_off and end.code != LOST})
-    return all(finished(folder) for folder in folders)
-
-
-def _store() -> TCPStore:
-    """A store for local workers. It listens on the loopback; torch's own listens everywhere."""
-    server = socket.create_server((HERE, 0), backlog=1024)
-    port = server.getsockname()[1]
-    return TCPStore(HERE, port, is_master=True, wait_for_workers=False, master_listen_fd=server.detach())
-
-
-def _loopback() -> str:
-    """The name of the loopback interface: lo on Linux, lo0 on a Mac."""
-    return next(name for _, name in socket.if_nameindex() if name in ("lo", "lo0"))
+            crew.kill()
+            crew.join(None)
+            ended, complaint = _read_ended(crew), crew.stderr()
+            crew.close()
+    if caught:
+        # A worker that Ctrl-C ended before it could listen has not failed; one that could not save has.
+        cut_off = [r for r, (code, text) in ended.items() if code < 0 or "KeyboardInterrupt" in text]
+        _check({r: end for r, end in ended.items() if r not in cut_off and end[0] != LOST})
+        return all(finished(folder) for folder in folders)
+    complete = _check(ended)
+    if len(ended) < setting.workers:
+        reason = _last_line(complaint) or f"exit code {crew.returncode}"
+        raise OffbeatError(f"The process of the workers ended early: {reason}")
+    return complete
 
 
 @contextmanager
@@ -154,49 +114,44 @@ def _catch_signals() -> Iterator[list[int]]:
             signal.signal(number, handler)
 
 
-def _watch(crew: Sequence[Process], caught: Sequence[int]) -> None:
+def _watch(crew: Process, caught: Sequence[int]) -> None:
     """Wait until all workers have ended. Pass a signal on to them; return at once on a second one.
 
     After a worker has failed, the others get a little time to report.
     """
     passed, deadline = False, math.inf
-    while any(not process.join(0) for process in crew):
+    while not crew.join(LOOK):
         if caught and not passed:
             passed = True
-            for process in crew:
-                process.interrupt()
+            crew.interrupt()
             deadline = min(deadline, time.monotonic() + SAVING)
-        if any(process.returncode not in (None, 0, STOPPED) for process in crew):
+        if any(code not in (0, STOPPED) for code, _ in _read_ended(crew).values()):
             deadline = min(deadline, time.monotonic() + LAST_WORDS)
         if len(caught) > 1 or time.monotonic() > deadline:
             return
-        time.sleep(LOOK)
 
 
-@dataclass(frozen=True)
-class Ended:
-    """The exit code of a worker, when it ended, and what it wrote to standard error."""
-
-    code: int
-    at: float
-    stderr: str
-
-    @classmethod
-    def of(cls, process: Process) -> Ended:
-        assert process.returncode is not None
-        return cls(process.returncode, process.ended_at, process.stderr())
+def _read_ended(crew: Process) -> Ended:
+    """How the workers that have ended so far did so, from the lines of the process that forked them."""
+    lines = crew.stdout().rpartition("\n")[0].splitlines()
+    return {rank: (code, stderr) for rank, code, stderr in map(json.loads, lines)}
 
 
-def _check(ended: dict[int, Ended]) -> bool:
+def _check(ended: Ended) -> bool:
     """Whether all have finished. Raise the error of the first to fail; workers that lost a peer come last."""
-    failed = {rank: end for rank, end in ended.items() if end.code not in (0, STOPPED)}
+    failed = [(code == LOST, rank) for rank, (code, _) in ended.items() if code not in (0, STOPPED)]
     if not failed:
-        return all(end.code == 0 for end in ended.values())
-    rank, end = min(failed.items(), key=lambda item: (item[1].code == LOST, item[1].at))
-    last = re.sub(r"^\[rank\d+\]: ", "", end.stderr.strip().rpartition("\n")[2])
-    if end.code < 0:
-        last = ": ".join(filter(None, [f"ended by {signal.Signals(-end.code).name}", last]))
-    raise RunFailed(f"Rank {rank}: {last or f'ended with code {end.code}'}")
+        return all(code == 0 for code, _ in ended.values())
+    rank = min(failed, key=lambda item: item[0])[1]
+    code, stderr = ended[rank]
+    last = re.sub(r"^\[rank\d+\]: ", "", _last_line(stderr))
+    if code < 0:
+        last = ": ".join(filter(None, [f"ended by {signal.Signals(-code).name}", last]))
+    raise OffbeatError(f"Rank {rank}: {last or f'ended with code {code}'}")
+
+
+def _last_line(text: str) -> str:
+    return text.strip().rpartition("\n")[2]
 
 
 def _run_in_lab(folders: Sequence[Path], setting: Setting, *, resume: bool) -> bool:
@@ -205,8 +160,8 @@ def _run_in_lab(folders: Sequence[Path], setting: Setting, *, resume: bool) -> b
         job = lab.start(_command(folders, resume))
         while job.running:
             time.sleep(0.1)
-        runs = job.wait()
-    return _check({run.rank: Ended(run.returncode, run.seconds, run.stderr) for run in runs})
+        runs = sorted(job.wait(), key=lambda run: run.seconds)
+    return _check({run.rank: (run.returncode, run.stderr) for run in runs})
 
 
 def _simulate(folder: Path, *, resume: bool) -> bool:
@@ -223,9 +178,8 @@ def _simulate(folder: Path, *, resume: bool) -> bool:
     def seconds(rank: int, step: int) -> float:
         return setting.compute + setting.late(rank, step)
 
-    state = torch.get_rng_state()
+    state, threads = torch.get_rng_state(), torch.get_num_threads()
     torch.manual_seed(setting.seed)
-    threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         return all(simulate(worker, setting.workers, network=network, compute=seconds))

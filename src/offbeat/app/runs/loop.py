@@ -13,11 +13,10 @@ from typing import Any
 import torch
 
 from offbeat.app.runs.checkpoints import CheckpointStore
-from offbeat.app.runs.record import Record, Tally, cut, log_path
+from offbeat.app.runs.folder import Record, cut, log_path
 from offbeat.app.runs.setting import TORCH_DDP, Setting
 from offbeat.app.runs.stop import Stop
-from offbeat.app.runs.torchddp import TorchDDP
-from offbeat.app.runs.trainer import Costs, Trainer
+from offbeat.app.runs.trainer import Costs, TorchDDP, Trainer
 from offbeat.app.runs.watch import Stopwatch, Watched
 from offbeat.base.errors import OffbeatError
 from offbeat.comm.communicator import Communicator
@@ -60,18 +59,19 @@ class Loop:
 
     def run(self, *, resume: bool = False) -> bool:
         """Train to the end; False after Ctrl-C."""
-        saved = self.store.steps() if resume else []
-        self.store.delete_after(saved[-1] if saved else -1)
-        cut(log_path(self.folder, self.rank), after=saved[-1] if saved else -1)
-        self.record = Record(log_path(self.folder, self.rank))
-        self.tally = Tally(self.record, steps=self.setting.steps)
+        saved = (self.store.steps() if resume else [])[-1:]
+        first = saved[0] if saved else -1
+        self.store.delete_after(first)
+        log = log_path(self.folder, self.rank)
+        cut(log, after=first)
+        self.record = Record(log, steps=self.setting.steps)
         try:
             if self.real:
                 self.stop.clear()
                 self._meet()
-                self.stop.listen(saved[-1] if saved else 0)
+                self.stop.listen(max(0, first))
             if saved:
-                self._load(self.store.load(saved[-1]))
+                self._load(self.store.load(first))
             else:
                 self._evaluate()
             return self._train()
@@ -89,7 +89,7 @@ class Loop:
             if setting.evaluates(self.step):
                 self._evaluate()
             stopped = self.real and self.stop.after(self.step)
-            due = bool(setting.checkpoint_every) and self.step % (setting.checkpoint_every or 1) == 0
+            due = setting.checkpoint_every is not None and self.step % setting.checkpoint_every == 0
             if self.step < setting.steps and (due or stopped) and self._save() and stopped:
                 self._meet()
                 self.stop.forget()
@@ -103,9 +103,8 @@ class Loop:
 
     def _meet(self) -> None:
         """Wait for all ranks, with the clock stopped."""
-        self.clock.stop()
-        self.comm.tell([self.step]).wait()
-        self.clock.go_on()
+        with self.clock.stopped():
+            self.comm.tell([self.step]).wait()
 
     def _one_step(self) -> None:
         start, waited_before = self.clock.read(), self.comm.waited
@@ -116,7 +115,8 @@ class Loop:
         self.schedule.step()
         self.step += 1
         end, exposed = self.clock.read(), self.comm.waited - waited_before
-        self.tally.add(self.step, start=start, end=end, exposed=exposed, loss=loss, units=batch[1].numel())
+        units = batch[1].numel()
+        self.record.add_step(self.step, start=start, end=end, exposed=exposed, loss=loss, units=units)
         self._log_rounds(end - exposed)
 
     def _log_rounds(self, ended: float) -> None:
@@ -125,25 +125,24 @@ class Loop:
 
     def _evaluate(self, *, last: bool = False) -> None:
         """Log the loss of the consensus. Rank 0 evaluates; the others wait, and the clock is stopped."""
-        self.clock.stop()
-        before, scores = self.trainer.costs(), {}
-        with self.trainer.averaged():
+        with self.clock.stopped():
+            before, scores = self.trainer.costs(), {}
+            with self.trainer.averaged():
+                if self.rank == 0:
+                    scores["loss"] = self.task.evaluate(self.model)
+                    if self.task.accuracy is not None:
+                        scores["accuracy"] = self.task.accuracy(self.model)
+            # All continue at the time of the last to arrive: waiting here replaces waiting in a round.
+            clocks = self.comm.tell([round(self.clock.read() * 1e9)]).wait()
+            self.clock.put(max(clock[0] for clock in clocks) / 1e9)
+            self._log_rounds(self.clock.read())
+            self.uncounted += self.trainer.costs() - before
+            values = {"step": self.step, "t": self.clock.read(), "units": self.record.units}
+            values |= asdict(self._costs())
             if self.rank == 0:
-                scores["loss"] = self.task.evaluate(self.model)
-                if self.task.accuracy is not None:
-                    scores["accuracy"] = self.task.accuracy(self.model)
-        # All go on together at the time of the last to arrive: waiting here replaces waiting in a round.
-        clocks = self.comm.tell([round(self.clock.read() * 1e9)]).wait()
-        self.clock.put(max(clock[0] for clock in clocks) / 1e9)
-        self._log_rounds(self.clock.read())
-        self.uncounted += self.trainer.costs() - before
-        values = {"step": self.step, "t": self.clock.read(), "units": self.tally.units}
-        values |= asdict(self._costs())
-        if self.rank == 0:
-            self.record.write("eval", **values, **scores)
-        if last:
-            self.record.write("end", **values, weights=self._checksum(), **self._kernel_bytes())
-        self.clock.go_on()
+                self.record.write("eval", **values, **scores)
+            if last:
+                self.record.write("end", **values, weights=self._checksum(), **self._kernel_bytes())
 
     def _costs(self) -> Costs:
         """The costs of training, without evaluations and the start."""
@@ -165,32 +164,30 @@ class Loop:
         return digest.hexdigest()
 
     def _save(self) -> bool:
-        """Save a checkpoint; False if the method cannot be saved at this step, on all ranks alike."""
-        self.clock.stop()
-        try:
-            sync = self.trainer.state_dict()
-        except OffbeatError:
-            raise
-        except RuntimeError as error:
-            logging.getLogger("offbeat").info("no checkpoint after step %d: %s", self.step, error)
-            self.clock.go_on()
-            return False
-        self.tally.write(self.step, self.clock.read())
-        state = {
-            "step": self.step,
-            "elapsed": self.clock.read(),
-            "units": self.tally.units,
-            "costs": asdict(self._costs()),
-            "model": self.model.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
-            "schedule": self.schedule.state_dict(),
-            "batches": self.batches.state_dict(),
-            "rng": torch.get_rng_state(),
-            "sync": sync,
-        }
-        self.store.save(self.step, state)
-        self.clock.go_on()
-        return True
+        """Save a checkpoint; False if the method cannot be saved at this step, which all ranks agree on."""
+        with self.clock.stopped():
+            try:
+                sync = self.trainer.state_dict()
+            except OffbeatError:
+                raise
+            except RuntimeError as error:
+                logging.getLogger("offbeat").info("no checkpoint after step %d: %s", self.step, error)
+                return False
+            self.record.write_steps(self.step, self.clock.read())
+            state = {
+                "step": self.step,
+                "elapsed": self.clock.read(),
+                "units": self.record.units,
+                "costs": asdict(self._costs()),
+                "model": self.model.state_dict(),
+                "optimizer": self.optimizer.state_dict(),
+                "schedule": self.schedule.state_dict(),
+                "batches": self.batches.state_dict(),
+                "rng": torch.get_rng_state(),
+                "sync": sync,
+            }
+            self.store.save(self.step, state)
+            return True
 
     def _load(self, state: dict[str, Any]) -> None:
         self.model.load_state_dict(state["model"])
@@ -201,7 +198,7 @@ class Loop:
         torch.set_rng_state(state["rng"])
         self.step, self.earlier = state["step"], Costs(*state["costs"].values())
         self.uncounted = self.trainer.costs()  # messages that compare what the ranks have loaded
-        self.tally.units = state["units"]
+        self.record.units = state["units"]
         self.clock = Stopwatch(self.comm.now, state["elapsed"])
 
 

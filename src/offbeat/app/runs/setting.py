@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import math
-import os
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -18,13 +15,11 @@ from torch.optim import Optimizer
 from offbeat.base.checks import check_number, check_whole
 from offbeat.base.errors import BadArgument
 from offbeat.base.units import Straggler, parse_link, parse_straggler
-from offbeat.engine.synchronizer import Synchronizer
 from offbeat.methods.expression import method
 from offbeat.simulate import simulate
 from offbeat.tasks import Task, find_task
 from offbeat.tasks.task import adamw, heavy_ball
 
-Where = Literal["processes", "netns", "simulation"]
 OPTIMIZERS = {"adamw": adamw, "sgd": heavy_ball}
 TORCH_DDP = "torch_ddp()"
 MOST = {
@@ -50,16 +45,8 @@ class Setting:
     checkpoint_every: int | None = None
     link: str | None = None
     straggler: tuple[str, ...] = ()
-    where: Where = "processes"
+    where: Literal["processes", "netns", "simulation"] = "processes"
     compute: float = 0.02  # virtual seconds per step, in simulation
-
-    def save(self, path: Path) -> None:
-        write_whole(path, json.dumps(asdict(self), indent=1))
-
-    @classmethod
-    def load(cls, path: Path) -> Setting:
-        values = json.loads(path.read_text())
-        return cls(**{**values, "straggler": tuple(values["straggler"])})
 
     def find_task(self, cache: Path | None = None) -> Task:
         return find_task(self.task, size=self.model, data=self.data, seed=self.seed, cache=cache)
@@ -85,9 +72,6 @@ class Setting:
             return (step + 1) / warmup
         return 0.55 + 0.45 * math.cos(math.pi * min(1.0, (step - warmup) / max(1, self.steps - warmup)))
 
-    def build(self) -> Callable[..., Synchronizer]:
-        return method(self.method)
-
     def evaluates(self, step: int) -> bool:
         """Whether the model is evaluated after this step. The last step is always evaluated."""
         return 0 < step < self.steps and step % max(1, round(self.steps / self.evaluations)) == 0
@@ -102,15 +86,8 @@ class Setting:
         return sum(straggler.seconds(rank, step) for straggler in self.stragglers)
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Replace the file in one piece: a reader sees all of the old text or all of the new."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    beside.write_text(text)
-    beside.replace(path)
-
-
-def check(setting: Setting, task: Task) -> None:
-    """Raise if the run cannot be made. Starts nothing."""
+def check(setting: Setting, task: Task) -> Setting:
+    """The setting with the task's defaults filled in. Raises if the run cannot be made; starts nothing."""
     for name, most in MOST.items():
         value = getattr(setting, name)
         if value is not None:
@@ -129,6 +106,7 @@ def check(setting: Setting, task: Task) -> None:
     for rank in range(setting.workers):
         task.batches(rank, setting.workers, full.batch, setting.seed)
     _check_method(full, task)
+    return full
 
 
 def _check_method(setting: Setting, task: Task) -> None:
@@ -137,7 +115,7 @@ def _check_method(setting: Setting, task: Task) -> None:
         if setting.where == "simulation":
             raise ValueError("torch_ddp cannot be simulated: leave it out, or use ddp.")
         return
-    build = setting.build()
+    build = method(setting.method)
 
     def worker(comm: Any) -> None:
         model = task.model()

@@ -7,7 +7,7 @@ import threading
 import time
 from pathlib import Path
 
-from offbeat.app.runs.setting import write_whole
+from offbeat.app.runs.folder import write_whole
 from offbeat.base.errors import PeerLost
 
 LOOK = 0.05  # seconds between looks for the files of the others
@@ -27,9 +27,8 @@ class Stop:
     ) -> None:
         self._files = [folder / f".stop-{other}" for other in range(workers)]
         self._mine = self._files[rank]
-        self._begun = 0
+        self._begun, self._written = 0, False
         self._called = called or threading.Event()  # shared by all runs of a process
-        self._written = False
         self._lock, self._over = threading.Lock(), threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
 
@@ -68,15 +67,12 @@ class Stop:
                 self._begun = step + 1
                 return False
             self._write()
-        return step >= max(self._read_all())
-
-    def _read_all(self) -> list[int]:
         deadline = time.monotonic() + PATIENCE
         while silent := [rank for rank, file in enumerate(self._files) if not file.exists()]:
             if time.monotonic() > deadline:
                 raise PeerLost(f"Ctrl-C: ranks {silent} have not answered within {PATIENCE:g} s.")
             time.sleep(0.01)
-        return [int(file.read_text()) for file in self._files]
+        return step >= max(int(file.read_text()) for file in self._files)
 
     def forget(self) -> None:
         """Stop listening and delete the file, which everybody has read."""

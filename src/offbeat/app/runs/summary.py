@@ -9,8 +9,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from offbeat.app.runs.folder import origin_of, setting_of
-from offbeat.app.runs.record import Entry, entries, log_path
+from offbeat.app.runs.folder import Entry, entries, log_path, origin_of, setting_of
 from offbeat.app.runs.setting import TORCH_DDP, Setting
 
 REACHED = 0.05  # a loss at most this share above the reference's counts as reached
@@ -55,15 +54,9 @@ class Row:
 def read(folder: Path) -> Logged:
     setting = setting_of(folder)
     ranks = tuple(list(entries(log_path(folder, rank))) for rank in range(setting.workers))
-    first = ranks[0] if ranks else []
-    return Logged(
-        folder=folder,
-        setting=setting,
-        origin=origin_of(folder),
-        ranks=ranks,
-        evals=[entry for entry in first if entry["kind"] == "eval"],
-        ends=[entry for rank in ranks for entry in rank if entry["kind"] == "end"],
-    )
+    evals = [entry for rank in ranks[:1] for entry in rank if entry["kind"] == "eval"]
+    ends = [entry for rank in ranks for entry in rank if entry["kind"] == "end"]
+    return Logged(folder, setting, origin_of(folder), ranks, evals, ends)
 
 
 def summarize(runs: Sequence[Logged]) -> list[Row]:
@@ -73,21 +66,21 @@ def summarize(runs: Sequence[Logged]) -> list[Row]:
         if run.complete:
             groups.setdefault(label, []).append(run)
     base = groups.get(reference_of(runs) or "", [])
-    return [_row(label, alike, base) for label, alike in groups.items()]
+    return [_row(label, seeds, base) for label, seeds in groups.items()]
 
 
 def labels(runs: Sequence[Logged]) -> list[str]:
     """The name of each run: its method, and every other setting that differs, except the seed."""
     names = [field.name for field in fields(Setting) if field.name not in ("method", "seed")]
     differ = [name for name in names if len({getattr(run.setting, name) for run in runs}) > 1]
-    return [run.setting.method + "".join(_describe(run.setting, name) for name in differ) for run in runs]
 
+    def describe(name: str, value: Any) -> str:
+        if name == "workers":
+            return f" × {value}"
+        return f", {name} {' and '.join(value) or None if isinstance(value, tuple) else value}"
 
-def _describe(setting: Setting, name: str) -> str:
-    value = getattr(setting, name)
-    if name == "workers":
-        return f" × {value}"
-    return f", {name} {' and '.join(value) or None if isinstance(value, tuple) else value}"
+    settings = [run.setting for run in runs]
+    return [s.method + "".join(describe(name, getattr(s, name)) for name in differ) for s in settings]
 
 
 def reference_of(runs: Sequence[Logged]) -> str | None:

@@ -1,19 +1,29 @@
-"""One training step with a method of Offbeat."""
+"""One training step: with a method of Offbeat, or with torch's own DistributedDataParallel."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from dataclasses import dataclass, fields
+# Not `from __future__ import annotations`: DDP compares a hook's annotations with the classes themselves.
+import operator
+from contextlib import nullcontext
+from dataclasses import astuple, dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import GradBucket  # type: ignore[attr-defined]
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from offbeat.app.runs.setting import Setting
 from offbeat.app.runs.watch import Watched
+from offbeat.base.errors import CheckpointMismatch
+from offbeat.comm.background import ThreadQueue
+from offbeat.comm.collective import nbytes, traffic
+from offbeat.comm.throttled import Throttled
+from offbeat.engine.checkpoint import weights_checksum
 from offbeat.engine.report import Report
-from offbeat.tasks import Batch, Batches, Task
+from offbeat.methods.expression import method
+from offbeat.tasks import Batch, Task
+
+TIMED = 4  # steps that DDP is timed on before the start
 
 
 @dataclass
@@ -25,11 +35,11 @@ class Costs:
     exposed: float = 0.0  # seconds the rank stood still for messages
     air: float = 0.0  # seconds its messages were in the air
 
-    def __add__(self, other: Costs) -> Costs:
-        return Costs(*[getattr(self, f.name) + getattr(other, f.name) for f in fields(self)])
+    def __add__(self, other: "Costs") -> "Costs":
+        return Costs(*map(operator.add, astuple(self), astuple(other)))
 
-    def __sub__(self, other: Costs) -> Costs:
-        return Costs(*[getattr(self, f.name) - getattr(other, f.name) for f in fields(self)])
+    def __sub__(self, other: "Costs") -> "Costs":
+        return Costs(*map(operator.sub, astuple(self), astuple(other)))
 
 
 class Trainer:
@@ -38,10 +48,10 @@ class Trainer:
     def __init__(
         self, setting: Setting, task: Task, model: nn.Module, optimizer: Optimizer, comm: Watched
     ) -> None:
-        self.task, self.model, self.optimizer, self.comm = task, model, optimizer, comm
+        self.task, self.model, self.optimizer = task, model, optimizer
         self._reports: list[Report] = []
         self._ends: dict[int, float] = {}  # by step: the time it ended, without its waiting
-        self.sync = sync = setting.build()(model, optimizer, group=comm)
+        self.sync = sync = method(setting.method)(model, optimizer, group=comm)
         sync.on_report = self._reports.append
         self.averaged, self.finish = sync.averaged, sync.finish
         self.state_dict, self.load_state_dict = sync.state_dict, sync.load_state_dict
@@ -77,8 +87,7 @@ class Trainer:
             for r in self._reports
         ]
         self._reports.clear()
-        for old in [step for step in self._ends if step < self.sync.steps - 2000]:
-            del self._ends[old]
+        self._ends.pop(self.sync.steps - 2001, None)
         return rounds
 
     def costs(self) -> Costs:
@@ -93,20 +102,115 @@ class Trainer:
         pass
 
 
-def time_step(
-    task: Task, model: nn.Module, batches: Batches, *, now: Callable[[], float], steps: int = 4
-) -> float:
-    """The median seconds of a forward and backward pass. Restores the model and the random state."""
-    buffers, rng = {name: b.clone() for name, b in model.named_buffers()}, torch.get_rng_state()
-    seconds = []
-    for _ in range(steps + 1):
-        start = now()
-        task.loss(model, next(batches)).backward()  # type: ignore[no-untyped-call]
-        seconds.append(now() - start)
-    for p in model.parameters():
-        p.grad = None
-    with torch.no_grad():
-        for name, b in model.named_buffers():
-            b.copy_(buffers[name])
-    torch.set_rng_state(rng)
-    return sorted(seconds[1:])[steps // 2]
+class TorchDDP:
+    """A trainer whose step uses nothing of Offbeat. DDP averages during the backward pass.
+
+    DDP waits inside the backward pass. The exposed time is the time of forward and backward beyond that of
+    the same without averaging, which is measured on a few batches before the start. DDP cannot see a
+    `Throttled` link, so a hook passes each bucket of gradients through the link, in a thread.
+    """
+
+    averaged = staticmethod(nullcontext)
+
+    def __init__(
+        self, setting: Setting, task: Task, model: nn.Module, optimizer: Optimizer, comm: Watched
+    ) -> None:
+        self.task, self.model, self.optimizer, self.comm = task, model, optimizer, comm
+        self.ddp = DistributedDataParallel(model)
+        self._link = _Link(comm.comm) if isinstance(comm.comm, Throttled) else None
+        if self._link is not None:
+            self.ddp.register_comm_hook(self._link, _Link.send)
+        self._alone = self._time_alone(setting)
+        gradients = nbytes([p for p in model.parameters() if p.requires_grad])
+        buffers = nbytes(list(model.buffers()))
+        self._sent = traffic("mean", comm.size, gradients) + traffic("broadcast", comm.size, buffers)
+        self._costs = Costs()
+
+    def _time_alone(self, setting: Setting) -> float:
+        """The median seconds of a forward and backward pass without averaging. Restores what it changes."""
+        assert setting.batch is not None
+        batches = self.task.batches(self.comm.rank, self.comm.size, setting.batch, setting.seed + 1)
+        buffers, rng = [b.clone() for b in self.model.buffers()], torch.get_rng_state()
+        seconds = []
+        with self.ddp.no_sync():
+            for _ in range(TIMED + 1):
+                start = self.comm.now()
+                self.task.loss(self.ddp, next(batches)).backward()  # type: ignore[no-untyped-call]
+                seconds.append(self.comm.now() - start)
+        for p in self.model.parameters():
+            p.grad = None
+        with torch.no_grad():
+            for buffer, before in zip(self.model.buffers(), buffers, strict=True):
+                buffer.copy_(before)
+        torch.set_rng_state(rng)
+        return sorted(seconds[1:])[TIMED // 2]
+
+    def step(self, batch: Batch) -> Tensor:
+        """Run one iteration and return its loss."""
+        start = self.comm.now()
+        loss = self.task.loss(self.ddp, batch)
+        loss.backward()  # type: ignore[no-untyped-call]
+        exposed = max(0.0, self.comm.now() - start - self._alone)
+        self.comm.waited += exposed
+        air = exposed if self._link is None else self._link.take_air()
+        self._costs += Costs(1, self._sent, exposed, air)
+        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.detach()
+
+    def take_rounds(self, ended: float) -> list[dict[str, Any]]:
+        return []
+
+    def costs(self) -> Costs:
+        return self._costs
+
+    def finish(self) -> None:
+        pass
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        sums = self.comm.tell([weights_checksum(self.model)]).wait()
+        if odd := [rank for rank, own in enumerate(sums) if own != sums[0]]:
+            raise CheckpointMismatch(
+                f"Rank {odd[0]}'s checkpoint has other weights than rank 0's: "
+                "load the files of one run on every rank."
+            )
+
+    def leave(self, error: BaseException) -> None:
+        pass
+
+    def close(self) -> None:
+        if self._link is not None:
+            self._link.queue.abandon()
+
+
+class _Link:
+    """Sends buckets over a throttled link in a thread, one after the other, as DDP's own connections do."""
+
+    def __init__(self, comm: Throttled) -> None:
+        self.comm, self.queue, self._air = comm, ThreadQueue(), 0.0
+
+    def send(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+        mean: torch.futures.Future[Tensor] = torch.futures.Future()
+        gradients = bucket.buffer()
+
+        def job() -> None:
+            start = self.comm.now()
+            try:
+                self.comm.mean([gradients]).wait()
+            except Exception as error:  # raised by the backward pass that waits for the bucket
+                mean.set_exception(error)  # type: ignore[arg-type]
+                return
+            self._air += self.comm.now() - start
+            mean.set_result(gradients)
+
+        self.queue.give(job)
+        return mean
+
+    def take_air(self) -> float:
+        """Seconds in the air since the last call."""
+        air, self._air = self._air, 0.0
+        return air

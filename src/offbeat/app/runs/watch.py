@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import TypeVar
 
 from torch import Tensor
@@ -57,57 +57,27 @@ class Watched(Wrapped):
             root.waited += self.comm.now() - start
 
     def task_queue(self) -> TaskQueue:
-        return _WatchedQueue(self.comm.worker.task_queue(), self)
+        """A queue whose results count as waited for."""
+        queue = self.comm.worker.task_queue()
+        give = queue.give
+
+        def watch(job: Callable[[], T]) -> Pending[T]:
+            return self.watch(give(job))
+
+        queue.give = watch  # type: ignore[method-assign]
+        return queue
 
     def sidecar(self) -> Sidecar:
-        return _WatchedSidecar(self.comm.worker.sidecar(), self)
+        """A sidecar whose `until` counts as waiting."""
+        sidecar = self.comm.worker.sidecar()
+        until = sidecar.until
 
+        def watch(ready: Callable[[], bool], what: str, seconds: float | None = None) -> bool:
+            with self.waiting():
+                return until(ready, what, seconds)
 
-class _WatchedQueue(TaskQueue):
-    """A task queue; waiting for its results counts as waiting."""
-
-    def __init__(self, task_queue: TaskQueue, watched: Watched) -> None:
-        super().__init__()
-        self._task_queue, self._watched = task_queue, watched
-
-    def give(self, job: Callable[[], T]) -> Pending[T]:
-        return self._watched.watch(self._task_queue.give(job))
-
-    def close(self) -> None:
-        self._task_queue.close()
-
-    def abandon(self) -> None:
-        self._task_queue.abandon()
-
-
-class _WatchedSidecar(Sidecar):
-    """A sidecar; waiting for it counts as waiting."""
-
-    def __init__(self, sidecar: Sidecar, watched: Watched) -> None:
-        self._sidecar, self._watched, self.comm = sidecar, watched, sidecar.comm
-
-    @property
-    def heard(self) -> int:
-        return self._sidecar.heard
-
-    def start(self, work: Callable[[], None]) -> None:
-        self._sidecar.start(work)
-
-    def locked(self) -> AbstractContextManager[None]:
-        return self._sidecar.locked()
-
-    def until(self, ready: Callable[[], bool], what: str, seconds: float | None = None) -> bool:
-        with self._watched.waiting():
-            return self._sidecar.until(ready, what, seconds)
-
-    def announce(self, number: int) -> None:
-        self._sidecar.announce(number)
-
-    def check(self) -> None:
-        self._sidecar.check()
-
-    def stop(self) -> None:
-        self._sidecar.stop()
+        sidecar.until = watch  # type: ignore[method-assign]
+        return sidecar
 
 
 class Stopwatch:
@@ -120,11 +90,12 @@ class Stopwatch:
     def read(self) -> float:
         return self._elapsed + (self._now() - self._since if self._running else 0.0)
 
-    def stop(self) -> None:
+    @contextmanager
+    def stopped(self) -> Iterator[None]:
+        """Stop the clock inside."""
         self._elapsed, self._running = self.read(), False
+        yield
+        self._since, self._running = self._now(), True
 
     def put(self, seconds: float) -> None:
         self._elapsed = seconds
-
-    def go_on(self) -> None:
-        self._since, self._running = self._now(), True

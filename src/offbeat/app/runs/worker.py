@@ -1,18 +1,24 @@
-"""The process of one worker. It trains the given runs, one after the other.
+"""The processes of workers. Each worker trains the given runs, one after the other.
 
-    python -m offbeat.app.runs.worker FOLDER FOLDER ... [--resume] [--tied]
+    python -m offbeat.app.runs.worker [--resume] [--fork K] -- FOLDER FOLDER ...
 
-`offbeat.app.runs.launch` starts it, on this machine or in a lab. With `--tied` the worker ends when its
-standard input closes, that is, when the launcher has ended for whatever reason.
+`offbeat.app.runs.launch` starts them. In a lab, each worker has a process of its own and finds its rank in
+the environment. On this machine, `--fork` imports everything once and forks the workers. These end when
+their standard input closes, that is, when the launcher has ended for whatever reason.
 """
 
 from __future__ import annotations
 
+import argparse
+import json
 import logging
 import os
+import signal
 import sys
+import tempfile
 import threading
 from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
 
 import torch
@@ -20,7 +26,6 @@ import torch.distributed as dist
 
 from offbeat.app.runs.folder import cache_of, setting_of
 from offbeat.app.runs.loop import Loop
-from offbeat.app.runs.setting import Setting
 from offbeat.base.errors import OffbeatError, PeerLost
 from offbeat.base.units import parse_link
 from offbeat.comm.communicator import Communicator
@@ -29,6 +34,7 @@ from offbeat.comm.torch_backend import Torch
 
 STOPPED = 3  # exit code: Ctrl-C, and the checkpoint is saved
 LOST = 4  # exit code: another worker was lost, and that one knows why
+SLOW = ("torch._dynamo", "sklearn.datasets")  # imports of every optimizer and of the digits
 
 
 def work(folders: Sequence[Path], *, resume: bool) -> bool:
@@ -42,39 +48,61 @@ def work(folders: Sequence[Path], *, resume: bool) -> bool:
         setting = setting_of(folder)
         task = setting.find_task(cache_of(folder))
         torch.manual_seed(setting.seed)
-        if not Loop(throttle(base, setting), setting, task, folder, called=called).run(resume=resume):
+        comm: Communicator = base
+        if setting.link is not None and setting.where == "processes":
+            link = parse_link(setting.link)
+            comm = Throttled(base, rate=link.rate, latency=link.latency)
+        if not Loop(comm, setting, task, folder, called=called).run(resume=resume):
             return False
     return True
 
 
-def throttle(comm: Communicator, setting: Setting) -> Communicator:
-    """The communicator behind the emulated link of the setting, unless the network itself is shaped."""
-    if setting.link is None or setting.where != "processes":
-        return comm
-    link = parse_link(setting.link)
-    return Throttled(comm, rate=link.rate, latency=link.latency)
+def fork(workers: int) -> None:
+    """Return in every worker. This process reports how each worker ended, one JSON line each, and exits.
+
+    Nothing here may start a thread before the last fork.
+    """
+    crew = {}
+    for rank in range(workers):
+        stderr = tempfile.TemporaryFile()
+        if (process := os.fork()) == 0:
+            os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+            os.dup2(stderr.fileno(), 2)
+            threading.Thread(target=_end_with_launcher, name="offbeat-tied", daemon=True).start()
+            return
+        crew[process] = rank, stderr
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the workers get it, too, and end first
+    while crew:
+        process, status = os.wait()
+        rank, stderr = crew.pop(process)
+        stderr.seek(0)
+        text = stderr.read().decode(errors="replace")
+        print(json.dumps([rank, os.waitstatus_to_exitcode(status), text]), flush=True)
+    sys.exit(0)
 
 
-def tie() -> None:
-    """End this process as soon as its standard input closes."""
-
-    def wait() -> None:
-        while os.read(0, 1):
-            pass
-        os._exit(1)
-
-    threading.Thread(target=wait, name="offbeat-tied", daemon=True).start()
+def _end_with_launcher() -> None:
+    while os.read(0, 1):
+        pass
+    os._exit(1)
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--resume", action="store_true")
+    parser.add_argument("--fork", type=int, default=0)
+    parser.add_argument("folders", nargs="+", type=Path)
+    given = parser.parse_args()
     logging.basicConfig(level=os.environ.get("OFFBEAT_LOG", "WARNING"), format="%(message)s")
-    options = {word for word in sys.argv[1:] if word in ("--resume", "--tied")}
-    folders = [Path(word) for word in sys.argv[1:] if word not in options]
-    if "--tied" in options:
-        tie()
+    if given.fork:
+        digits = setting_of(given.folders[0]).task == "digits"
+        for name in SLOW if digits else SLOW[:1]:
+            import_module(name)
+        fork(given.fork)
     try:
         dist.init_process_group("gloo")
-        finished = work(folders, resume="--resume" in options)
+        finished = work(given.folders, resume=given.resume)
     except OffbeatError as error:
         print(error, file=sys.stderr, flush=True)
         sys.exit(LOST if isinstance(error, PeerLost) else 1)
