@@ -17,6 +17,7 @@ import signal
 import sys
 import tempfile
 import threading
+import traceback
 from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
@@ -102,12 +103,16 @@ def main() -> None:
         fork(given.fork)
     try:
         dist.init_process_group("gloo")
-        finished = work(given.folders, resume=given.resume)
+        code = 0 if work(given.folders, resume=given.resume) else STOPPED
+        dist.destroy_process_group()
     except OffbeatError as error:
-        print(error, file=sys.stderr, flush=True)
-        sys.exit(LOST if isinstance(error, PeerLost) else 1)
-    dist.destroy_process_group()
-    sys.exit(0 if finished else STOPPED)
+        print(error, file=sys.stderr)
+        code = LOST if isinstance(error, PeerLost) else 1
+    except (Exception, KeyboardInterrupt):
+        traceback.print_exc()
+        code = 1
+    sys.stderr.flush()
+    os._exit(code)  # a fork that frees its objects first copies all of its parent's memory
 
 
 if __name__ == "__main__":
