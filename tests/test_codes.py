@@ -91,7 +91,7 @@ def test_slices_sent_in_pieces_arrive_as_in_one(code: offbeat.Code, monkeypatch:
         return [*[round["x"] for round in heard], *state["residual"]], metered.sent
 
     whole = offbeat.simulate(worker, 3)
-    monkeypatch.setattr("offbeat.reduce.quantized._PIECE", 1024)
+    monkeypatch.setattr("offbeat.reduce.rounded._PIECE", 1024)
     gathers = []
     monkeypatch.setattr(Metered, "gather", lambda self, t: gathers.append(t) or self.comm.gather(t))
     for (a, _), (b, _) in zip(whole, offbeat.simulate(worker, 3), strict=True):

@@ -49,7 +49,7 @@ from offbeat import (
 )
 from offbeat.plan import Cosine, Job
 from offbeat.plan.forecast import unroll
-from offbeat.reduce import Staged
+from offbeat.reduce.code import Staged
 
 Delay = int | str
 STEPS = 13

@@ -39,7 +39,7 @@ def at_work(monkeypatch: pytest.MonkeyPatch) -> list[Code]:
     for kind in CARRIERS:
 
         def carry(self: Code, vector: Any, *rest: Any, inner: Any = kind.carry) -> Any:
-            if sum(span.size for span in vector.spans):
+            if sum(span.end - span.start for span in vector.spans):
                 seen.append(self)
             return inner(self, vector, *rest)
 

@@ -1,5 +1,6 @@
 """Train one PyTorch model on many workers that rarely communicate."""
 
+# ruff: noqa: F403, F405 - the names of packages are listed in their own __all__
 from offbeat import methods as _methods
 from offbeat.among import Butterfly, Pairs, Peers, Subgroups, World
 from offbeat.base.clock import Clock
@@ -16,120 +17,28 @@ from offbeat.engine.part import Part
 from offbeat.engine.pull import PseudoSync
 from offbeat.engine.report import Report, Totals
 from offbeat.engine.synchronizer import Synchronizer
-from offbeat.methods import *  # noqa: F403 - the named methods, listed in methods.__all__
+from offbeat.methods import *
 from offbeat.methods.expression import method
-from offbeat.reduce import (
-    Code,
-    ErrorFeedback,
-    LowRank,
-    Mean,
-    Quantized,
-    RandomBlock,
-    Reducer,
-    TopK,
-    TwoLevel,
-)
-from offbeat.server import GLU, Compensated, LocalRule, LocalStep, PushPull
-from offbeat.simulate import (
-    Compute,
-    Constant,
-    Failures,
-    HeavyTailed,
-    Jittered,
-    Level,
-    Network,
-    Recorded,
-    Stragglers,
-    Uneven,
-    Virtual,
-    simulate,
-)
+from offbeat.reduce import *
+from offbeat.server import *
+from offbeat.simulate import *
 from offbeat.update.outer import SGD, Detached, Outer, Rebase, SlowMo
 from offbeat.update.own import Eager, Gossip, Overlap
 from offbeat.update.update import Correct, Replace, Update
-from offbeat.waitfree import Attendance, EagerGradients, GroupAverage, GroupReport
+from offbeat.waitfree import *
 from offbeat.when import QSR, AdaComm, Adaptive, Every, Never, Schedule, Then
 
 __version__ = "0.1.0"
 
-__all__ = [
-    "GLU",
-    "QSR",
-    "SGD",
-    "AdaComm",
-    "Adaptive",
-    "Attendance",
-    "Butterfly",
-    "CheckpointMismatch",
-    "Clock",
-    "Code",
-    "Communicator",
-    "Compensated",
-    "Compute",
-    "Constant",
-    "Correct",
-    "Deadlock",
-    "Detached",
-    "Disagreement",
-    "Eager",
-    "EagerGradients",
-    "ErrorFeedback",
-    "Every",
-    "Exchange",
-    "Failures",
-    "Gossip",
-    "GroupAverage",
-    "GroupReport",
-    "HeavyTailed",
-    "Jittered",
-    "Level",
-    "LocalRule",
-    "LocalStep",
-    "LowRank",
-    "Mean",
-    "Metered",
-    "Network",
-    "Never",
-    "NotFinite",
-    "OffbeatError",
-    "Outer",
-    "Overlap",
-    "Packed",
-    "Pairs",
-    "Part",
-    "PeerLost",
-    "Peers",
-    "Pending",
-    "PseudoSync",
-    "PushPull",
-    "Quantized",
-    "RandomBlock",
-    "Rebase",
-    "Recorded",
-    "Reducer",
-    "Replace",
-    "Report",
-    "Schedule",
-    "SlowMo",
-    "Solo",
-    "Stragglers",
-    "Subgroups",
-    "Synchronizer",
-    "Then",
-    "Throttled",
-    "TopK",
-    "Torch",
-    "Totals",
-    "TwoLevel",
-    "Uneven",
-    "Update",
-    "Virtual",
-    "World",
-    "ddp_hook",
-    "flatten",
-    "grads",
-    "method",
-    "params",
-    "simulate",
-]
+__all__ = ["GLU", "QSR", "SGD"]
+__all__ += ["AdaComm", "Adaptive", "Attendance", "Butterfly", "CheckpointMismatch", "Clock", "Code"]
+__all__ += ["Communicator", "Compensated", "Compute", "Constant", "Correct", "Deadlock", "Detached"]
+__all__ += ["Disagreement", "Eager", "EagerGradients", "ErrorFeedback", "Every", "Exchange", "Failures"]
+__all__ += ["Gossip", "GroupAverage", "GroupReport", "HeavyTailed", "Jittered", "Level", "LocalRule"]
+__all__ += ["LocalStep", "LowRank", "Mean", "Metered", "Network", "Never", "NotFinite", "OffbeatError"]
+__all__ += ["Outer", "Overlap", "Packed", "Pairs", "Part", "PeerLost", "Peers", "Pending", "PseudoSync"]
+__all__ += ["PushPull", "Quantized", "RandomBlock", "Rebase", "Recorded", "Reducer", "Replace", "Report"]
+__all__ += ["Schedule", "SlowMo", "Solo", "Stragglers", "Subgroups", "Synchronizer", "Then", "Throttled"]
+__all__ += ["TopK", "Torch", "Totals", "TwoLevel", "Uneven", "Update", "Virtual", "World"]
+__all__ += ["ddp_hook", "flatten", "grads", "method", "params", "simulate"]
 __all__ += _methods.__all__

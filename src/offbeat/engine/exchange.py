@@ -22,8 +22,9 @@ from offbeat.engine.optimizers import read_rates
 from offbeat.engine.part import Landing, Part
 from offbeat.engine.report import Emit, Ledger
 from offbeat.engine.round import NO_WEIGHT, Delay, Rhythm, Round
-from offbeat.reduce import Mean, Reducer, Staged
-from offbeat.reduce.mean import send
+from offbeat.reduce import Mean, Reducer
+from offbeat.reduce.code import Staged
+from offbeat.reduce.rounded import send
 from offbeat.update.outer import Anchor
 from offbeat.update.update import Replace, Update
 from offbeat.when import Schedule

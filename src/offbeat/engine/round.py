@@ -21,7 +21,7 @@ from offbeat.comm.communicator import Communicator, Metered, Pending, arrived
 from offbeat.comm.presence import BATCHES
 from offbeat.engine.checkpoint import copy_state
 from offbeat.engine.report import Report
-from offbeat.reduce.reducer import Staged
+from offbeat.reduce.code import Staged
 from offbeat.when import Schedule
 
 KINDS = ("round {round}", "averaged()", "finish()")

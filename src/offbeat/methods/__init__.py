@@ -1,13 +1,12 @@
 """The named methods: each is one expression over the parts."""
 
-from offbeat.methods.asynchronous import *  # noqa: F403
-from offbeat.methods.asynchronous import __all__ as _asynchronous
-from offbeat.methods.averaging import *  # noqa: F403
-from offbeat.methods.averaging import __all__ as _averaging
-from offbeat.methods.call import arguments as arguments
-from offbeat.methods.messages import *  # noqa: F403
-from offbeat.methods.messages import __all__ as _messages
-from offbeat.methods.outer import *  # noqa: F403
-from offbeat.methods.outer import __all__ as _outer
+# ruff: noqa: F403, F405
+from offbeat.methods.asynchronous import *
+from offbeat.methods.averaging import *
+from offbeat.methods.outer import *
+from offbeat.methods.parts import arguments as arguments
 
-__all__ = sorted([*_asynchronous, *_averaging, *_messages, *_outer])
+__all__ = ["a2sgd", "adacomm", "adaptive", "cocod", "dasgd", "ddp", "def_sgd", "diloco", "eager_diloco"]
+__all__ += ["eager_sgd", "hierarchical", "local_sgd", "lookahead_diloco", "noloco", "od_sgd"]
+__all__ += ["overlap_local_sgd", "palsgd", "post_local_sgd", "qsr", "slowmo", "sparse_loco", "ssd_sgd"]
+__all__ += ["streaming_diloco", "wagma"]

@@ -1,4 +1,4 @@
-"""Asynchronous methods: pulls between rounds, a server for gradients, rounds without late workers."""
+"""Methods that rarely wait: rounds a period late, pulls, a gradient server, rounds without late workers."""
 
 from __future__ import annotations
 
@@ -10,17 +10,42 @@ from offbeat.base.tensors import grads, params
 from offbeat.engine.exchange import Exchange
 from offbeat.engine.pull import PseudoSync
 from offbeat.engine.synchronizer import Synchronizer
-from offbeat.methods.call import Optimizers, Options, record_call
-from offbeat.methods.parts import average, start_after, warm_up
+from offbeat.methods import parts
+from offbeat.methods.parts import Optimizers, Options, average, exchange, record_call
 from offbeat.server import GLU, Compensated, LocalStep, PushPull
 from offbeat.server.shard import OptimizerFactory
 from offbeat.update.outer import SGD, Outer
-from offbeat.waitfree import EagerGradients, GroupAverage
-from offbeat.waitfree.eager import Activation
-from offbeat.waitfree.group_average import Late
+from offbeat.update.own import Overlap
+from offbeat.waitfree.eager import Activation, EagerGradients
+from offbeat.waitfree.group_average import GroupAverage, Late
 from offbeat.when import Every, Schedule
 
-__all__ = ["eager_sgd", "od_sgd", "palsgd", "ssd_sgd", "wagma"]
+__all__ = ["eager_sgd", "od_sgd", "overlap_local_sgd", "palsgd", "ssd_sgd", "wagma"]
+
+
+@record_call
+def overlap_local_sgd(
+    model: nn.Module,
+    optimizer: Optimizers,
+    *,
+    every: int | Schedule = 2,
+    pull: float = 0.6,
+    momentum: float = 0.7,
+    group: Group = None,
+    **options: Unpack[Options],
+) -> Synchronizer:
+    """Workers are pulled toward an anchor z, which they agree on while they train.
+
+        x ← (1 − pull)·x + pull·z        v ← momentum·v + (z − x)        send z − v: its mean is the next z
+
+    A message has a whole period to arrive. Larger `pull` keeps the workers closer together; larger `momentum`
+    remembers more rounds.
+
+        sync = offbeat.overlap_local_sgd(model, optimizer, every=2)
+
+    Wang et al., "Overlap Local-SGD", ICASSP 2020, arXiv 2002.09539.
+    """
+    return exchange(model, optimizer, every, Overlap(pull, momentum), group, delay="round", **options)
 
 
 @record_call
@@ -41,12 +66,11 @@ def palsgd(
 ) -> Synchronizer:
     """DiLoCo whose workers are sometimes pulled toward the anchor. A pull needs no communication.
 
-        x ← x − min(1, γ·eta/p)·(x − a)        with probability p after a gradient step
-        gradient steps run with γ/(1 − p)
+        x ← x − min(1, γ·eta/p)·(x − a)        with probability p after a gradient step, which uses γ/(1 − p)
 
-    Pulls count as iterations, and `every` counts iterations. Larger `eta` pulls harder; larger `p` pulls more
-    often and more gently. The first `warmup` steps average gradients and pull nothing. With shared=False each
-    rank draws for itself, and a round follows every·(1 − p) gradient steps.
+    `every` counts pulls too. Larger `eta` pulls harder; larger `p` pulls more often and more gently. In the
+    first `warmup` steps gradients are averaged and nothing is pulled. With shared=False each rank draws for
+    itself, and a round follows every·(1 − p) gradient steps.
 
         sync = offbeat.palsgd(model, optimizer, every=64, p=0.1, eta=0.5)
 
@@ -56,10 +80,10 @@ def palsgd(
     return Synchronizer(
         optimizer,
         [
-            *warm_up(model, warmup, group),
+            *parts.warm_up(model, warmup, group),
             outer := Exchange(
                 params(model),
-                when=start_after(warmup, every if shared else _count_gradient_steps(every, p)),
+                when=parts.start_after(warmup, every if shared else _count_gradient_steps(every, p)),
                 among=group,
                 update=Outer(SGD(lr, momentum, nesterov=True)),
                 **options,
@@ -92,8 +116,8 @@ def od_sgd(
         W ← server step with mean(g)                  in the order of the steps, during the next computation
         x ← W of the previous step − γ·(g + wd·W)     a local step fills the gap; with lam: g + lam·g²·(W − x)
 
-    The first `warmup` steps are synchronous. A larger `lam` (0.04 in the paper) assumes a more strongly
-    curved loss. `PushPull` describes `server` and `in_flight`.
+    The first `warmup` steps are synchronous. Larger `lam` (0.04 in the paper) assumes a more curved loss.
+    `PushPull` describes `server` and `in_flight`.
 
         sync = offbeat.od_sgd(model, optimizer, warmup=200)
 
@@ -181,11 +205,10 @@ def wagma(
         x ← (sum + x)/(S + 1)      if this worker is late, and the sum contains its older weights
         x ← mean(x)                after steps that are multiples of every
 
-    It saves waiting, not bytes: a round follows every step. Larger `group_size` mixes the workers faster.
-    Larger `every` waits less and allows older contributions. `grace` is how many seconds a round waits for a
-    worker after the first has arrived; None waits until the worker's step takes longer than usual. With the
-    paper's rule, "join", part of a late worker's progress is lost. With `late="add"` rounds move the weights
-    c that the worker last had, and a step from x₀ to x is added when it is done:
+    It saves waiting, not bytes. Larger `group_size` mixes the workers faster; larger `every` waits less and
+    allows older contributions. A round waits `grace` seconds after the first worker arrives, or, with None,
+    until a worker's step takes longer than usual. The paper's rule, "join", loses part of a late worker's
+    progress. With "add", rounds move the weights c it last had, and its step from x₀ to x is added when done:
 
         c ← (sum of all c in the group)/S,    then    c ← c + (x − x₀)  and  x ← c
 
@@ -199,11 +222,11 @@ def wagma(
     return Synchronizer(
         optimizer,
         [
-            exchange := Exchange(
+            everywhere := Exchange(
                 params(model), when=Every(every), among=group, update=average(options), **options
             ),
             GroupAverage(
-                exchange,
+                everywhere,
                 among=Butterfly(group_size, group, seed),
                 reduce=options.get("reduce"),
                 grace=grace,

@@ -12,13 +12,13 @@ from offbeat.base.tensors import grads, params
 from offbeat.engine.exchange import Exchange
 from offbeat.engine.round import Delay
 from offbeat.engine.synchronizer import Synchronizer
-from offbeat.methods.call import Optimizers, Options, record_call
-from offbeat.methods.parts import average, correct, exact, exchange_params
-from offbeat.reduce import Reducer
+from offbeat.methods.parts import Optimizers, Options, average, correct, exact, exchange, record_call
+from offbeat.reduce import Reducer, TwoLevel
 from offbeat.update.update import Update
-from offbeat.when import QSR, AdaComm, Adaptive, Every, Schedule
+from offbeat.when import QSR, AdaComm, Adaptive, Every, Schedule, schedule
 
-__all__ = ["adacomm", "adaptive", "ddp", "hierarchical", "local_sgd", "post_local_sgd", "qsr"]
+__all__ = ["a2sgd", "adacomm", "adaptive", "cocod", "dasgd", "ddp", "hierarchical", "local_sgd"]
+__all__ += ["post_local_sgd", "qsr"]
 
 
 @record_call
@@ -60,7 +60,7 @@ def local_sgd(
 
     Stich, "Local SGD Converges Fast and Communicates Little", ICLR 2019, arXiv 1805.09767.
     """
-    return exchange_params(
+    return exchange(
         model, optimizer, every, (correct if delay else average)(options), group, delay=delay, **options
     )
 
@@ -86,7 +86,56 @@ def post_local_sgd(
 
     Lin et al., "Don't Use Large Mini-batches, Use Local SGD", ICLR 2020, arXiv 1808.07217.
     """
-    return exchange_params(model, optimizer, every, average(options), group, warmup=switch, **options)
+    return exchange(model, optimizer, every, average(options), group, warmup=switch, **options)
+
+
+@record_call
+def cocod(
+    model: nn.Module,
+    optimizer: Optimizers,
+    *,
+    every: int | Schedule = 8,
+    delay: Delay = 2,
+    group: Group = None,
+    **options: Unpack[Options],
+) -> Synchronizer:
+    """Local SGD whose average lands `delay` steps late and keeps all of the worker's progress since.
+
+        x ← x + mean(sent) − sent
+
+    Larger `delay` hides a longer message and applies older results.
+
+        sync = offbeat.cocod(model, optimizer, every=8, delay=4)
+
+    Shen et al., "Faster Distributed Deep Net Training: Computation and Communication Decoupled SGD", IJCAI
+    2019, arXiv 1906.12043.
+    Differs from the paper, where a message has the whole period: that is delay="round".
+    """
+    return exchange(model, optimizer, every, correct(options), group, delay=delay, **options)
+
+
+@record_call
+def dasgd(
+    model: nn.Module,
+    optimizer: Optimizers,
+    *,
+    every: int | Schedule = 8,
+    delay: Delay = 2,
+    keep: float = 0.5,
+    group: Group = None,
+    **options: Unpack[Options],
+) -> Synchronizer:
+    """Local SGD whose average lands `delay` steps late and is blended with the worker's progress since.
+
+        x ← keep·x + (1 − keep)·mean(sent)
+
+    Larger `keep` keeps more of the worker's own progress; 0 drops the steps made during the delay.
+
+        sync = offbeat.dasgd(model, optimizer, every=8, delay=2)
+
+    Zhou et al., "DaSGD", 2020, arXiv 2006.00441.
+    """
+    return exchange(model, optimizer, every, average(options, keep), group, delay=delay, **options)
 
 
 @record_call
@@ -128,6 +177,36 @@ def hierarchical(
 
 
 @record_call
+def a2sgd(
+    model: nn.Module,
+    optimizer: Optimizers,
+    *,
+    every: int | Schedule,
+    group: Group = None,
+    **options: Unpack[Options],
+) -> Synchronizer:
+    """Averages two numbers for the whole gradient at every step, and parameters every `every` steps.
+
+        g ← g + (mean(μ₊) − μ₊) where g ≥ 0        g ← g − (mean(μ₋) − μ₋) elsewhere
+
+    μ₊ and μ₋ are the mean magnitudes of the worker's own gradient on the two sides. They keep the workers
+    together only loosely; the averages of parameters make them one model. Larger `every` communicates less.
+
+        sync = offbeat.a2sgd(model, optimizer, every=32)
+
+    Yoon et al., "A2SGD", 2020, arXiv 2006.07405.
+    Differs from the paper, which does not average parameters in between.
+    """
+    return Synchronizer(
+        optimizer,
+        [
+            Exchange(grads(model), when=Every(1), among=group, reduce=TwoLevel(), buffers="keep"),
+            Exchange(params(model), when=schedule(every), among=group, update=average(options), **options),
+        ],
+    )
+
+
+@record_call
 def qsr(
     model: nn.Module,
     optimizer: Optimizers,
@@ -150,7 +229,7 @@ def qsr(
 
     Gu et al., "A Quadratic Synchronization Rule for Distributed Deep Learning", ICLR 2024, arXiv 2310.14423.
     """
-    return exchange_params(
+    return exchange(
         model, optimizer, QSR(alpha, base, warmup, peak, total), average(options), group, **options
     )
 
@@ -177,9 +256,7 @@ def adaptive(
 
     Jiang & Agrawal, "Adaptive Periodic Averaging", 2020, arXiv 2007.06134.
     """
-    return exchange_params(
-        model, optimizer, Adaptive(start, sample, warmup), average(options), group, **options
-    )
+    return exchange(model, optimizer, Adaptive(start, sample, warmup), average(options), group, **options)
 
 
 @record_call
@@ -198,8 +275,7 @@ def adacomm(
         τ' = max(1, ⌈√(γ₀/γ · F/F₀) · start⌉)        τ ← τ' if it is smaller, else ⌈τ/2⌉
 
     F is the mean loss of an `interval` over all workers; F₀ and γ₀ are the loss and the last lr of the first
-    interval after `warmup`.
-    Larger `start` communicates less; larger `interval` keeps long periods for longer.
+    interval after `warmup`. Larger `start` communicates less; larger `interval` keeps long periods longer.
 
         sync = offbeat.adacomm(model, optimizer, start=16, interval=500)
         sync.observe(loss)
@@ -207,6 +283,4 @@ def adacomm(
     Wang & Joshi, "Adaptive Communication Strategies", SysML 2019, arXiv 1810.08313.
     Differs from the paper, whose intervals are seconds: here they are steps.
     """
-    return exchange_params(
-        model, optimizer, AdaComm(start, interval, warmup), average(options), group, **options
-    )
+    return exchange(model, optimizer, AdaComm(start, interval, warmup), average(options), group, **options)

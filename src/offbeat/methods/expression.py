@@ -15,7 +15,7 @@ from offbeat import methods, reduce
 from offbeat import when as schedule
 from offbeat.base.errors import show
 from offbeat.engine.synchronizer import Synchronizer
-from offbeat.methods.call import Optimizers, check_names, check_numbers
+from offbeat.methods.parts import Optimizers, check_names, check_numbers
 from offbeat.server import rules
 from offbeat.update import outer, own, update
 
@@ -79,14 +79,22 @@ def method(expression: str) -> Call:
         build = offbeat.method("local_sgd(every=8)")
         sync = build(model, optimizer)
     """
-    call = f"method({show(expression)})"
+    where = f"method({show(expression)})"
     if not isinstance(expression, str):
-        raise TypeError(f"{call}: an expression must be a string, such as 'local_sgd(every=8)'.")
+        raise TypeError(f"{where}: an expression must be a string, such as 'local_sgd(every=8)'.")
     try:
-        return _read_call(_parse(expression.strip()))
+        tree = _parse(expression.strip())
+        call = tree if isinstance(tree, ast.Call) else ast.Call(func=tree, args=[], keywords=[])
+        if not isinstance(call.func, ast.Name) or (name := call.func.id) not in methods.__all__:
+            raise TypeError(f"name one of {', '.join(methods.__all__)}.")
+        if call.args:
+            raise TypeError(f"name the arguments, as in {name}(every=8).")
+        given = _read_keywords(call)
+        check_names(name, methods.arguments(getattr(methods, name)), given)
+        return Call(name, given)
     except TypeError as error:  # why it cannot be read, or a value's own
         text = str(error).replace(".__init__()", "()").removesuffix(".")
-        raise ValueError(f"{call}: {text}.") from None
+        raise ValueError(f"{where}: {text}.") from None
 
 
 def _parse(text: str) -> ast.expr:
@@ -108,18 +116,6 @@ def _parse(text: str) -> ast.expr:
     if depth > DEEPEST:
         raise too_deep
     return tree
-
-
-def _read_call(tree: ast.expr) -> Call:
-    call = tree if isinstance(tree, ast.Call) else ast.Call(func=tree, args=[], keywords=[])
-    if not isinstance(call.func, ast.Name) or call.func.id not in methods.__all__:
-        raise TypeError(f"name one of {', '.join(methods.__all__)}.")
-    name = call.func.id
-    if call.args:
-        raise TypeError(f"name the arguments, as in {name}(every=8).")
-    given, known = _read_keywords(call), methods.arguments(getattr(methods, name))
-    check_names(name, known, given)
-    return Call(name, given)
 
 
 def _read_keywords(call: ast.Call) -> dict[str, Any]:

@@ -9,14 +9,15 @@ from offbeat.among import Group, Pairs, Subgroups
 from offbeat.base.tensors import params
 from offbeat.engine.exchange import Exchange
 from offbeat.engine.synchronizer import Synchronizer
-from offbeat.methods.call import Extras, Optimizers, Options, record_call
-from offbeat.methods.parts import cut_into_fragments, exchange_params, start_after, take_turn, warm_up
-from offbeat.reduce import Quantized, Reducer
-from offbeat.update.outer import SGD, Outer, SlowMo
+from offbeat.methods import parts
+from offbeat.methods.parts import Extras, Optimizers, Options, exchange, record_call
+from offbeat.reduce import Code, ErrorFeedback, Quantized, RandomBlock, Reducer, TopK
+from offbeat.update.outer import SGD, Detached, Outer, SlowMo
 from offbeat.update.own import Eager, Gossip
-from offbeat.when import Every, Schedule, schedule
+from offbeat.when import Every, Schedule
 
-__all__ = ["diloco", "eager_diloco", "lookahead_diloco", "noloco", "slowmo", "streaming_diloco"]
+__all__ = ["def_sgd", "diloco", "eager_diloco", "lookahead_diloco", "noloco", "slowmo", "sparse_loco"]
+__all__ += ["streaming_diloco"]
 
 _FOUR_BITS = Quantized(4)
 
@@ -45,7 +46,7 @@ def slowmo(
     Wang et al., "SlowMo", ICLR 2020, arXiv 1910.00643.
     Differs from the paper in form only: v is the paper's momentum times the learning rate.
     """
-    return exchange_params(model, optimizer, every, SlowMo(lr, momentum), group, warmup=warmup, **options)
+    return exchange(model, optimizer, every, SlowMo(lr, momentum), group, warmup=warmup, **options)
 
 
 @record_call
@@ -72,7 +73,7 @@ def diloco(
 
     Douillard et al., "DiLoCo", 2023, arXiv 2311.08105.
     """
-    return exchange_params(
+    return exchange(
         model, optimizer, every, Outer(SGD(lr, momentum, nesterov=True)), group, warmup=warmup, **options
     )
 
@@ -107,31 +108,24 @@ def lookahead_diloco(
     return Synchronizer(
         optimizer,
         [
-            *warm_up(model, warmup, group),
+            *parts.warm_up(model, warmup, group),
             Exchange(
                 params(model),
-                when=start_after(warmup, Every(inner)),
+                when=parts.start_after(warmup, Every(inner)),
                 among=Subgroups(1, group),
-                update=_slow_weights(alpha),
+                update=parts.slow_weights(alpha),
                 buffers="keep",
                 drift=False,
             ),
             Exchange(
                 params(model),
-                when=start_after(warmup, every),
+                when=parts.start_after(warmup, every),
                 among=group,
                 update=Outer(SGD(lr, momentum, nesterov=True)),
                 **options,
             ),
         ],
     )
-
-
-def _slow_weights(alpha: float) -> Outer:
-    """Return the update of Lookahead: the anchor moves a share `alpha` of the way to the weights."""
-    if not 0 < alpha <= 1:
-        raise ValueError(f"alpha={alpha}: alpha must be above 0 and at most 1.")
-    return Outer(SGD(alpha))
 
 
 @record_call
@@ -165,14 +159,14 @@ def streaming_diloco(
         [
             Exchange(
                 params(model, only=names),
-                when=take_turn(every, i, fragments),
+                when=parts.take_turn(every, i, fragments),
                 among=group,
                 update=Outer(SGD(lr, momentum, nesterov=True), keep=keep if delay else 0.0),
                 reduce=reduce,
                 delay=delay,
                 **(extras if i == 0 else {**extras, "buffers": "keep"}),
             )
-            for i, names in enumerate(cut_into_fragments(model, fragments))
+            for i, names in enumerate(parts.cut_into_fragments(model, fragments))
         ],
     )
 
@@ -201,7 +195,7 @@ def eager_diloco(
     Kale et al., "Eager Updates for Overlapped Communication and Computation in DiLoCo", 2025, arXiv
     2502.12996.
     """
-    return exchange_params(
+    return exchange(
         model, optimizer, every, Eager(SGD(lr, momentum, nesterov=True)), group, delay="round", **options
     )
 
@@ -230,15 +224,72 @@ def noloco(
     Kolehmainen et al., "NoLoCo", 2025, arXiv 2506.10911.
     Differs from the paper in form only: mean(Δ) + mean(φ) is mean(x), so half the bytes suffice.
     """
-    return Synchronizer(
+    return exchange(model, optimizer, every, Gossip(SGD(lr, momentum)), Pairs(group, seed), **options)
+
+
+@record_call
+def def_sgd(
+    model: nn.Module,
+    optimizer: Optimizers,
+    *,
+    ratio: int = 64,
+    lam: float = 0.3,
+    every: int | Schedule = 1,
+    seed: int = 0,
+    reduce: Code | None = None,
+    group: Group = None,
+    **extras: Unpack[Extras],
+) -> Synchronizer:
+    """Sends 1/`ratio` of the displacement from the anchor; workers are offset by part of their unsent error.
+
+        Δ = (a − x) + (1 − lam)·e        a ← a − mean(code(Δ))        e ← Δ − code(Δ)        x ← a − lam·e
+
+    Larger `ratio` sends less. Larger `lam` takes gradients closer to where the worker would be if its error
+    had arrived; 0 is error feedback. The code is `RandomBlock(ratio, seed)` unless `reduce` gives another.
+
+        sync = offbeat.def_sgd(model, optimizer, ratio=64)
+
+    Xu & Huang, "Detached Error Feedback for Distributed SGD with Random Sparsification", 2020, arXiv
+    2004.05298.
+    """
+    return exchange(
+        model,
         optimizer,
-        [
-            Exchange(
-                params(model),
-                when=schedule(every),
-                among=Pairs(group, seed),
-                update=Gossip(SGD(lr, momentum)),
-                **options,
-            )
-        ],
+        every,
+        Detached(RandomBlock(ratio, seed) if reduce is None else reduce, lam),
+        group,
+        **extras,
+    )
+
+
+@record_call
+def sparse_loco(
+    model: nn.Module,
+    optimizer: Optimizers,
+    *,
+    every: int | Schedule = 30,
+    ratio: int = 64,
+    decay: float = 0.95,
+    lr: float = 1.0,
+    group: Group = None,
+    **extras: Unpack[Extras],
+) -> Synchronizer:
+    """DiLoCo that sends the largest 64 of each 4 096 values, in 2 bits; error feedback acts as its momentum.
+
+        e ← decay·e + (a − x)        q = code(e)        e ← e − q        a ← a − lr·mean(q)        x ← a
+
+    Larger `ratio` sends less; larger `decay` remembers unsent values longer; larger `lr` takes longer steps.
+
+        sync = offbeat.sparse_loco(model, optimizer, every=30)
+
+    Sarfi et al., "Communication Efficient LLM Pre-training with SparseLoCo", 2025, arXiv 2508.15706.
+    """
+    return exchange(
+        model,
+        optimizer,
+        every,
+        Outer(SGD(lr)),
+        group,
+        reduce=ErrorFeedback(TopK(ratio, chunk=4096, bits=2), decay),
+        **extras,
     )

@@ -1,4 +1,4 @@
-"""Reducers that compress: the contract of a code, and the vectors it compresses."""
+"""The contracts of a reducer and of a code, and the vectors that a code compresses."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from offbeat.base.clock import Clock, State
 from offbeat.base.errors import NotFinite
 from offbeat.base.packed import Packed
 from offbeat.comm.communicator import Communicator, Pending, arrived
-from offbeat.reduce.reducer import Reducer, Staged
 
+Residual = Sequence[Tensor] | None
 Messages = Generator[Pending[list[Tensor]], list[Tensor], None]
 """The messages of a code, one after the other. It yields each and gets back what arrives."""
 
@@ -31,6 +31,51 @@ def list_buffers(payload: Packed) -> list[Tensor]:
     return list(_buffers.get(payload, {}).values())
 
 
+class Staged(Pending[Packed]):
+    """A result that takes several messages. `stages` send the second and later ones, in order.
+
+    All ranks run a stage at the same point: a round runs stage i of n when i/n of its delay is over.
+    """
+
+    def __init__(
+        self, stages: Sequence[Callable[[], None]], wait: Callable[[], Packed], arrived: Callable[[], float]
+    ) -> None:
+        super().__init__(wait, lambda: False, arrived)
+        self.stages = list(stages)
+
+    def advance(self) -> None:
+        """Run the next stage, which waits for the message before it."""
+        self.stages[0]()
+        del self.stages[0]
+
+    def wait(self) -> Packed:
+        while self.stages:
+            self.advance()
+        return super().wait()
+
+
+class Reducer:
+    """How a payload is sent. A frozen value that gives every rank the mean of all payloads, or nearly.
+
+    Drift is not measured with a `lossy` reducer. One that `remembers` keeps values for later rounds.
+    """
+
+    lossy: bool = False  # the result only approximates the mean: send differences from an anchor, not weights
+    agrees: bool = True  # all ranks get the same result, to the bit
+    remembers: bool = False  # the mean may be nonzero where no worker sends anything in this round
+
+    def init(self) -> State:
+        """The initial state."""
+        return {}
+
+    def start(self, payload: Packed, comm: Communicator, clock: Clock, state: State) -> Pending[Packed]:
+        """Send the payload, which now belongs to the message; the mean may use its memory.
+
+        A reducer that needs more than one message returns a `Staged`.
+        """
+        raise NotImplementedError
+
+
 class Span(NamedTuple):
     """The place of a tensor in a vector."""
 
@@ -38,10 +83,6 @@ class Span(NamedTuple):
     start: int
     end: int
     shape: torch.Size
-
-    @property
-    def size(self) -> int:
-        return self.end - self.start
 
 
 @dataclass(frozen=True)
@@ -82,34 +123,26 @@ class Code(Reducer):
 
     def __repr__(self) -> str:
         own = [f"{f.name}={getattr(self, f.name)!r}" for f in fields(self) if f.name != "least"]
-        rest = [] if self.least == 1024 else [f"least={self.least}"]
-        return f"{type(self).__name__}({', '.join([*own, *rest])})"
+        own += [f"least={self.least}"] * (self.least != 1024)
+        return f"{type(self).__name__}({', '.join(own)})"
 
     def takes(self, tensor: Tensor) -> bool:
         """Whether it compresses such a tensor; others are sent as they are."""
         return tensor.numel() >= self.least
 
     def start(
-        self,
-        payload: Packed,
-        comm: Communicator,
-        clock: Clock,
-        state: State,
-        residual: Sequence[Tensor] | None = None,
+        self, payload: Packed, comm: Communicator, clock: Clock, state: State, residual: Residual = None
     ) -> Pending[Packed]:
         """Send the payload. `residual`, vectors like those of the payload, receives what this rank lost.
 
-        The mean over the ranks of payload − residual is the result.
+        The result is the mean over the ranks of payload − residual.
         """
         if comm.size == 1:
             for flat in residual or ():
                 flat.zero_()
             return arrived(payload)
-        split = PayloadSplit(payload, comm, clock, residual, takes=self.takes, most=self.most)
-        codes = [self.carry(vector, comm, clock, state) for vector in split.vectors]
-        split.sent = [(code, next(code)) for code in codes]
-        stages = [split.advance] * (self.messages - 1) if codes else []
-        return Staged(stages, split.finish, partial(max, split.arrivals))
+        split = PayloadSplit(payload, comm, clock, self, residual)
+        return split.send([self.carry(vector, comm, clock, state) for vector in split.vectors], self.messages)
 
     def carry(self, vector: Vector, comm: Communicator, clock: Clock, state: State) -> Messages:
         """Replace the values of a vector by their mean, compressed, and fill its residual.
@@ -152,10 +185,9 @@ def feed(
     code: Code, decay: float, payload: Packed, comm: Communicator, clock: Clock, state: State
 ) -> Pending[Packed]:
     """Send the payload plus the losses of earlier ones; `state` keeps the new losses."""
-    flats = payload.flats
     if state["residual"] is None:
-        state["residual"] = [torch.zeros_like(flat) for flat in flats]
-    for flat, left in zip(flats, state["residual"], strict=True):
+        state["residual"] = [torch.zeros_like(flat) for flat in payload.flats]
+    for flat, left in zip(payload.flats, state["residual"], strict=True):
         flat.add_(left, alpha=decay)
     return code.start(payload, comm, clock, state["code"], state["residual"])
 
@@ -171,97 +203,90 @@ class PayloadSplit:
     """A payload in two parts: vectors for a code, and small tensors and extras that are averaged exactly.
 
     Every rank tells whether its payload is finite. If one is not, all raise before anything is written.
-    Vectors have type `dtype`, or the payload's own if that is None.
+    Vectors are float32. Without a code they have the payload's own type, and contain the small tensors too.
     """
 
     def __init__(
-        self,
-        payload: Packed,
-        comm: Communicator,
-        clock: Clock,
-        residual: Sequence[Tensor] | None,
-        *,
-        takes: Callable[[Tensor], bool],
-        most: float,
-        dtype: torch.dtype | None = torch.float32,
+        self, payload: Packed, comm: Communicator, clock: Clock, code: Code | None, residual: Residual = None
     ) -> None:
-        self._payload, self._clock, self._residual, self._most = payload, clock, residual, most
-        self.sent: list[tuple[Messages, Pending[list[Tensor]]]] = []  # what each code waits for
-        self.arrivals: list[float] = []  # when messages have arrived
-        names, views, flats = payload.names, payload.views, payload.flats
-        extras = [name.startswith("+") for name in names]
-        coded = [not extra and takes(view) for view, extra in zip(views, extras, strict=True)]
-        self._rest = [i for i, taken in enumerate(coded) if not taken]
-        rest = [views[i] for i in self._rest]
-        self._exact = Packed.like(dict(zip([names[i] for i in self._rest], rest, strict=True)))
-        self._exact.read(rest)
-        for i in self._rest:
-            if extras[i]:
-                views[i].zero_()  # which may be infinite
-        ends = [end for flat in flats if len(flat) for end in torch.stack(torch.aminmax(flat)).tolist()]
-        beyond = [end for end in ends if not -most <= end <= most]  # NaN too
-        self._word = comm.tell([self._find_bad() if beyond else 0])
-        for view in rest:
+        self._payload, self._clock, self._residual = payload, clock, residual
+        self._most = most = Code.most if code is None else code.most
+        names, views = payload.names, payload.views
+        extras = [i for i, name in enumerate(names) if name.startswith("+")]
+        coded = {i for i, x in enumerate(views) if i not in extras and (code is None or code.takes(x))}
+        self._rest = [i for i in range(len(views)) if i not in coded]
+        rest = {names[i]: views[i] for i in self._rest}
+        self._exact = Packed.like(rest)
+        self._exact.read(list(rest.values()))
+        for i in extras:
+            views[i].zero_()  # which may be infinite
+        ends = [torch.stack(torch.aminmax(flat)).tolist() for flat in payload.flats if len(flat)]
+        bad = 0  # the number, from 1, of the first tensor that cannot be sent
+        if not all(-most <= low <= high <= most for low, high in ends):  # NaN too
+            bad = 1 + [bool((view.abs() <= most).all()) for view in views].index(False)
+        self._word = comm.tell([bad])
+        for view in rest.values():
             view.zero_()
         self._message = comm.mean(self._exact.flats)
         self.vectors: list[Vector] = []
         self._narrow: list[tuple[Tensor, Tensor | None, Vector]] = []
-        for index, flat in enumerate(flats):
+        for index, flat in enumerate(payload.flats):
             spans = [
                 Span(names[i], start, start + n, views[i].shape)
                 for i, (which, start, n) in enumerate(payload.spans)
-                if which == index and coded[i]
+                if which == index and i in coded
             ]
             left = None if residual is None else residual[index]
             if spans:
                 vector = Vector(flat, left, tuple(spans), index, _buffers.setdefault(payload, {}))
-                if dtype is not None and flat.dtype != dtype:
-                    vector = self._convert(vector, dtype)
-                self.vectors.append(vector)
+                exact = code is None or flat.dtype == torch.float32
+                self.vectors.append(vector if exact else self._convert(vector))
             elif left is not None:
                 left.zero_()
 
-    def _convert(self, vector: Vector, dtype: torch.dtype) -> Vector:
-        """A copy in the type of the code. Its loss of precision is not sent either."""
-        narrow = vector.buffer("narrow", (vector.values.numel(),), dtype).copy_(vector.values)
-        left = None if vector.residual is None else torch.zeros_like(narrow)
+    def _convert(self, vector: Vector) -> Vector:
+        """A copy in float32. Its loss of precision is not sent either."""
+        narrow = vector.buffer("narrow", (vector.values.numel(),), torch.float32).copy_(vector.values)
+        copy = replace(vector, values=narrow)
         if vector.residual is not None:
             torch.sub(vector.values, narrow, out=vector.residual)
-        copy = replace(vector, values=narrow, residual=left)
+            copy = replace(copy, residual=torch.zeros_like(narrow))
         self._narrow.append((vector.values, vector.residual, copy))
         return copy
 
-    def _find_bad(self) -> int:
-        """The number, from 1, of the first tensor that cannot be sent."""
-        bad = [not bool((view.abs() <= self._most).all()) for view in self._payload.views]
-        return 1 + bad.index(True)
+    def send(self, codes: Sequence[Messages], messages: int = 1) -> Staged:
+        """Send the first of the `messages` of each code."""
+        self._sent = [(code, next(code)) for code in codes]  # what each code waits for
+        self._arrivals: list[float] = []
+        stages = [self._advance] * (messages - 1) if codes else []
+        return Staged(stages, self._finish, partial(max, self._arrivals))
 
-    def advance(self) -> None:
+    def _advance(self) -> None:
         """Wait for the message of each code, and let it send the next one."""
         for rank, (bad, *_) in enumerate(self._word.wait()):
             if bad:
+                name, step = self._payload.names[bad - 1], self._clock.step
                 raise NotFinite(
-                    f"Round {self._clock.round} (step {self._clock.step}): "
-                    f"{self._payload.names[bad - 1]!r} on rank {rank} has a value that is NaN, infinite or "
-                    f"beyond {self._most:.3g}. No worker applied the round. Check that rank's loss, or clip "
-                    "its gradients."
+                    f"Round {self._clock.round} (step {step}): {name!r} on rank {rank} has a value that is "
+                    f"NaN, infinite or beyond {self._most:.3g}. No worker applied the round. Check that "
+                    "rank's loss, or clip its gradients."
                 )
         sent = []
-        for code, message in self.sent:
+        for code, message in self._sent:
             tensors = message.wait()
-            self.arrivals.append(message.arrived())
+            self._arrivals.append(message.arrived())
             assert getgeneratorstate(code) == GEN_SUSPENDED, "the code has raised before"
             with suppress(StopIteration):
                 sent.append((code, code.send(tensors)))
-        self.sent = sent
+        self._sent = sent
 
-    def finish(self) -> Packed:
+    def _finish(self) -> Packed:
         """Wait for all messages, and return the payload with the means in it."""
-        self.advance()
-        while self.sent:
-            self.advance()
+        self._advance()
+        while self._sent:
+            self._advance()
         self._message.wait()
-        self.arrivals.append(self._message.arrived())
+        self._arrivals.append(self._message.arrived())
         for flat, left, vector in self._narrow:
             flat.copy_(vector.values)
             if left is not None and vector.residual is not None:

@@ -37,11 +37,11 @@ class TopK(Code):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check_ratio(self, self.ratio)
+        if not is_whole(self.ratio, 1):
+            raise ValueError(f"{self!r}: ratio must be a whole number, at least 1.")
         fits = self.chunk is None or (is_whole(self.chunk, self.ratio) and self.chunk <= _WINDOW)
         if not fits or (self.chunk or 0) % 8:
-            rule = f"chunk must be a multiple of 8, at least ratio and at most {_WINDOW}."
-            raise ValueError(f"{self!r}: {rule}")
+            raise ValueError(f"{self}: chunk must be a multiple of 8, at least ratio and at most {_WINDOW}.")
         if self.bits not in (2, 32):
             raise ValueError(f"{self!r}: bits must be 32 or 2.")
 
@@ -70,10 +70,10 @@ class TopK(Code):
         """
         values, chunk = vector.values, self.chunk
         if chunk is None:
-            found = []
-            for _, start, end, _ in vector.spans:
-                k = max(1, (end - start) // self.ratio)
-                found.append(start + largest(values[start:end].view(1, -1), k).flatten())
+            found = [
+                start + largest(values[start:end].view(1, -1), max(1, (end - start) // self.ratio)).flatten()
+                for _, start, end, _ in vector.spans
+            ]
             starts = torch.arange(0, values.numel(), _WINDOW, device=values.device)
             return starts, torch.cat(found).sort().values
         k = max(1, chunk // self.ratio)
@@ -127,13 +127,14 @@ class RandomBlock(Code):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check_ratio(self, self.ratio)
+        if not is_whole(self.ratio, 1):
+            raise ValueError(f"{self!r}: ratio must be a whole number, at least 1.")
 
     def carry(self, vector: Vector, comm: Communicator, clock: Clock, state: State) -> Messages:
         ends = []
         for span in vector.spans:
-            length = max(1, span.size // self.ratio)
-            first = span.start + whole(self.seed, clock.round, span.name) % span.size
+            length = max(1, (span.end - span.start) // self.ratio)
+            first = span.start + whole(self.seed, clock.round, span.name) % (span.end - span.start)
             over = max(0, first + length - span.end)  # these wrap around
             ends.append((first, first + length - over))
             if over:
@@ -148,11 +149,6 @@ class RandomBlock(Code):
         torch._foreach_copy_(pieces, list(torch.split(mean, [high - low for low, high in ends])))
 
 
-def _check_ratio(code: Code, ratio: object) -> None:
-    if not is_whole(ratio, 1):
-        raise ValueError(f"{code!r}: ratio must be a whole number, at least 1.")
-
-
 def largest(rows: Tensor, k: int) -> Tensor:
     """The columns of the k entries of largest magnitude in each float32 row, in no order.
 
@@ -160,11 +156,9 @@ def largest(rows: Tensor, k: int) -> Tensor:
     searched faster, since none of them is NaN.
     """
     step = max(1, _TILE // rows.shape[1])
-    shape = (min(step, rows.shape[0]), rows.shape[1])
-    tile = torch.empty(shape, dtype=torch.int32, device=rows.device)
+    tile = torch.empty_like(rows[:step], dtype=torch.int32)
     parts = torch.split(rows.view(torch.int32), step)
-    found = [_largest(torch.bitwise_and(part, _MAGNITUDE, out=tile[: part.shape[0]]), k) for part in parts]
-    return torch.cat(found)
+    return torch.cat([_largest(torch.bitwise_and(x, _MAGNITUDE, out=tile[: len(x)]), k) for x in parts])
 
 
 def _largest(rows: Tensor, k: int) -> Tensor:
