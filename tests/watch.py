@@ -125,6 +125,8 @@ def _watch_rounds(part: GroupAverage, handover: Any, seen: Watched) -> None:
 
     def taken() -> Any:
         payload, version = take()
+        while part._rounds is None:  # the sidecar may begin before the part knows of its rounds
+            time.sleep(0.001)
         now.append((part._rounds.done + 1, version))
         return payload, version
 
