@@ -21,10 +21,7 @@ Call = tuple[str, tuple[Any, ...]]  # a backend's method and its arguments, a te
 
 @functools.cache
 def _devices(process: int) -> list[Any]:
-    """The devices of gloo's connections, one set per process: each device has a thread that never ends.
-
-    A forked process inherits no such thread and needs devices of its own.
-    """
+    """The devices of gloo's connections. Each has a thread that never ends and that no fork inherits."""
     if names := os.environ.get("GLOO_SOCKET_IFNAME"):
         return [dist.ProcessGroupGloo.create_device(interface=name) for name in names.split(",")]
     return [dist.ProcessGroupGloo.create_default_device()]
@@ -56,8 +53,7 @@ def exchange_calls(rank: int, size: int, chunks: Sequence[Tensor]) -> tuple[list
         return [("alltoall_base", (got, given, [], []))], result
     ours, theirs = (flat.view(torch.uint8).view(size, -1) for flat in (given, got))
     theirs[rank] = ours[rank]
-    piece = max(_PIECE, -(-ours.shape[1] // _PIECES))
-    calls = []
+    piece, calls = max(_PIECE, -(-ours.shape[1] // _PIECES)), []
     for ahead in range(1, size):
         to, by = (rank + ahead) % size, rank - ahead
         for out, room in zip(torch.split(ours[to], piece), torch.split(theirs[by], piece), strict=True):
@@ -75,11 +71,8 @@ def pass_call(size: int, given: Tensor, to: int, got: Tensor, by: int) -> Call:
 def _join(chunks: Sequence[Tensor]) -> Tensor:
     """The chunks in one vector; a view if they already lie in one."""
     first, size = chunks[0], chunks[0].numel()
-    in_place = all(
-        chunk.is_contiguous() and chunk.data_ptr() == first.data_ptr() + i * first.nbytes
-        for i, chunk in enumerate(chunks)
-    )
-    same = len({chunk.untyped_storage().data_ptr() for chunk in chunks}) == 1
-    if in_place and same and size:
+    starts = [first.data_ptr() + i * first.nbytes for i in range(len(chunks))]
+    in_place = starts == [c.data_ptr() for c in chunks] and all(c.is_contiguous() for c in chunks)
+    if in_place and size and len({c.untyped_storage().data_ptr() for c in chunks}) == 1:
         return first.as_strided((len(chunks) * size,), (1,))
     return torch.cat([chunk.reshape(-1) for chunk in chunks])

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from torch import Tensor
-
 from offbeat.comm.background import InlineQueue, Sidecar, TaskQueue
 from offbeat.comm.collective import Collective
-from offbeat.comm.communicator import Communicator, Pending, Worker, arrived
+from offbeat.comm.communicator import Communicator, PendingList, Tensors, Worker, arrived
 from offbeat.comm.presence import Departure
 
 
@@ -17,9 +15,7 @@ class Solo(Communicator, Worker):
 
     rank, size = 0, 1
 
-    def run(
-        self, kind: Collective, tensors: Sequence[Tensor], *, src: int = 0, control: bool = False
-    ) -> Pending[list[Tensor]]:
+    def run(self, kind: Collective, tensors: Tensors, *, src: int = 0, control: bool = False) -> PendingList:
         return arrived(list(tensors))
 
     def split(self, groups: Sequence[Sequence[int]]) -> Communicator:

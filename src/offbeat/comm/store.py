@@ -53,14 +53,13 @@ class Bulletin:
 
     @contextmanager
     def lend(self, *, shared: bool) -> Iterator[Store]:
-        """A client for long calls, in a thread that may never return from them.
+        """A client for long calls. `shared` allows the group's own, which blocks its other users meanwhile.
 
-        `shared` allows the process group's own client, which blocks its other users meanwhile. Clients are
-        reused: the store's host may take seconds to look up the name of each new one.
+        Clients are reused: the store's host may take seconds to look up the name of each new one.
         """
         idle = self._shared if shared else self._idle
         try:
-            client = idle.pop()
+            client = idle.pop()  # another thread may empty the list first
         except IndexError:
             client = _clone(self._store)
         yield client
@@ -68,7 +67,6 @@ class Bulletin:
 
 
 _Order = tuple[Callable[[Store], Any], "Future[Any]"]
-
 _bulletins: WeakKeyDictionary[dist.ProcessGroup, Bulletin] = WeakKeyDictionary()
 
 

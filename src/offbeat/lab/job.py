@@ -14,16 +14,14 @@ from .network import Network
 
 
 class Process:
-    """A command in its own process group.
-
-    Its output goes to temporary files, which unlike pipes never fill up. A thread records when it ends.
-    """
+    """A command in its own process group. Its output goes to files, which unlike pipes never fill up."""
 
     def __init__(
         self, command: Sequence[str], env: Mapping[str, str], *, stdin: int = subprocess.DEVNULL
     ) -> None:
         self._stdout, self._stderr = tempfile.TemporaryFile(), tempfile.TemporaryFile()
         self._began = time.monotonic()
+        self.returncode: int | None = None
         self._popen = subprocess.Popen(
             command, env=env, stdin=stdin, stdout=self._stdout, stderr=self._stderr, start_new_session=True
         )
@@ -32,10 +30,6 @@ class Process:
         # An event: a join that Ctrl-C interrupts may take its thread for ended (python/cpython#90882).
         self._ended = threading.Event()
         threading.Thread(target=self._watch, daemon=True).start()
-
-    @property
-    def returncode(self) -> int | None:
-        return self._popen.returncode
 
     def stdout(self) -> str:
         return _read(self._stdout.fileno())
@@ -47,43 +41,35 @@ class Process:
         """Wait for the end; False after a timeout."""
         return self._ended.wait(timeout)
 
-    def kill(self) -> None:
-        self._signal(signal.SIGKILL)
-
-    def interrupt(self) -> None:
-        """Send SIGINT, as Ctrl-C does."""
-        self._signal(signal.SIGINT)
+    def signal(self, number: int) -> None:
+        with suppress(ProcessLookupError):  # it has just ended
+            if self._popen.poll() is None:
+                os.killpg(self._popen.pid, number)
 
     def delay(self, seconds: float) -> None:
         """Pause for `seconds`. If delays overlap, the one that ends last counts."""
-        self._signal(signal.SIGSTOP)
+        self.signal(signal.SIGSTOP)
         wake_at = time.monotonic() + seconds
         if wake_at < self._wake_at:
             return
         self._wake_at = wake_at
         if self._waker is not None:
             self._waker.cancel()
-        self._waker = threading.Timer(seconds, self._signal, [signal.SIGCONT])
+        self._waker = threading.Timer(seconds, self.signal, [signal.SIGCONT])
         self._waker.daemon = True
         self._waker.start()
 
     def close(self) -> None:
-        for file in (self._stdout, self._stderr, self._popen.stdin):
-            if file is not None:
-                file.close()
+        for file in filter(None, (self._stdout, self._stderr, self._popen.stdin)):
+            file.close()
 
     def _watch(self) -> None:
-        self._popen.wait()
+        self.returncode = self._popen.wait()
         self.ended_at = time.monotonic()
         self.seconds = self.ended_at - self._began
         if self._waker is not None:
             self._waker.cancel()
         self._ended.set()
-
-    def _signal(self, number: int) -> None:
-        with suppress(ProcessLookupError):  # it has just ended
-            if self._popen.poll() is None:
-                os.killpg(self._popen.pid, number)
 
 
 def _read(file: int) -> str:
@@ -142,13 +128,10 @@ class Job:
     def kill(self, *, rank: int | None = None) -> None:
         """Kill the command of one host, or of all, with SIGKILL."""
         for process in self._processes if rank is None else [self._process("kill", rank)]:
-            process.kill()
+            process.signal(signal.SIGKILL)
 
     def delay(self, *, rank: int, seconds: float) -> None:
-        """Pause the command of a host for `seconds`, and return at once.
-
-        Its kernel keeps receiving and acknowledging, as for any slow process.
-        """
+        """Pause the command of a host for `seconds`, and return at once. Its kernel keeps receiving."""
         if not seconds > 0:
             raise ValueError(f"job.delay(rank={rank}, seconds={seconds}): seconds must be positive.")
         self._process("delay", rank).delay(seconds)

@@ -16,8 +16,7 @@ from offbeat.server import GLU, Compensated, LocalStep, PushPull
 from offbeat.server.shard import OptimizerFactory
 from offbeat.update.outer import SGD, Outer
 from offbeat.waitfree import EagerGradients, GroupAverage
-from offbeat.waitfree.eager import Activation
-from offbeat.waitfree.group_average import Late
+from offbeat.waitfree.parts import Activation, Late
 from offbeat.when import Every, Schedule
 
 __all__ = ["eager_sgd", "od_sgd", "palsgd", "ssd_sgd", "wagma"]

@@ -31,9 +31,8 @@ class PushPull(Part):
 
     The workers themselves are the server: rank r owns slice r of all weights and its optimizer state. It
     applies the mean gradients in the order of the steps, while the workers compute. A pull contains exactly
-    the pushes before it. It lands in the next step, which replaces the worker's weights with it. Between
-    pulls a worker moves by its `local` rule. The first `warmup` steps are synchronous SGD: each step pulls
-    and waits.
+    the pushes before it, and replaces the worker's weights in the next step. Between pulls a worker moves by
+    its `local` rule. The first `warmup` steps are synchronous SGD: each step pulls and waits.
 
     `server` makes the server's optimizer and defaults to `torch.optim.SGD`. Its learning rate, momentum,
     weight decay and other shared options always follow the user's optimizer, which itself never steps.
@@ -65,15 +64,14 @@ class PushPull(Part):
         self.every, self.warmup, self.in_flight = every, warmup, in_flight
         self.local = LocalStep() if local is None else local
         self.peers: Peers = World(among) if isinstance(among, Group) else among
-        self._transport, self._watch = Transport(), Watch(every, self.local)
+        self._transport, self._watch, self._left = Transport(), Watch(every, self.local), False
         self._round: Round  # collects pushes until their result is requested
         self._pull: Round | None = None  # requested, not yet landed
         self._slot: Slot  # of the current step
         self.slots: list[Slot] = []  # made before the first step, with the server
-        self._left = False
 
     def __repr__(self) -> str:
-        names = ("every", "warmup", "local", "in_flight", "server")
+        names = "every", "warmup", "local", "in_flight", "server"
         options = ", ".join(f"{name}={getattr(self, name)!r}" for name in names)
         return f"PushPull({self.live!r}, {options}, among={self.peers!r})"
 
@@ -115,8 +113,7 @@ class PushPull(Part):
 
     def _snapshot_options(self) -> None:
         """Read the options of this step now: a scheduler may change them before `after`."""
-        self._options = read_options(self._optimizers)
-        self._rates, _ = read_rates(self._optimizers)
+        self._options, self._rates = read_options(self._optimizers), read_rates(self._optimizers)[0]
 
     @torch.no_grad()
     def after(self, clock: Clock) -> None:

@@ -44,10 +44,7 @@ class LocalRule:
 
 @dataclass(frozen=True)
 class LocalStep(LocalRule):
-    """A plain SGD step with the worker's own gradient.
-
-    b ← b − γ (g + wd·b)
-    """
+    """A plain SGD step with the worker's own gradient: b ← b − γ (g + wd·b)."""
 
     gains = (1.0, 0.0)
 
@@ -100,7 +97,6 @@ class Compensated(LocalRule):
     """
 
     lam: float = 0.04
-
     compares = True
     gains = (1.0, 0.0)
 
@@ -109,9 +105,8 @@ class Compensated(LocalRule):
             raise ValueError(f"{self!r}: lam must be a finite number, at least 0.")
 
     def move(self, params: ParamSlice) -> None:
-        if params.origin is None:
-            params.descend(params.lr)
-            return
-        correction = (params.base - params.origin).mul_(params.gradient).mul_(params.gradient)
+        moved = None if params.origin is None else params.base - params.origin
         params.descend(params.lr)
-        params.base.sub_(correction, alpha=params.lr * self.lam)
+        if moved is not None:
+            correction = moved.mul_(params.gradient).mul_(params.gradient)
+            params.base.sub_(correction, alpha=params.lr * self.lam)

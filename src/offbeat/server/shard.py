@@ -50,17 +50,11 @@ class Replica:
     def step(self, rule: LocalRule, gradient: Flats, options: GroupOptions, origin: Flats | None) -> None:
         """Take one local step."""
         for flat, place, group in self.spans:
-            rule.move(
-                ParamSlice(
-                    base=self.base.flats[flat][place],
-                    gradient=gradient[flat][place],
-                    displacement=self.displacement[flat][place],
-                    lr_sum=self.lr_sum[group],
-                    origin=None if origin is None else origin[flat][place],
-                    lr=options[group]["lr"],
-                    decay=options[group].get("weight_decay", 0.0),
-                )
-            )
+            flats = self.base.flats, gradient, self.displacement
+            base, slope, moved = (vectors[flat][place] for vectors in flats)
+            start = None if origin is None else origin[flat][place]
+            lr, decay = options[group]["lr"], options[group].get("weight_decay", 0.0)
+            rule.move(ParamSlice(base, slope, moved, self.lr_sum[group], start, lr, decay))
 
     def state_dict(self) -> State:
         flats = {"base": self.base.flats, "pulled": self.pulled, "displacement": self.displacement}
@@ -115,8 +109,7 @@ class Shard:
             piece.grad = None
 
     def state_dict(self) -> State:
-        optimizer = copy.deepcopy(self.optimizer.state_dict())
-        return {"weights": [weight.clone() for weight in self.weights], "optimizer": optimizer}
+        return copy.deepcopy({"weights": self.weights, "optimizer": self.optimizer.state_dict()})
 
     def load_state_dict(self, state: State) -> None:
         for weight, saved in zip(self.weights, state["weights"], strict=True):
@@ -140,10 +133,9 @@ def check_server(server: OptimizerFactory | None, optimizers: Sequence[Optimizer
         dampening = next((g["dampening"] for g in optimizer.param_groups if g.get("dampening")), None)
         if server is None and (dampening is not None or not isinstance(optimizer, torch.optim.SGD)):
             call = kind if dampening is None else f"{kind}(dampening={dampening})"
-            raise ValueError(
-                f"The optimizer is {call}, but by default the server steps like torch.optim.SGD without "
-                f"dampening: for another rule, such as this one, pass server=torch.optim.{kind}."
-            )
+            default = "by default the server steps like torch.optim.SGD without dampening"
+            advice = f"for another rule, such as this one, pass server=torch.optim.{kind}."
+            raise ValueError(f"The optimizer is {call}, but {default}: {advice}")
         if any(group.get("maximize") for group in optimizer.param_groups):
             raise ValueError(f"{kind}(maximize=True): a server only minimizes: negate the loss instead.")
         if any(group.get("fused") for group in optimizer.param_groups):
@@ -157,9 +149,9 @@ def check_server(server: OptimizerFactory | None, optimizers: Sequence[Optimizer
     if not callable(server):
         raise TypeError(f"server={server!r}: {advice}")
     if not _steps_elementwise(server):
+        reason = "it does not step the pieces of a tensor as it steps the whole, so it cannot be sharded"
         raise ValueError(
-            f"server={server!r}: it does not step the pieces of a tensor as it steps the whole, so it cannot "
-            "be sharded: choose an elementwise optimizer, such as torch.optim.Adam."
+            f"server={server!r}: {reason}: choose an elementwise optimizer, such as torch.optim.Adam."
         )
     return server
 

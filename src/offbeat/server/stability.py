@@ -22,21 +22,19 @@ _SAMPLE = 1 << 16  # weights that are examined
 def stable_product(every: int, momentum: float, alpha: float, beta: float) -> float:
     """The largest product of learning rate and curvature with which a quadratic loss still converges.
 
-    On ½·h·w² one period between pulls is a linear map of five numbers: the weights of the last two pulls,
-    the server's weight and velocity, and the worker's base. The run diverges where the spectral radius of the
-    map exceeds 1. The map depends on lr and h through lr·h alone.
+    On ½·h·w² one period between pulls is a linear map of five numbers, and depends on lr and h through lr·h
+    alone. The run diverges where the spectral radius of the map exceeds 1.
     """
 
     def diverges(product: float) -> bool:
-        """With learning rate 1. The map takes (P_prev, P_cur, W, v, x) to the same after one period."""
+        """With learning rate 1. The map is of the last two pulls, the server's W and v, and the base."""
         before, pulled, weight, velocity, x = torch.eye(5, dtype=torch.float64)
         before, pulled, base = pulled, weight, weight
         for _ in range(every):
             gradient = product * x
-            base = base - alpha * gradient - beta * (before - pulled) / every
+            x = base = base - alpha * gradient - beta * (before - pulled) / every
             velocity = momentum * velocity + gradient
             weight = weight - velocity
-            x = base
         period = torch.stack([before, pulled, weight, velocity, x])
         return float(torch.linalg.eigvals(period).abs().max()) > 1 + 1e-7
 
@@ -58,13 +56,11 @@ class Watch:
     The curvature is measured along ĝ, the server's mean step, because the workers move along it. Between two
     successive pulls it is ⟨g' − g, ĝ⟩ / ⟨x' − x, ĝ⟩, with x the weights when a pull lands and g the gradient
     taken there, fitted to the last pulls by least squares. ĝ comes from earlier steps than g, so the noise of
-    the gradients averages out. In the synchronous warm-up every step pulls, so the curvature is known before
-    the workers start to drift.
+    the gradients averages out. Every step of a warm-up pulls: the curvature is known before workers drift.
     """
 
     def __init__(self, every: int, rule: LocalRule) -> None:
-        self.every, self.rule = every, rule
-        self.warned = False
+        self.every, self.rule, self.warned = every, rule, False
         self._last: list[Tensor] | None = None  # gradient and weights when the last pull landed
         self._rows: list[list[float]] = []  # their changes along the displacement, pull by pull
 
@@ -80,12 +76,11 @@ class Watch:
         guess, lowest = self._curvature()
         if clock.lr * lowest <= limit or self.warned:  # NaN warns
             return
-        self.warned = True
+        self.warned, every, lr = True, self.every, clock.lr
         warnings.warn(
-            f"PushPull(every={self.every}) at step {clock.step}: lr={clock.lr:g} times the curvature of the "
-            f"loss, about {guess:.2g}, is {clock.lr * guess:.2g}, but every={self.every} is stable "
-            f"only below {limit:.2g}: lower the learning rate or every.",
-            UserWarning,
+            f"PushPull(every={every}) at step {clock.step}: lr={lr:g} times the curvature of the loss, about "
+            f"{guess:.2g}, is {lr * guess:.2g}, but every={every} is stable only below {limit:.2g}: lower "
+            "the learning rate or every.",
             stacklevel=2,
         )
 

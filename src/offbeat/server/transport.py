@@ -53,11 +53,10 @@ class Slot:
 
 
 class Transport:
-    """Three task queues, each with a duplicate of the communicator.
+    """Three task queues, each with a duplicate of the communicator, so its messages keep their order.
 
     The first applies pushes and fetches pulls strictly in order. The other two carry alternate gradients, so
-    the next push uses the link while the previous one finishes. Each duplicate carries its messages in the
-    same order on all ranks.
+    the next push uses the link while the previous one finishes.
     """
 
     def __init__(self) -> None:
@@ -110,8 +109,7 @@ class Transport:
 def reduce_scatter(flat: Tensor, comm: Communicator) -> Tensor:
     """The mean of this rank's slice. Partial sums travel around a ring; each rank adds its own values.
 
-    Each rank sends to one neighbour at a time. In an all-to-all of as many bytes, several ranks send to the
-    same one: on 100 Mbit/s links that takes half as long again.
+    In an all-to-all of as many bytes, several ranks send to the same one, which takes half as long again.
     """
     if comm.size == 1 or not flat.numel():
         return flat.clone()

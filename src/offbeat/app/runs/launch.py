@@ -114,7 +114,7 @@ def _run_processes(folders: Sequence[Path], workers: int, *, resume: bool) -> bo
             _watch(crew, caught)
         finally:
             for process in crew:
-                process.kill()
+                process.signal(signal.SIGKILL)
                 process.join(None)
             ended = {rank: Ended.of(process) for rank, process in enumerate(crew)}
             for process in crew:
@@ -164,7 +164,7 @@ def _watch(crew: Sequence[Process], caught: Sequence[int]) -> None:
         if caught and not passed:
             passed = True
             for process in crew:
-                process.interrupt()
+                process.signal(signal.SIGINT)
             deadline = min(deadline, time.monotonic() + SAVING)
         if any(process.returncode not in (None, 0, STOPPED) for process in crew):
             deadline = min(deadline, time.monotonic() + LAST_WORDS)
