@@ -1,11 +1,11 @@
-"""Work beside the training loop: a queue of jobs, and a second thread that listens to the other workers."""
+"""Work beside the training loop: a queue of jobs, and a second thread that listens to other workers."""
 
 from __future__ import annotations
 
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
@@ -16,7 +16,9 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from offbeat.base.errors import PeerLost
-from offbeat.comm.communicator import Communicator, Pending, arrived
+from offbeat.comm.collective import Collective
+from offbeat.comm.communicator import Communicator, Pending, PendingList, Tensors, Worker, arrived
+from offbeat.comm.presence import Departure
 from offbeat.comm.store import STORE_GONE, STORE_SILENT, Silent
 
 if TYPE_CHECKING:
@@ -30,8 +32,8 @@ _WAKE = 2.0  # seconds in which the store must accept a number
 _END = 10.0  # seconds to wait for a thread to end; each checks four times a second
 
 
-class TaskQueue(ABC):
-    """Runs jobs in the order given. After one has failed, all later ones fail with its error.
+class TaskQueue:
+    """Runs jobs in the order given, here at once. After one has failed, all later ones fail with its error.
 
     Jobs send through a communicator that nobody else uses, such as a `duplicate`, so that messages are in the
     same order on all ranks.
@@ -39,14 +41,14 @@ class TaskQueue(ABC):
 
     _error: BaseException | None = None
 
-    @abstractmethod
     def give(self, job: Callable[[], T]) -> Pending[T]:
         """Add a job; the message is its result."""
+        return arrived(self._do(job))
 
-    def close(self) -> None:  # noqa: B027  # a queue without a thread has nothing to end
+    def close(self) -> None:
         """Finish all jobs and end."""
 
-    def abandon(self) -> None:  # noqa: B027
+    def abandon(self) -> None:
         """End without starting the jobs that still wait."""
 
     def _do(self, job: Callable[[], T]) -> T:
@@ -59,11 +61,28 @@ class TaskQueue(ABC):
             raise
 
 
-class InlineQueue(TaskQueue):
-    """Runs every job at once: in a world of one there is nothing to wait for."""
+class Solo(Communicator, Worker):
+    """A world of one: every message has already arrived."""
 
-    def give(self, job: Callable[[], T]) -> Pending[T]:
-        return arrived(self._do(job))
+    rank, size = 0, 1
+
+    def run(self, kind: Collective, tensors: Tensors, *, src: int = 0, control: bool = False) -> PendingList:
+        return arrived(list(tensors))
+
+    def split(self, groups: Sequence[Sequence[int]]) -> Communicator:
+        return self
+
+    def leave(self, departure: Departure) -> None:
+        pass
+
+    def duplicate(self) -> Communicator:
+        return self
+
+    def task_queue(self) -> TaskQueue:
+        return TaskQueue()
+
+    def sidecar(self) -> Sidecar:
+        raise NotImplementedError("Solo.sidecar(): a world of one has no rounds to run in a second thread.")
 
 
 class ThreadQueue(TaskQueue):
@@ -130,8 +149,7 @@ class Sidecar(ABC):
 class ThreadSidecar(Sidecar):
     """A worker that is a process: one thread works, another listens. Each rank has a queue in the store.
 
-    Each thread has its own clone of the store's client, and only the working thread uses the communicator's
-    connections, so no two threads share any. Threads are daemons: they never keep a process alive.
+    No two threads share a connection or a client of the store. Daemons, they never keep a process alive.
     """
 
     heard = -1

@@ -6,6 +6,7 @@ import json
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from math import inf
 from typing import Any
@@ -62,20 +63,16 @@ class Lookout:
             store.set(f"{self.key}/left/{self.name}", note)
             store.set(f"{self.key}/left", "yes")
 
-        try:
+        # Without a store, the others see our connections close, or wait for its host as well.
+        with suppress(dist.DistError, Silent):
             self.bulletin.ask(write, _ANSWER)
-        except (dist.DistError, Silent):
-            pass  # the others see our connections close, or wait for the store's host as well
 
     def arrive(self, connection: str, begun: int) -> None:
         """Tell the others that this rank waits here and how many messages it has begun."""
         self.bulletin.post(lambda store: store.set(f"{self.key}/{connection}/at/{self.name}", str(begun)))
 
     def find_leaver(self, store: Store, what: str, part: str = "", at: float = inf) -> OffbeatError | None:
-        """The error to raise if a rank has left and a message will not come.
-
-        A message sent before its sender left still arrives, unless a worker on the way is lost.
-        """
+        """The error if a rank has left. What it sent before still comes, unless a rank on the way is lost."""
         for level in self._levels():
             if store.check([f"{level.key}/left"]):
                 for name in self.names:
@@ -88,10 +85,7 @@ class Lookout:
         return None
 
     def find_conflict(self, store: Store) -> Disagreement | None:
-        """The error to raise if a rank waits in a call that this rank can no longer come to.
-
-        A rank that waits in such a call notes it. The first to see the conflict writes the sentence for all.
-        """
+        """The error if a rank waits in a call that another has passed. The first to see it writes for all."""
         for track in [track for level in self._levels() for track in list(level._tracks)]:
             here = track.place  # read once: the worker moves on
             key = f"{track.key}/meeting {here.meetings}"
@@ -108,11 +102,9 @@ class Lookout:
 
     def lost(self, what: str, error: Exception) -> OffbeatError:
         """The error for a broken connection: why a rank left, if it said so; else whose it was."""
-        try:
+        with suppress(dist.DistError, Silent):
             if departure := self.bulletin.ask(lambda store: self.find_leaver(store, what), _ANSWER):
                 return departure
-        except (dist.DistError, Silent):
-            pass
         for _ in range(_LOOKS):
             if gone := self.closed():
                 break
@@ -124,10 +116,7 @@ class Lookout:
         return PeerLost(f"Waiting for {what}: rank {self.name} lost {whose} ({reason}).")
 
     def closed(self) -> dict[int, RuntimeError]:
-        """The ranks that have closed a connection, or whose process is dead: gloo refuses to send to them.
-
-        A rank that is alive gets the start of a message that it never reads.
-        """
+        """The dead ranks, and those that closed a connection: gloo refuses to send. Others never read it."""
         gone = {}
         # A communicator that is not yet connected asks the one it was made from.
         level = next((level for level in self._levels() if level.gloo), self)
@@ -184,15 +173,13 @@ class Watch:
         lookout = self._lookout
 
         def lacks(store: Store, name: int) -> bool:
-            place = f"{lookout.key}/{self._part}/at/{name}"
-            begun = name == lookout.name or (store.check([place]) and int(store.get(place)) > self._number)
-            return not begun
+            key = f"{lookout.key}/{self._part}/at/{name}"
+            return name != lookout.name and not (store.check([key]) and int(store.get(key)) > self._number)
 
-        try:
-            absent = lookout.bulletin.ask(lambda s: [n for n in lookout.names if lacks(s, n)], _ANSWER)
-        except (Silent, dist.DistError):
-            absent = []
-        return f": {list_ranks(absent)} {'is' if len(absent) == 1 else 'are'} missing" if absent else ""
+        with suppress(Silent, dist.DistError):
+            if absent := lookout.bulletin.ask(lambda s: [n for n in lookout.names if lacks(s, n)], _ANSWER):
+                return f": {list_ranks(absent)} {'is' if len(absent) == 1 else 'are'} missing"
+        return ""
 
 
 def list_ranks(ranks: Sequence[int]) -> str:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import functools
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -15,9 +17,8 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import PrefixStore, get_backend_config
+from torch.distributed.distributed_c10d import PrefixStore, Store, get_backend_config
 
-from offbeat.comm.backends import Call, connect, exchange_calls, pass_call
 from offbeat.comm.background import Sidecar, TaskQueue, ThreadQueue, ThreadSidecar
 from offbeat.comm.collective import Collective, nbytes
 from offbeat.comm.communicator import Communicator, Pending, PendingList, Tensors, Worker
@@ -28,7 +29,10 @@ from offbeat.comm.store import bulletin, start
 _GLANCE = 0.25  # seconds between two looks at the store while waiting
 _GRACE = 5.0  # seconds by which torch gives up after us: we can say who is missing
 _FIRST = ("control", "cpu")  # the connections that every communicator begins with
+_LONG = 2**15  # bytes of a chunk from which on chunks are sent one after the other
+_PIECES, _PIECE = 4, 2**19  # most pieces of a chunk, since each costs a latency; fewest bytes of a piece
 
+Call = tuple[str, tuple[Any, ...]]  # a backend's method and its arguments, a tensor first
 _counts: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
 
 
@@ -49,10 +53,7 @@ class Connection:
 
 
 class Message(Pending[list[Tensor]]):
-    """A collective under way, and the time it was first seen to have arrived.
-
-    There are no callbacks: gloo's threads may outlive the interpreter and must not run Python.
-    """
+    """A collective under way. No callbacks: gloo's threads may outlive the interpreter and run no Python."""
 
     def __init__(self, lookout: Lookout, text: str, tensors: Tensors, src: int, result: list[Tensor]) -> None:
         self._lookout, self._text, self._tensors, self._src = lookout, text, tensors, src
@@ -148,7 +149,7 @@ class Torch(Communicator, Worker):
         def make() -> Any:
             with lookout.bulletin.lend(shared=True) as client:
                 store = PrefixStore(f"{lookout.key}/{name}", client)
-                return connect(kind, store, self.rank, self.size, lookout.timeout + _GRACE)
+                return _open(kind, store, self.rank, self.size, lookout.timeout + _GRACE)
 
         lookout.arrive(name, 0)
         connecting = start(make, "offbeat-connect")
@@ -163,18 +164,17 @@ class Torch(Communicator, Worker):
         return self._connections[name]
 
     def run(self, kind: Collective, tensors: Tensors, *, src: int = 0, control: bool = False) -> PendingList:
-        result = list(tensors)
-        calls: list[Call]
+        calls, result = list[Call](), list(tensors)
         if kind.in_place:
             method, root = ("broadcast", (src,)) if kind.name == "broadcast" else ("allreduce", ())
             calls = [(method, (tensor, *root)) for tensor in tensors]
         elif kind.name == "exchange":
-            calls, result = exchange_calls(self.rank, self.size, tensors)
+            calls, result = _exchange_calls(self.rank, self.size, tensors)
         else:
             given = tensors[0].contiguous().view(-1)
             if kind.name == "shift":
                 got = torch.empty_like(given)
-                calls = [pass_call(self.size, given, (self.rank + 1) % self.size, got, self.rank - 1)]
+                calls = [_pass_call(self.size, given, (self.rank + 1) % self.size, got, self.rank - 1)]
                 result = [got.view(tensors[0].shape)]
             else:
                 got = given.new_empty(self.size * given.numel())
@@ -202,9 +202,7 @@ class Torch(Communicator, Worker):
     def computed(self, step: int) -> None:
         """Note what arrived during the computation: times of arrival are as fine as steps."""
         for connection in self._connections.values():
-            for message in list(connection.air):
-                if message.done():
-                    connection.air.discard(message)
+            connection.air -= {message for message in list(connection.air) if message.done()}
         for child in self._children.values():
             child.computed(step)
 
@@ -239,3 +237,62 @@ class Torch(Communicator, Worker):
         other = self._make(f"{kind} {self._made_beside}", range(self.size), connections)
         self._beside.add(other)
         return other
+
+
+@functools.cache
+def _devices(process: int) -> list[Any]:
+    """The devices of gloo's connections. Each has a thread that never ends and that no fork inherits."""
+    if names := os.environ.get("GLOO_SOCKET_IFNAME"):
+        return [dist.ProcessGroupGloo.create_device(interface=name) for name in names.split(",")]
+    return [dist.ProcessGroupGloo.create_default_device()]
+
+
+def _open(kind: str, store: Store, rank: int, size: int, timeout: float) -> Any:
+    """Connect this rank to all others, and return the backend that holds the connections."""
+    if kind == "gloo":
+        settings = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        settings._devices, settings._timeout = _devices(os.getpid()), timedelta(seconds=timeout)
+        return dist.ProcessGroupGloo(store, rank, size, settings)
+    if kind == "nccl":
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timedelta(seconds=timeout)
+        return dist.ProcessGroupNCCL(store, rank, size, options)
+    raise ValueError(f"The process group runs on {kind}: Offbeat supports gloo and nccl.")
+
+
+def _exchange_calls(rank: int, size: int, chunks: Tensors) -> tuple[list[Call], list[Tensor]]:
+    """The calls of an exchange, and the tensors they fill. Long chunks go to one rank after the other.
+
+    When all send to all at once, some links fall idle before others. gloo works on two calls at a time, in
+    their order: while one piece ends, the next has the link.
+    """
+    given = _join(chunks)
+    got = torch.empty_like(given)
+    result = list(got.view(size, *chunks[0].shape))
+    if given.device.type != "cpu" or chunks[0].nbytes < _LONG:
+        return [("alltoall_base", (got, given, [], []))], result
+    ours, theirs = (flat.view(torch.uint8).view(size, -1) for flat in (given, got))
+    theirs[rank] = ours[rank]
+    piece, calls = max(_PIECE, -(-ours.shape[1] // _PIECES)), []
+    for ahead in range(1, size):
+        to, by = (rank + ahead) % size, rank - ahead
+        for out, room in zip(torch.split(ours[to], piece), torch.split(theirs[by], piece), strict=True):
+            calls.append(_pass_call(size, out, to, room, by))
+    return calls, result
+
+
+def _pass_call(size: int, given: Tensor, to: int, got: Tensor, by: int) -> Call:
+    """Send to one rank, and receive as much from another."""
+    ours, theirs = [0] * size, [0] * size
+    ours[to], theirs[by] = len(given), len(got)
+    return "alltoall_base", (got, given, theirs, ours)
+
+
+def _join(chunks: Tensors) -> Tensor:
+    """The chunks in one vector; a view if they already lie in one."""
+    first, size = chunks[0], chunks[0].numel()
+    starts = [first.data_ptr() + i * first.nbytes for i in range(len(chunks))]
+    in_place = starts == [c.data_ptr() for c in chunks] and all(c.is_contiguous() for c in chunks)
+    if in_place and size and len({c.untyped_storage().data_ptr() for c in chunks}) == 1:
+        return first.as_strided((len(chunks) * size,), (1,))
+    return torch.cat([chunk.reshape(-1) for chunk in chunks])

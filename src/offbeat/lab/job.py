@@ -106,13 +106,9 @@ class Job:
     A host that fails or is killed does not end the others.
     """
 
-    def __init__(
-        self, command: Sequence[str], *, network: Network, environments: Sequence[Mapping[str, str]]
-    ) -> None:
+    def __init__(self, command: Sequence[str], network: Network, envs: Sequence[Mapping[str, str]]) -> None:
         self._network, self._before = network, network.traffic()
-        self._processes = [
-            Process([*network.prefix(rank), *command], env) for rank, env in enumerate(environments)
-        ]
+        self._processes = [Process([*network.prefix(rank), *command], env) for rank, env in enumerate(envs)]
         self.runs: tuple[Run, ...] | None = None  # once all hosts have ended
 
     @property
@@ -143,7 +139,8 @@ class Job:
             for process in self._processes:
                 if not process.join(None if deadline is None else max(0.0, deadline - time.monotonic())):
                     raise TimeoutError(self._describe_timeout(timeout))
-            self.runs = self._collect()
+            traffic = zip(self._before, self._network.traffic(), strict=True)
+            self.runs = tuple(self._collect(rank, *counts) for rank, counts in enumerate(traffic))
         return self.runs
 
     def close(self) -> None:
@@ -164,20 +161,12 @@ class Job:
                 sentences.append(f"Rank {rank} had ended with {process.returncode}: {last}")
         return " ".join(sentences)
 
-    def _collect(self) -> tuple[Run, ...]:
-        runs = []
-        for rank, (before, after) in enumerate(zip(self._before, self._network.traffic(), strict=True)):
-            process = self._processes[rank]
-            assert process.returncode is not None
-            run = Run(
-                rank=rank,
-                returncode=process.returncode,
-                stdout=process.stdout(),
-                stderr=process.stderr(),
-                sent=after[0] - before[0],
-                received=after[1] - before[1],
-                seconds=process.seconds,
-            )
-            process.close()
-            runs.append(run)
-        return tuple(runs)
+    def _collect(self, rank: int, before: tuple[int, int], after: tuple[int, int]) -> Run:
+        process = self._processes[rank]
+        assert process.returncode is not None
+        code, out, err = process.returncode, process.stdout(), process.stderr()
+        process.close()
+        sent, got, seconds = after[0] - before[0], after[1] - before[1], process.seconds
+        return Run(
+            rank=rank, returncode=code, stdout=out, stderr=err, sent=sent, received=got, seconds=seconds
+        )

@@ -20,10 +20,8 @@ from offbeat.engine.optimizers import read_rates
 from offbeat.engine.part import Part
 from offbeat.engine.report import Emit
 from offbeat.engine.round import Round
-from offbeat.server.rules import LocalRule, LocalStep
-from offbeat.server.shard import OptimizerFactory, Replica, Shard, check_server, read_options
-from offbeat.server.stability import Watch
-from offbeat.server.transport import Slot, Transport
+from offbeat.server.rules import LocalRule, LocalStep, Watch
+from offbeat.server.shard import OptimizerFactory, Replica, Shard, Slot, Transport, check_server, read_options
 
 
 class PushPull(Part):
@@ -123,7 +121,8 @@ class PushPull(Part):
         clock = round.clock = replace(clock, round=round.clock.round)
         synchronous = clock.step <= self.warmup
         if self.server is None and (synchronous or self._pull):
-            self._watch.check(replica, gradient, self._options[0]["momentum"], clock)
+            momentum = self._options[0]["momentum"]
+            self._watch.check(replica.base.flats, replica.displacement, gradient, momentum, clock)
         if clock.step == round.since + 1:
             round.began = round.comm.now()
         # Push before landing, so that the gradient travels while the pull is awaited.

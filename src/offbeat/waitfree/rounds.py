@@ -253,18 +253,14 @@ class Rounds:
 
     def _await(self, round: int, blocking: bool) -> None:
         """Wait until a round may run; by default, not for a worker that is rounds behind or overdue."""
-        sidecar, handover = self.sidecar, self.handover
-
-        def may_run() -> bool:
-            return handover.version >= round or (not blocking and sidecar.heard >= round)
-
+        sidecar, own, what = self.sidecar, self.handover, f"its worker or a call to round {round}"
         with sidecar.locked():
-            sidecar.until(may_run, f"its worker or a call to round {round}")
+            sidecar.until(lambda: own.version >= round or (not blocking and sidecar.heard >= round), what)
             patience = self.grace
             if patience is None:
-                patience = self.due - sidecar.comm.now() if handover.version == round - 1 else 0.0
-            if handover.version < round and patience > 0:
-                sidecar.until(lambda: handover.version >= round, f"round {round}", patience)
+                patience = self.due - sidecar.comm.now() if own.version == round - 1 else 0.0
+            if own.version < round and patience > 0:
+                sidecar.until(lambda: own.version >= round, f"round {round}", patience)
 
     def _run(self, number: int) -> None:
         payload, version = self.handover.take()
