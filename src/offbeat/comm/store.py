@@ -61,7 +61,7 @@ class Bulletin:
         try:
             client = idle.pop()  # another thread may empty the list first
         except IndexError:
-            client = _clone(self._store)
+            client = self._store.clone()  # type: ignore[attr-defined]  # missing in torch's annotations
         yield client
         idle.append(client)
 
@@ -79,15 +79,9 @@ def bulletin() -> Bulletin:
     return _bulletins[group]
 
 
-def _clone(store: Store) -> Store:
-    """A client of the same store for another thread."""
-    copy: Store = store.clone()  # type: ignore[attr-defined]  # missing in torch's annotations
-    return copy
-
-
 def _serve(store: Store, orders: queue.SimpleQueue[_Order | None]) -> None:
     # Clone at once: torch tries for minutes to connect to a store that is gone.
-    own = _clone(store)
+    own = store.clone()  # type: ignore[attr-defined]
     while (order := orders.get()) is not None:
         _answer(*order, own)
         del order

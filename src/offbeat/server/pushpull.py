@@ -131,8 +131,8 @@ class PushPull(Part):
         if not synchronous:
             origin = self._land() if self._pull else None
             replica.step(self.local, gradient, self._options, origin)
-        rates = [now["lr"] for now in self._options]
-        replica.next_lr_sum = [total + lr for total, lr in zip(replica.next_lr_sum, rates, strict=True)]
+        sums = zip(replica.next_lr_sum, self._options, strict=True)
+        replica.next_lr_sum = [total + now["lr"] for total, now in sums]
         if synchronous or (clock.step - self.warmup) % self.every == 0:
             self._request_pull()
         if synchronous:

@@ -206,6 +206,5 @@ class Waitfree(Part):
         if self._rounds is not None:
             self._stop()
             self.communicators()
-        self._durations.clear()
-        self._durations.extend(state["durations"])
+        self._durations = deque(state["durations"], REMEMBERED)
         self._resumed = self.peers.everyone.now()
