@@ -24,8 +24,8 @@ from offbeat import GLU, Communicator, Compensated, LocalStep, Network, PushPull
 from offbeat.comm.lookout import Lookout
 from offbeat.comm.store import Bulletin
 from offbeat.comm.torch_backend import Connection, Message
-from offbeat.server.stability import stable_product
-from offbeat.server.transport import Transport
+from offbeat.server.rules import stable_product
+from offbeat.server.shard import Transport
 
 
 class Vector(nn.Module):

@@ -7,8 +7,8 @@ from offbeat.base.clock import Clock
 from offbeat.base.errors import CheckpointMismatch, Deadlock, Disagreement, NotFinite, OffbeatError, PeerLost
 from offbeat.base.packed import Packed
 from offbeat.base.tensors import flatten, grads, params
+from offbeat.comm.background import Solo
 from offbeat.comm.communicator import Communicator, Metered, Pending
-from offbeat.comm.solo import Solo
 from offbeat.comm.throttled import Throttled
 from offbeat.comm.torch_backend import Torch
 from offbeat.engine.ddp_hook import ddp_hook

@@ -1,21 +1,24 @@
-"""Work beside the training loop: a queue of jobs, and a second thread that listens to the other workers."""
+"""Work beside the training loop: a queue of jobs, and a second thread that listens to other workers."""
 
 from __future__ import annotations
 
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
+from math import inf
 from typing import TYPE_CHECKING, TypeVar
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from offbeat.base.errors import PeerLost
-from offbeat.comm.communicator import Communicator, Pending, arrived
+from offbeat.comm.collective import Collective
+from offbeat.comm.communicator import Communicator, Pending, PendingList, Tensors, Worker, arrived
+from offbeat.comm.presence import Departure
 from offbeat.comm.store import STORE_GONE, STORE_SILENT, Silent
 
 if TYPE_CHECKING:
@@ -29,24 +32,23 @@ _WAKE = 2.0  # seconds in which the store must accept a number
 _END = 10.0  # seconds to wait for a thread to end; each checks four times a second
 
 
-class TaskQueue(ABC):
-    """Runs jobs in the order given. After one has failed, all later ones fail with its error.
+class TaskQueue:
+    """Runs jobs in the order given, here at once. After one has failed, all later ones fail with its error.
 
-    Jobs send through a communicator that nobody else uses, such as a `duplicate`. Messages are then in the
-    same order on all ranks, whatever the workers themselves send in the meantime.
+    Jobs send through a communicator that nobody else uses, such as a `duplicate`, so that messages are in the
+    same order on all ranks.
     """
 
-    def __init__(self) -> None:
-        self._error: BaseException | None = None
+    _error: BaseException | None = None
 
-    @abstractmethod
     def give(self, job: Callable[[], T]) -> Pending[T]:
         """Add a job; the message is its result."""
+        return arrived(self._do(job))
 
-    def close(self) -> None:  # noqa: B027  # a queue without a thread has nothing to end
+    def close(self) -> None:
         """Finish all jobs and end."""
 
-    def abandon(self) -> None:  # noqa: B027
+    def abandon(self) -> None:
         """End without starting the jobs that still wait."""
 
     def _do(self, job: Callable[[], T]) -> T:
@@ -59,18 +61,34 @@ class TaskQueue(ABC):
             raise
 
 
-class InlineQueue(TaskQueue):
-    """Runs every job at once: in a world of one there is nothing to wait for."""
+class Solo(Communicator, Worker):
+    """A world of one: every message has already arrived."""
 
-    def give(self, job: Callable[[], T]) -> Pending[T]:
-        return arrived(self._do(job))
+    rank, size = 0, 1
+
+    def run(self, kind: Collective, tensors: Tensors, *, src: int = 0, control: bool = False) -> PendingList:
+        return arrived(list(tensors))
+
+    def split(self, groups: Sequence[Sequence[int]]) -> Communicator:
+        return self
+
+    def leave(self, departure: Departure) -> None:
+        pass
+
+    def duplicate(self) -> Communicator:
+        return self
+
+    def task_queue(self) -> TaskQueue:
+        return TaskQueue()
+
+    def sidecar(self) -> Sidecar:
+        raise NotImplementedError("Solo.sidecar(): a world of one has no rounds to run in a second thread.")
 
 
 class ThreadQueue(TaskQueue):
     """Runs jobs in a thread of its own. The interpreter waits for the remaining jobs before it exits."""
 
     def __init__(self) -> None:
-        super().__init__()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="offbeat-task_queue")
 
     def give(self, job: Callable[[], T]) -> Pending[T]:
@@ -91,11 +109,11 @@ class Stopped(Exception):
 class Sidecar(ABC):
     """A background thread of a worker, the state that the two share, and numbers announced by other workers.
 
-    Real workers use threads, simulated ones take turns in virtual time. The worker's next `until` or `check`
-    raises an error of the sidecar.
+    The worker's next `until` or `check` raises an error of the sidecar.
     """
 
     comm: Communicator  # connections for the sidecar alone
+    _error: BaseException | None = None
 
     @property
     @abstractmethod
@@ -118,9 +136,10 @@ class Sidecar(ABC):
     def announce(self, number: int) -> None:
         """Send a number to every worker. Called by the worker's own thread."""
 
-    @abstractmethod
     def check(self) -> None:
         """Raise the sidecar's error, if it had one."""
+        if self._error is not None:
+            raise self._error
 
     @abstractmethod
     def stop(self) -> None:
@@ -130,8 +149,7 @@ class Sidecar(ABC):
 class ThreadSidecar(Sidecar):
     """A worker that is a process: one thread works, another listens. Each rank has a queue in the store.
 
-    Each thread has its own clone of the store's client, and only the working thread uses the communicator's
-    connections, so no two threads share any. Threads are daemons: they never keep a process alive.
+    No two threads share a connection or a client of the store. Daemons, they never keep a process alive.
     """
 
     heard = -1
@@ -139,9 +157,7 @@ class ThreadSidecar(Sidecar):
     def __init__(self, comm: Communicator, lookout: Lookout) -> None:
         self.comm, self._bulletin, self._timeout = comm, lookout.bulletin, lookout.timeout
         self._stopped, self._queues = lookout.stopped, f"{lookout.key}/queue"
-        self._shared = threading.Condition()
-        self._error: BaseException | None = None
-        self._threads: list[threading.Thread] = []
+        self._shared, self._threads = threading.Condition(), list[threading.Thread]()
         try:
             self._ask(lambda queues: queues.queue_len(str(comm.rank)))
         except (AttributeError, NotImplementedError) as error:
@@ -182,8 +198,8 @@ class ThreadSidecar(Sidecar):
         try:
             return self._bulletin.ask(lambda store: call(PrefixStore(self._queues, store)), self._timeout)
         except Silent:
-            timeout = f"timed out after {self._timeout:g} s, {STORE_SILENT}"
-            raise PeerLost(f"Rank {self.comm.rank} {timeout}.") from None
+            trouble = f"timed out after {self._timeout:g} s, {STORE_SILENT}"
+            raise PeerLost(f"Rank {self.comm.rank} {trouble}.") from None
         except dist.DistError as error:
             raise PeerLost(f"Rank {self.comm.rank} {STORE_GONE}.") from error
 
@@ -194,16 +210,15 @@ class ThreadSidecar(Sidecar):
             self._shared.notify_all()
 
     def until(self, ready: Callable[[], bool], what: str, seconds: float | None = None) -> bool:
-        deadline = None if seconds is None else time.perf_counter() + seconds
+        deadline = inf if seconds is None else time.perf_counter() + seconds
         self._shared.notify_all()
         while not ready() or self._stopped.is_set():
             self.check()
             if self._stopped.is_set():
                 raise Stopped
-            left = None if deadline is None else deadline - time.perf_counter()
-            if left is not None and left <= 0:
+            if (left := deadline - time.perf_counter()) <= 0:
                 return False
-            self._shared.wait(left)
+            self._shared.wait(None if seconds is None else left)
         return True
 
     def announce(self, number: int) -> None:
@@ -216,10 +231,6 @@ class ThreadSidecar(Sidecar):
                     queues.queue_push(str(rank), str(number))
 
         self._ask(push)
-
-    def check(self) -> None:
-        if self._error is not None:
-            raise self._error
 
     def stop(self) -> None:
         self._stopped.set()

@@ -36,9 +36,9 @@ class Collective:
     name: str
     phrase: str  # what a rank waits for, in an error
     sent: Callable[[int, int], int]
-    hops: Callable[[int], int]
-    crosses: Callable[[Algorithm, Crossing], float]
     results: Callable[[Sequence[Sequence[Tensor]], int, Sequence[int]], list[list[Tensor]]]
+    hops: Callable[[int], int] = lambda size: 1
+    crosses: Callable[[Algorithm, Crossing], float] = lambda algorithm, by: by.given
     ways: int = 1  # 2: data go to the others and come back
     local: bool = False  # data go to a neighbour only, whatever the algorithm
     in_place: bool = False  # results replace the tensors handed in
@@ -101,7 +101,6 @@ EXCHANGE = Collective(
     "exchange",
     phrase="an exchange of {bytes:,} bytes",
     sent=lambda size, given: round(given * ((size - 1) / size)),
-    hops=lambda size: 1,
     crosses=lambda algorithm, by: by.given * by.inside * (by.size - by.inside) / by.size,
     results=lambda posts, src, ranks: [[post[rank].clone() for post in posts] for rank in ranks],
 )
@@ -111,7 +110,6 @@ BROADCAST = Collective(
     phrase="rank {src}'s {bytes:,} bytes",
     sent=lambda size, given: round(given * ((size - 1) / size)),
     hops=lambda size: (size - 1).bit_length(),
-    crosses=lambda algorithm, by: by.given,
     results=lambda posts, src, ranks: [[tensor.clone() for tensor in posts[src]]] * len(ranks),
     in_place=True,
 )
@@ -120,8 +118,6 @@ SHIFT = Collective(
     "shift",
     phrase="the previous rank's {bytes:,} bytes",
     sent=lambda size, given: round(given) if size > 1 else 0,
-    hops=lambda size: 1,
-    crosses=lambda algorithm, by: by.given,
     results=lambda posts, src, ranks: [[posts[rank - 1][0].clone()] for rank in ranks],
     local=True,
 )

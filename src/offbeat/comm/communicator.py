@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 S = TypeVar("S")
+Tensors = Sequence[Tensor]
 
 WORDS = 8  # numbers in a `tell`; a fixed size, since gloo ends the process when sizes differ
 
@@ -26,16 +27,13 @@ class Pending(Generic[T]):
     """A message in the air."""
 
     def __init__(self, wait: Callable[[], T], done: Callable[[], bool], arrived: Callable[[], float]) -> None:
-        self._wait: Callable[[], Any] | None = wait
+        self._wait: Callable[[], T] | None = wait
         self._done, self._arrived = done, arrived
-        self._change: Callable[[Any], T] | None = None
 
     def wait(self) -> T:
         """Wait for the message and return it. Idempotent; raises `PeerLost` if it will never arrive."""
-        wait = self._wait  # read once: another thread may wait, too
-        if wait is not None:
-            value = wait()
-            self._value: T = value if self._change is None else self._change(value)
+        if (wait := self._wait) is not None:  # read once: another thread may wait, too
+            self._value = wait()
             self._wait = None
         return self._value
 
@@ -49,9 +47,10 @@ class Pending(Generic[T]):
 
     def then(self, change: Callable[[T], S]) -> Pending[S]:
         """The message with `change` applied to it on arrival."""
-        message: Pending[Any] = Pending(self.wait, self.done, self.arrived)
-        message._change = change
-        return message
+        return Pending(lambda: change(self.wait()), self.done, self.arrived)
+
+
+PendingList = Pending[list[Tensor]]
 
 
 def arrived(value: T) -> Pending[T]:
@@ -62,41 +61,37 @@ def arrived(value: T) -> Pending[T]:
 class Communicator(ABC):
     """The workers that share one model, seen from one of them.
 
-    Every rank makes the same calls in the same order. A message owns its tensors until it has arrived: do not
-    touch them in between. Results may share memory with the tensors given. Shapes and dtypes agree on all
-    ranks.
+    Every rank makes the same calls in the same order, with the same shapes and dtypes. A message owns its
+    tensors until it has arrived: do not touch them in between. Results may share memory with them.
     """
 
     rank: int
     size: int
 
     @abstractmethod
-    def run(
-        self, kind: Collective, tensors: Sequence[Tensor], *, src: int = 0, control: bool = False
-    ) -> Pending[list[Tensor]]:
-        """Start a collective. Backends and wrappers override this call; the others below are made of it.
+    def run(self, kind: Collective, tensors: Tensors, *, src: int = 0, control: bool = False) -> PendingList:
+        """Start a collective; the calls below are made of this one. `src` is where a broadcast comes from.
 
-        `src` is the rank that a broadcast comes from. A `control` message is a few bytes long and has a
-        connection of its own.
+        A `control` message is a few bytes long and has a connection of its own.
         """
 
-    def total(self, tensors: Sequence[Tensor]) -> Pending[list[Tensor]]:
+    def total(self, tensors: Tensors) -> PendingList:
         """The sum over all ranks, in place."""
         return self.run(SUM, tensors)
 
-    def mean(self, tensors: Sequence[Tensor]) -> Pending[list[Tensor]]:
+    def mean(self, tensors: Tensors) -> PendingList:
         """The mean over all ranks, as sum × (1/size), in place."""
         return self.run(SUM, tensors).then(lambda sums: [total.mul_(1 / self.size) for total in sums])
 
-    def gather(self, tensor: Tensor) -> Pending[list[Tensor]]:
+    def gather(self, tensor: Tensor) -> PendingList:
         """Every rank's tensor, in rank order."""
         return self.run(GATHER, [tensor])
 
-    def exchange(self, chunks: Sequence[Tensor]) -> Pending[list[Tensor]]:
+    def exchange(self, chunks: Tensors) -> PendingList:
         """Send chunk j to rank j and get one chunk from every rank. All chunks have one shape."""
         return self.run(EXCHANGE, chunks)
 
-    def broadcast(self, tensors: Sequence[Tensor], src: int = 0) -> Pending[list[Tensor]]:
+    def broadcast(self, tensors: Tensors, src: int = 0) -> PendingList:
         """The tensors of rank `src`, in place."""
         return self.run(BROADCAST, tensors, src=src)
 
@@ -129,10 +124,7 @@ class Worker(ABC):
     """One rank's own side of a communicator: what it tells the others about itself, and its other threads."""
 
     def computed(self, step: int) -> None:  # noqa: B027  # not every communicator cares
-        """Note that the gradient after `step` iterations is ready.
-
-        A simulated clock moves; a real one notes which messages have arrived.
-        """
+        """The gradient after `step` iterations is ready: move a simulated clock, or note what has arrived."""
 
     def follow(self, track: Track) -> None:  # noqa: B027
         """Begin a run whose place other ranks may look up while they wait. All ranks call this in order."""
@@ -158,18 +150,12 @@ class Wrapped(Communicator, Worker):
     """A communicator around another one. It passes everything on; subclasses change what they need."""
 
     def __init__(self, comm: Communicator) -> None:
-        self.comm = comm
-        self.rank, self.size = comm.rank, comm.size
+        self.comm, self.rank, self.size = comm, comm.rank, comm.size
         self._children: dict[int, Communicator] = {}
 
     @abstractmethod
     def wrap(self, comm: Communicator) -> Communicator:
         """The same wrapper around a communicator made from the inner one."""
-
-    def run(
-        self, kind: Collective, tensors: Sequence[Tensor], *, src: int = 0, control: bool = False
-    ) -> Pending[list[Tensor]]:
-        return self.comm.run(kind, tensors, src=src, control=control)
 
     def split(self, groups: Sequence[Sequence[int]]) -> Communicator:
         part = self.comm.split(groups)
@@ -215,9 +201,7 @@ class Metered(Wrapped):
     def worker(self) -> Worker:
         return self.comm.worker  # background messages are not counted here
 
-    def run(
-        self, kind: Collective, tensors: Sequence[Tensor], *, src: int = 0, control: bool = False
-    ) -> Pending[list[Tensor]]:
+    def run(self, kind: Collective, tensors: Tensors, *, src: int = 0, control: bool = False) -> PendingList:
         amount = kind.sent(self.size, nbytes(tensors))
         self.sent += amount
         self.received += amount

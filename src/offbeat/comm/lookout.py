@@ -6,6 +6,7 @@ import json
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from math import inf
 from typing import Any
@@ -62,47 +63,29 @@ class Lookout:
             store.set(f"{self.key}/left/{self.name}", note)
             store.set(f"{self.key}/left", "yes")
 
-        try:
+        # Without a store, the others see our connections close, or wait for its host as well.
+        with suppress(dist.DistError, Silent):
             self.bulletin.ask(write, _ANSWER)
-        except (dist.DistError, Silent):
-            pass  # the others see our connections close, or wait for the store's host as well
 
     def arrive(self, connection: str, begun: int) -> None:
         """Tell the others that this rank waits here and how many messages it has begun."""
         self.bulletin.post(lambda store: store.set(f"{self.key}/{connection}/at/{self.name}", str(begun)))
 
-    def look(self, connection: str, number: int, what: str) -> None:
-        """Raise if the store says that the message will never arrive. Number −1 stands for connecting."""
-        error = self.bulletin.ask(
-            lambda store: self._find_leaver(store, what, connection, number) or self._find_conflict(store),
-            _ANSWER,
-        )
-        if error is not None:
-            raise error
-
-    def _find_leaver(
-        self, store: Store, what: str, connection: str = "", number: float = inf
-    ) -> OffbeatError | None:
-        """The error to raise if a rank has left and a message will not come.
-
-        A message sent before its sender left still arrives, unless a worker on the way is lost.
-        """
+    def find_leaver(self, store: Store, what: str, part: str = "", at: float = inf) -> OffbeatError | None:
+        """The error if a rank has left. What it sent before still comes, unless a rank on the way is lost."""
         for level in self._levels():
             if store.check([f"{level.key}/left"]):
                 for name in self.names:
                     place = f"{level.key}/left/{name}"
                     if name != self.name and store.check([place]):
                         note = json.loads(store.get(place))
-                        begun: int = note["begun"].get(self.key, {}).get(connection, -1)
-                        if number >= begun or note["shared"] == PeerLost.__name__:
+                        begun: int = note["begun"].get(self.key, {}).get(part, -1)
+                        if at >= begun or note["shared"] == PeerLost.__name__:
                             return Departure(note["text"], note["shared"]).error(name, what)
         return None
 
-    def _find_conflict(self, store: Store) -> Disagreement | None:
-        """The error to raise if a rank waits in a call that this rank can no longer come to.
-
-        A rank that waits in such a call notes it. The first to see the conflict writes the sentence for all.
-        """
+    def find_conflict(self, store: Store) -> Disagreement | None:
+        """The error if a rank waits in a call that another has passed. The first to see it writes for all."""
         for track in [track for level in self._levels() for track in list(level._tracks)]:
             here = track.place  # read once: the worker moves on
             key = f"{track.key}/meeting {here.meetings}"
@@ -119,12 +102,9 @@ class Lookout:
 
     def lost(self, what: str, error: Exception) -> OffbeatError:
         """The error for a broken connection: why a rank left, if it said so; else whose it was."""
-        try:
-            departure = self.bulletin.ask(lambda store: self._find_leaver(store, what), _ANSWER)
-        except (dist.DistError, Silent):
-            departure = None
-        if departure is not None:
-            return departure
+        with suppress(dist.DistError, Silent):
+            if departure := self.bulletin.ask(lambda store: self.find_leaver(store, what), _ANSWER):
+                return departure
         for _ in range(_LOOKS):
             if gone := self.closed():
                 break
@@ -136,41 +116,39 @@ class Lookout:
         return PeerLost(f"Waiting for {what}: rank {self.name} lost {whose} ({reason}).")
 
     def closed(self) -> dict[int, RuntimeError]:
-        """The ranks that have closed a connection, or whose process is dead: gloo refuses to send to them.
-
-        A rank that is alive gets the start of a message that it never reads. A communicator that is not yet
-        connected asks the one it was made from.
-        """
+        """The dead ranks, and those that closed a connection: gloo refuses to send. Others never read it."""
         gone = {}
+        # A communicator that is not yet connected asks the one it was made from.
         level = next((level for level in self._levels() if level.gloo), self)
-        for name in self.names:
-            if name != self.name:
+        for name in [name for name in self.names if name != self.name]:
+            try:
                 rank = level.names.index(name)
-                try:
-                    _unread.extend(backend.send([torch.zeros(1)], rank, _PROBE) for backend in level.gloo)
-                except RuntimeError as error:
-                    gone[name] = error
+                _unread.extend(backend.send([torch.zeros(1)], rank, _PROBE) for backend in level.gloo)
+            except RuntimeError as error:
+                gone[name] = error
         return gone
 
 
 class Watch:
-    """One wait for a message, or for all ranks to connect. Ends the wait when it is hopeless."""
+    """One wait for message `number`, or with −1 for all ranks to connect. Ends it when it is hopeless."""
 
-    def __init__(self, lookout: Lookout, connection: str, number: int, what: str) -> None:
-        self._lookout, self._connection, self._number, self._what = lookout, connection, number, what
+    def __init__(self, lookout: Lookout, part: str, number: int, what: str) -> None:
+        self._lookout, self._part, self._number, self._what = lookout, part, number, what
         self._probed = time.perf_counter()
         self._deadline = self._probed + lookout.timeout
 
     def look(self) -> None:
         """Raise if the message will not come."""
-        if self._lookout.stopped.is_set():
+        lookout = self._lookout
+        if lookout.stopped.is_set():
             raise Stopped
         # gloo notices a dead rank only once it is connected.
         if self._number < 0 and time.perf_counter() > self._probed + _PROBES:
             self._probe()
-        timeout, trouble = f"timed out after {self._lookout.timeout:g} s", ""
+        timeout, trouble = f"timed out after {lookout.timeout:g} s", ""
         try:
-            self._lookout.look(self._connection, self._number, self._what)
+            if error := lookout.bulletin.ask(self._find_error, _ANSWER):
+                raise error
         except Silent:
             trouble = f"{timeout}, {STORE_SILENT}"
         except dist.DistError:
@@ -179,7 +157,11 @@ class Watch:
             self._deadline = min(self._deadline, time.perf_counter() + _GONE)
         if time.perf_counter() > self._deadline:
             trouble = trouble or timeout + self._list_absent()
-            raise PeerLost(f"Waiting for {self._what}: rank {self._lookout.name} {trouble}.")
+            raise PeerLost(f"Waiting for {self._what}: rank {lookout.name} {trouble}.")
+
+    def _find_error(self, store: Store) -> OffbeatError | None:
+        leaver = self._lookout.find_leaver(store, self._what, self._part, self._number)
+        return leaver or self._lookout.find_conflict(store)
 
     def _probe(self) -> None:
         self._probed = time.perf_counter()
@@ -190,21 +172,17 @@ class Watch:
         """The ranks that have not begun the message, according to the store, in words."""
         lookout = self._lookout
 
-        def has_begun(store: Store, name: int) -> bool:
-            place = f"{lookout.key}/{self._connection}/at/{name}"
-            return name == lookout.name or (store.check([place]) and int(store.get(place)) > self._number)
+        def lacks(store: Store, name: int) -> bool:
+            key = f"{lookout.key}/{self._part}/at/{name}"
+            return name != lookout.name and not (store.check([key]) and int(store.get(key)) > self._number)
 
-        try:
-            absent = lookout.bulletin.ask(
-                lambda store: [name for name in lookout.names if not has_begun(store, name)], _ANSWER
-            )
-        except (Silent, dist.DistError):
-            absent = []
-        return f": {list_ranks(absent)} {'is' if len(absent) == 1 else 'are'} missing" if absent else ""
+        with suppress(Silent, dist.DistError):
+            if absent := lookout.bulletin.ask(lambda s: [n for n in lookout.names if lacks(s, n)], _ANSWER):
+                return f": {list_ranks(absent)} {'is' if len(absent) == 1 else 'are'} missing"
+        return ""
 
 
 def list_ranks(ranks: Sequence[int]) -> str:
     """Ranks in words: rank 1; ranks 1 and 2; ranks 1, 2 and 3."""
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
+    *first, last = map(str, ranks)
+    return f"ranks {', '.join(first)} and {last}" if first else f"rank {last}"

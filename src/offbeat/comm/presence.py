@@ -9,11 +9,9 @@ from itertools import permutations
 from offbeat.base.errors import CheckpointMismatch, Disagreement, NotFinite, OffbeatError, PeerLost
 
 BATCHES = "Do all workers have the same number of batches?"
-
-# The errors that all ranks raise.
-_SHARED: dict[str, type[OffbeatError]] = {
-    kind.__name__: kind for kind in (CheckpointMismatch, Disagreement, NotFinite, PeerLost)
-}
+# The errors that all ranks raise:
+_KINDS: tuple[type[OffbeatError], ...] = (CheckpointMismatch, Disagreement, NotFinite, PeerLost)
+_SHARED = {kind.__name__: kind for kind in _KINDS}
 
 
 @dataclass(frozen=True)
@@ -25,10 +23,8 @@ class Departure:
 
     @classmethod
     def of(cls, error: BaseException) -> Departure:
-        for name, kind in _SHARED.items():
-            if isinstance(error, kind):
-                return cls(str(error), shared=name)
-        return cls(f"failed ({type(error).__name__}: {error})")
+        shared = next((name for name, kind in _SHARED.items() if isinstance(error, kind)), None)
+        return cls(str(error) if shared else f"failed ({type(error).__name__}: {error})", shared)
 
     def error(self, rank: int, what: str) -> OffbeatError:
         """The error for a worker that waits for `what` from this rank."""

@@ -53,22 +53,20 @@ class Bulletin:
 
     @contextmanager
     def lend(self, *, shared: bool) -> Iterator[Store]:
-        """A client for long calls, in a thread that may never return from them.
+        """A client for long calls. `shared` allows the group's own, which blocks its other users meanwhile.
 
-        `shared` allows the process group's own client, which blocks its other users meanwhile. Clients are
-        reused: the store's host may take seconds to look up the name of each new one.
+        Clients are reused: the store's host may take seconds to look up the name of each new one.
         """
         idle = self._shared if shared else self._idle
         try:
-            client = idle.pop()
+            client = idle.pop()  # another thread may empty the list first
         except IndexError:
-            client = _clone(self._store)
+            client = self._store.clone()  # type: ignore[attr-defined]  # missing in torch's annotations
         yield client
         idle.append(client)
 
 
 _Order = tuple[Callable[[Store], Any], "Future[Any]"]
-
 _bulletins: WeakKeyDictionary[dist.ProcessGroup, Bulletin] = WeakKeyDictionary()
 
 
@@ -81,15 +79,9 @@ def bulletin() -> Bulletin:
     return _bulletins[group]
 
 
-def _clone(store: Store) -> Store:
-    """A client of the same store for another thread."""
-    copy: Store = store.clone()  # type: ignore[attr-defined]  # missing in torch's annotations
-    return copy
-
-
 def _serve(store: Store, orders: queue.SimpleQueue[_Order | None]) -> None:
     # Clone at once: torch tries for minutes to connect to a store that is gone.
-    own = _clone(store)
+    own = store.clone()  # type: ignore[attr-defined]
     while (order := orders.get()) is not None:
         _answer(*order, own)
         del order

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from torch import Tensor
 
 from offbeat.comm.collective import Collective, nbytes
-from offbeat.comm.communicator import Communicator, Pending, Wrapped
+from offbeat.comm.communicator import Communicator, Pending, PendingList, Tensors, Wrapped
 
 FRAMING = 1514 / 1448  # bytes of a full Ethernet frame per byte of TCP payload
 
@@ -19,10 +19,9 @@ class Throttled(Wrapped):
     """Another communicator, behind a full-duplex link of `rate` bytes per second each way.
 
     A message begins when its last rank has sent it and earlier messages have passed. Its bytes, as `Metered`
-    counts them, plus TCP's headers, pass at `rate`; each hop of a ring adds `latency` seconds. Real messages
-    are not slowed down: a message that has arrived is held back until its time. The emulation is exact as
-    long as the real link is faster. All ranks must run on one machine and share its clock; simulated workers
-    use `Network` instead.
+    counts them, plus TCP's headers, pass at `rate`; each hop of a ring adds `latency` seconds. A message that
+    has arrived is held back until its time, which is exact as long as the real link is faster. All ranks must
+    run on one machine and share its clock; simulated workers use `Network` instead.
 
     After a pause, `burst` bytes pass at once, as in a token bucket: the links of `offbeat.lab` have 256 kB.
     Control messages are delayed by the latency only.
@@ -31,13 +30,7 @@ class Throttled(Wrapped):
     """
 
     def __init__(
-        self,
-        comm: Communicator,
-        *,
-        rate: float,
-        latency: float = 0.0,
-        burst: int = 0,
-        link: Link | None = None,
+        self, comm: Communicator, *, rate: float, latency: float = 0, burst: int = 0, link: Link | None = None
     ) -> None:
         if not rate > 0:
             raise ValueError(f"Throttled(rate={rate}): rate must be a positive number of bytes per second.")
@@ -54,9 +47,7 @@ class Throttled(Wrapped):
         link = self._link
         return Throttled(comm, rate=link.rate, latency=link.latency, burst=link.burst, link=link)
 
-    def run(
-        self, kind: Collective, tensors: Sequence[Tensor], *, src: int = 0, control: bool = False
-    ) -> Pending[list[Tensor]]:
+    def run(self, kind: Collective, tensors: Tensors, *, src: int = 0, control: bool = False) -> PendingList:
         link, began = self._link, self._link.clock()
         message = self.comm.run(kind, tensors, src=src, control=control)
         if self.size == 1 or (control and not link.latency):
@@ -107,14 +98,12 @@ class Link:
         assert passage.lands is not None
         return passage.lands
 
-    def hold(
-        self, message: Pending[list[Tensor]], landing: Callable[[], float], known: Callable[[], bool]
-    ) -> Pending[list[Tensor]]:
-        """The message, held back until it lands. `known` says whether `landing` would return at once."""
+    def hold(self, message: PendingList, due: Callable[[], float], known: Callable[[], bool]) -> PendingList:
+        """The message, held back until it is due. `known` says whether `due` would return at once."""
 
         def wait() -> list[Tensor]:
             value = message.wait()
-            self.sleep(max(0.0, landing() - self.clock()))
+            self.sleep(max(0.0, due() - self.clock()))
             return value
 
-        return Pending(wait, lambda: message.done() and known() and landing() <= self.clock(), landing)
+        return Pending(wait, lambda: message.done() and known() and due() <= self.clock(), due)

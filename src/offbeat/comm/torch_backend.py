@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import functools
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -15,12 +17,11 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import PrefixStore, get_backend_config
+from torch.distributed.distributed_c10d import PrefixStore, Store, get_backend_config
 
-from offbeat.comm.backends import Call, connect, exchange_calls, pass_call
 from offbeat.comm.background import Sidecar, TaskQueue, ThreadQueue, ThreadSidecar
 from offbeat.comm.collective import Collective, nbytes
-from offbeat.comm.communicator import Communicator, Pending, Worker
+from offbeat.comm.communicator import Communicator, Pending, PendingList, Tensors, Worker
 from offbeat.comm.lookout import Lookout, Watch
 from offbeat.comm.presence import Departure, Track
 from offbeat.comm.store import bulletin, start
@@ -28,8 +29,11 @@ from offbeat.comm.store import bulletin, start
 _GLANCE = 0.25  # seconds between two looks at the store while waiting
 _GRACE = 5.0  # seconds by which torch gives up after us: we can say who is missing
 _FIRST = ("control", "cpu")  # the connections that every communicator begins with
+_LONG = 2**15  # bytes of a chunk from which on chunks are sent one after the other
+_PIECES, _PIECE = 4, 2**19  # most pieces of a chunk, since each costs a latency; fewest bytes of a piece
 
-_made: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
+Call = tuple[str, tuple[Any, ...]]  # a backend's method and its arguments, a tensor first
+_counts: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
 
 
 @dataclass(eq=False)
@@ -49,20 +53,15 @@ class Connection:
 
 
 class Message(Pending[list[Tensor]]):
-    """A collective under way, and the time it was first seen to have arrived.
+    """A collective under way. No callbacks: gloo's threads may outlive the interpreter and run no Python."""
 
-    There are no callbacks: gloo's threads may outlive the interpreter and must not run Python.
-    """
-
-    def __init__(
-        self, lookout: Lookout, phrase: str, tensors: Sequence[Tensor], src: int, result: list[Tensor]
-    ) -> None:
-        self._lookout, self._phrase, self._tensors, self._src = lookout, phrase, tensors, src
+    def __init__(self, lookout: Lookout, text: str, tensors: Tensors, src: int, result: list[Tensor]) -> None:
+        self._lookout, self._text, self._tensors, self._src = lookout, text, tensors, src
         self._result, self._seen = result, 0.0
         self.calls: list[tuple[Connection, int, dist.Work]] = []
 
     def describe(self) -> str:
-        return self._phrase.format(bytes=nbytes(self._tensors), src=self._src)
+        return self._text.format(bytes=nbytes(self._tensors), src=self._src)
 
     def wait(self) -> list[Tensor]:
         """Wait in short slices, and check between them whether the message can still come."""
@@ -89,12 +88,9 @@ class Message(Pending[list[Tensor]]):
         return self._result
 
     def done(self) -> bool:
-        if not self._seen:
-            for _, _, work in self.calls:
-                if not work.is_completed():
-                    return False
+        if not self._seen and all(work.is_completed() for _, _, work in self.calls):
             self._seen = time.perf_counter()
-        return True
+        return self._seen > 0
 
     def arrived(self) -> float:
         self.done()
@@ -102,10 +98,10 @@ class Message(Pending[list[Tensor]]):
 
 
 class Torch(Communicator, Worker):
-    """The ranks of a torch process group, on connections of Offbeat's own.
+    """The ranks of a torch process group, on connections of Offbeat's own that the caller never uses.
 
-    The caller's collectives never interleave with ours. `timeout` is the longest wait for one message, in
-    seconds. A rank that leaves or dies is noticed within about a second.
+    `timeout` is the longest wait for one message, in seconds. A rank that leaves or dies is noticed within
+    about a second.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None, *, timeout: float = 300.0) -> None:
@@ -115,13 +111,12 @@ class Torch(Communicator, Worker):
         if group is None:
             raise RuntimeError("Torch(): there is no process group: call init_process_group first.")
         # All members make their communicators in the same order, so the number is the same everywhere.
-        _made[group] = _made.get(group, 0) + 1
+        _counts[group] = _counts.get(group, 0) + 1
         ranks = dist.get_process_group_ranks(group)
-        key = f"offbeat/{group.group_name}/{ranks}/{_made[group]}"
+        key = f"offbeat/{group.group_name}/{ranks}/{_counts[group]}"
         lookout = Lookout(key, range(len(ranks)), ranks.index(dist.get_rank()), bulletin(), timeout)
         self._backends = dict(item.split(":") for item in str(get_backend_config(group)).split(","))
-        if self._backends.get("cpu") == "gloo":
-            # The caller's own connections tell whether a rank dies before ours are there.
+        if self._backends.get("cpu") == "gloo":  # these tell who dies before our connections are there
             lookout.gloo = [group._get_backend(torch.device("cpu"))]
         self._join(lookout, _FIRST)
 
@@ -130,8 +125,7 @@ class Torch(Communicator, Worker):
         self._connections: dict[str, Connection] = {}
         self._children: dict[tuple[int, ...], Torch] = {}
         self._beside: WeakSet[Torch] = WeakSet()  # duplicates and sidecars
-        self._made_beside = 0
-        self._left = False
+        self._made_beside, self._left = 0, False
         # gloo connects all ranks with all, and hangs if one is missing: connect now, while everyone is here.
         for connection in connections:
             self._connect(connection)
@@ -139,25 +133,23 @@ class Torch(Communicator, Worker):
     def _make(self, name: str, members: Sequence[int], connections: Sequence[str] = _FIRST) -> Torch:
         """Another communicator, of some of these ranks."""
         above, other = self._lookout, Torch.__new__(Torch)
-        names = [above.names[rank] for rank in members]
-        other._backends = self._backends
-        key = f"{above.key}/{name}"
+        key, names = f"{above.key}/{name}", [above.names[rank] for rank in members]
         lookout = Lookout(key, names, above.name, above.bulletin, above.timeout, above, above.stopped)
+        other._backends = self._backends
         other._join(lookout, connections)
         return other
 
     def _connect(self, name: str) -> Connection:
-        """Connect to all others, for control messages or for tensors on one kind of device.
+        """Connect to all others, for control messages or tensors of one device, in a thread: torch blocks.
 
-        `new_group` does not work here: it numbers groups per process, and hangs where some ranks have made
-        others. torch blocks while it connects, so another thread does it.
+        `new_group` numbers groups per process, and hangs where some ranks have made others.
         """
         lookout, kind = self._lookout, "gloo" if name in _FIRST else self._backends[name]
 
         def make() -> Any:
             with lookout.bulletin.lend(shared=True) as client:
                 store = PrefixStore(f"{lookout.key}/{name}", client)
-                return connect(kind, store, self.rank, self.size, lookout.timeout + _GRACE)
+                return _open(kind, store, self.rank, self.size, lookout.timeout + _GRACE)
 
         lookout.arrive(name, 0)
         connecting = start(make, "offbeat-connect")
@@ -171,25 +163,22 @@ class Torch(Communicator, Worker):
         lookout.gloo = [self._connections[name].backend for name in _FIRST if name in self._connections]
         return self._connections[name]
 
-    def run(
-        self, kind: Collective, tensors: Sequence[Tensor], *, src: int = 0, control: bool = False
-    ) -> Pending[list[Tensor]]:
+    def run(self, kind: Collective, tensors: Tensors, *, src: int = 0, control: bool = False) -> PendingList:
         calls, result = list[Call](), list(tensors)
         if kind.in_place:
             method, root = ("broadcast", (src,)) if kind.name == "broadcast" else ("allreduce", ())
-            for tensor in tensors:
-                calls.append((method, (tensor, *root)))
+            calls = [(method, (tensor, *root)) for tensor in tensors]
         elif kind.name == "exchange":
-            calls, result = exchange_calls(self.rank, self.size, tensors)
+            calls, result = _exchange_calls(self.rank, self.size, tensors)
         else:
             given = tensors[0].contiguous().view(-1)
             if kind.name == "shift":
                 got = torch.empty_like(given)
-                calls.append(pass_call(self.size, given, (self.rank + 1) % self.size, got, self.rank - 1))
+                calls = [_pass_call(self.size, given, (self.rank + 1) % self.size, got, self.rank - 1)]
                 result = [got.view(tensors[0].shape)]
             else:
                 got = given.new_empty(self.size * given.numel())
-                calls.append(("_allgather_base", (got, given)))
+                calls = [("_allgather_base", (got, given))]
                 result = list(got.view(self.size, *tensors[0].shape))
         message = Message(self._lookout, "word from all" if control else kind.phrase, tensors, src, result)
         for method, arguments in calls:
@@ -213,9 +202,7 @@ class Torch(Communicator, Worker):
     def computed(self, step: int) -> None:
         """Note what arrived during the computation: times of arrival are as fine as steps."""
         for connection in self._connections.values():
-            for message in list(connection.air):
-                if message.done():
-                    connection.air.discard(message)
+            connection.air -= {message for message in list(connection.air) if message.done()}
         for child in self._children.values():
             child.computed(step)
 
@@ -241,8 +228,7 @@ class Torch(Communicator, Worker):
         return ThreadQueue()
 
     def sidecar(self) -> Sidecar:
-        # Only the groups it is split into have connections.
-        aside = self._make_beside("sidecar", ())
+        aside = self._make_beside("sidecar", ())  # only the groups it is split into have connections
         aside._lookout.stopped = threading.Event()
         return ThreadSidecar(aside, aside._lookout)
 
@@ -251,3 +237,62 @@ class Torch(Communicator, Worker):
         other = self._make(f"{kind} {self._made_beside}", range(self.size), connections)
         self._beside.add(other)
         return other
+
+
+@functools.cache
+def _devices(process: int) -> list[Any]:
+    """The devices of gloo's connections. Each has a thread that never ends and that no fork inherits."""
+    if names := os.environ.get("GLOO_SOCKET_IFNAME"):
+        return [dist.ProcessGroupGloo.create_device(interface=name) for name in names.split(",")]
+    return [dist.ProcessGroupGloo.create_default_device()]
+
+
+def _open(kind: str, store: Store, rank: int, size: int, timeout: float) -> Any:
+    """Connect this rank to all others, and return the backend that holds the connections."""
+    if kind == "gloo":
+        settings = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        settings._devices, settings._timeout = _devices(os.getpid()), timedelta(seconds=timeout)
+        return dist.ProcessGroupGloo(store, rank, size, settings)
+    if kind == "nccl":
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timedelta(seconds=timeout)
+        return dist.ProcessGroupNCCL(store, rank, size, options)
+    raise ValueError(f"The process group runs on {kind}: Offbeat supports gloo and nccl.")
+
+
+def _exchange_calls(rank: int, size: int, chunks: Tensors) -> tuple[list[Call], list[Tensor]]:
+    """The calls of an exchange, and the tensors they fill. Long chunks go to one rank after the other.
+
+    When all send to all at once, some links fall idle before others. gloo works on two calls at a time, in
+    their order: while one piece ends, the next has the link.
+    """
+    given = _join(chunks)
+    got = torch.empty_like(given)
+    result = list(got.view(size, *chunks[0].shape))
+    if given.device.type != "cpu" or chunks[0].nbytes < _LONG:
+        return [("alltoall_base", (got, given, [], []))], result
+    ours, theirs = (flat.view(torch.uint8).view(size, -1) for flat in (given, got))
+    theirs[rank] = ours[rank]
+    piece, calls = max(_PIECE, -(-ours.shape[1] // _PIECES)), []
+    for ahead in range(1, size):
+        to, by = (rank + ahead) % size, rank - ahead
+        for out, room in zip(torch.split(ours[to], piece), torch.split(theirs[by], piece), strict=True):
+            calls.append(_pass_call(size, out, to, room, by))
+    return calls, result
+
+
+def _pass_call(size: int, given: Tensor, to: int, got: Tensor, by: int) -> Call:
+    """Send to one rank, and receive as much from another."""
+    ours, theirs = [0] * size, [0] * size
+    ours[to], theirs[by] = len(given), len(got)
+    return "alltoall_base", (got, given, theirs, ours)
+
+
+def _join(chunks: Tensors) -> Tensor:
+    """The chunks in one vector; a view if they already lie in one."""
+    first, size = chunks[0], chunks[0].numel()
+    starts = [first.data_ptr() + i * first.nbytes for i in range(len(chunks))]
+    in_place = starts == [c.data_ptr() for c in chunks] and all(c.is_contiguous() for c in chunks)
+    if in_place and size and len({c.untyped_storage().data_ptr() for c in chunks}) == 1:
+        return first.as_strided((len(chunks) * size,), (1,))
+    return torch.cat([chunk.reshape(-1) for chunk in chunks])

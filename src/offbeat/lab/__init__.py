@@ -7,15 +7,12 @@
     >>> [run.stdout.strip() for run in runs]
     ['0', '1']
 
-Each host sees its own loopback, one interface and the other hosts. No traffic leaves the lab. The command
-runs once per host, as torchrun would run it with one worker per node. The kernel counts the bytes that each
-host sends and receives.
+Each host sees its own loopback, one interface and the other hosts; no traffic leaves the lab. The command
+runs once per host, as torchrun would run it with one worker per node. The kernel counts each host's bytes.
 
-You can inject faults while a job runs: `job.kill(rank=2)`, `job.delay(rank=1, seconds=0.5)`. When the `with`
-block ends, even by Ctrl-C or SIGTERM, all processes and namespaces are removed. After a SIGKILL, the next lab
-removes them.
-
-A lab needs Linux, root and iproute2 (`ip` and `tc`); `unavailable()` says what is missing.
+You can inject faults while a job runs: `job.kill(rank=2)`, `job.delay(rank=1, seconds=0.5)`. The end of the
+`with` block, even by Ctrl-C or SIGTERM, removes all processes and namespaces; after a SIGKILL, the next lab
+does. A lab needs Linux, root and iproute2 (`ip` and `tc`); `unavailable()` says what is missing.
 """
 
 from offbeat.base.units import parse_rate

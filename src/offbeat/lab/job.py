@@ -14,16 +14,14 @@ from .network import Network
 
 
 class Process:
-    """A command in its own process group.
-
-    Its output goes to temporary files, which unlike pipes never fill up. A thread records when it ends.
-    """
+    """A command in its own process group. Its output goes to files, which unlike pipes never fill up."""
 
     def __init__(
         self, command: Sequence[str], env: Mapping[str, str], *, stdin: int = subprocess.DEVNULL
     ) -> None:
         self._stdout, self._stderr = tempfile.TemporaryFile(), tempfile.TemporaryFile()
         self._began = time.monotonic()
+        self.returncode: int | None = None
         self._popen = subprocess.Popen(
             command, env=env, stdin=stdin, stdout=self._stdout, stderr=self._stderr, start_new_session=True
         )
@@ -32,10 +30,6 @@ class Process:
         # An event: a join that Ctrl-C interrupts may take its thread for ended (python/cpython#90882).
         self._ended = threading.Event()
         threading.Thread(target=self._watch, daemon=True).start()
-
-    @property
-    def returncode(self) -> int | None:
-        return self._popen.returncode
 
     def stdout(self) -> str:
         return _read(self._stdout.fileno())
@@ -47,43 +41,35 @@ class Process:
         """Wait for the end; False after a timeout."""
         return self._ended.wait(timeout)
 
-    def kill(self) -> None:
-        self._signal(signal.SIGKILL)
-
-    def interrupt(self) -> None:
-        """Send SIGINT, as Ctrl-C does."""
-        self._signal(signal.SIGINT)
+    def signal(self, number: int) -> None:
+        with suppress(ProcessLookupError):  # it has just ended
+            if self._popen.poll() is None:
+                os.killpg(self._popen.pid, number)
 
     def delay(self, seconds: float) -> None:
         """Pause for `seconds`. If delays overlap, the one that ends last counts."""
-        self._signal(signal.SIGSTOP)
+        self.signal(signal.SIGSTOP)
         wake_at = time.monotonic() + seconds
         if wake_at < self._wake_at:
             return
         self._wake_at = wake_at
         if self._waker is not None:
             self._waker.cancel()
-        self._waker = threading.Timer(seconds, self._signal, [signal.SIGCONT])
+        self._waker = threading.Timer(seconds, self.signal, [signal.SIGCONT])
         self._waker.daemon = True
         self._waker.start()
 
     def close(self) -> None:
-        for file in (self._stdout, self._stderr, self._popen.stdin):
-            if file is not None:
-                file.close()
+        for file in filter(None, (self._stdout, self._stderr, self._popen.stdin)):
+            file.close()
 
     def _watch(self) -> None:
-        self._popen.wait()
+        self.returncode = self._popen.wait()
         self.ended_at = time.monotonic()
         self.seconds = self.ended_at - self._began
         if self._waker is not None:
             self._waker.cancel()
         self._ended.set()
-
-    def _signal(self, number: int) -> None:
-        with suppress(ProcessLookupError):  # it has just ended
-            if self._popen.poll() is None:
-                os.killpg(self._popen.pid, number)
 
 
 def _read(file: int) -> str:
@@ -120,13 +106,9 @@ class Job:
     A host that fails or is killed does not end the others.
     """
 
-    def __init__(
-        self, command: Sequence[str], *, network: Network, environments: Sequence[Mapping[str, str]]
-    ) -> None:
+    def __init__(self, command: Sequence[str], network: Network, envs: Sequence[Mapping[str, str]]) -> None:
         self._network, self._before = network, network.traffic()
-        self._processes = [
-            Process([*network.prefix(rank), *command], env) for rank, env in enumerate(environments)
-        ]
+        self._processes = [Process([*network.prefix(rank), *command], env) for rank, env in enumerate(envs)]
         self.runs: tuple[Run, ...] | None = None  # once all hosts have ended
 
     @property
@@ -142,13 +124,10 @@ class Job:
     def kill(self, *, rank: int | None = None) -> None:
         """Kill the command of one host, or of all, with SIGKILL."""
         for process in self._processes if rank is None else [self._process("kill", rank)]:
-            process.kill()
+            process.signal(signal.SIGKILL)
 
     def delay(self, *, rank: int, seconds: float) -> None:
-        """Pause the command of a host for `seconds`, and return at once.
-
-        Its kernel keeps receiving and acknowledging, as for any slow process.
-        """
+        """Pause the command of a host for `seconds`, and return at once. Its kernel keeps receiving."""
         if not seconds > 0:
             raise ValueError(f"job.delay(rank={rank}, seconds={seconds}): seconds must be positive.")
         self._process("delay", rank).delay(seconds)
@@ -160,7 +139,8 @@ class Job:
             for process in self._processes:
                 if not process.join(None if deadline is None else max(0.0, deadline - time.monotonic())):
                     raise TimeoutError(self._describe_timeout(timeout))
-            self.runs = self._collect()
+            traffic = zip(self._before, self._network.traffic(), strict=True)
+            self.runs = tuple(self._collect(rank, *counts) for rank, counts in enumerate(traffic))
         return self.runs
 
     def close(self) -> None:
@@ -181,20 +161,12 @@ class Job:
                 sentences.append(f"Rank {rank} had ended with {process.returncode}: {last}")
         return " ".join(sentences)
 
-    def _collect(self) -> tuple[Run, ...]:
-        runs = []
-        for rank, (before, after) in enumerate(zip(self._before, self._network.traffic(), strict=True)):
-            process = self._processes[rank]
-            assert process.returncode is not None
-            run = Run(
-                rank=rank,
-                returncode=process.returncode,
-                stdout=process.stdout(),
-                stderr=process.stderr(),
-                sent=after[0] - before[0],
-                received=after[1] - before[1],
-                seconds=process.seconds,
-            )
-            process.close()
-            runs.append(run)
-        return tuple(runs)
+    def _collect(self, rank: int, before: tuple[int, int], after: tuple[int, int]) -> Run:
+        process = self._processes[rank]
+        assert process.returncode is not None
+        code, out, err = process.returncode, process.stdout(), process.stderr()
+        process.close()
+        sent, got, seconds = after[0] - before[0], after[1] - before[1], process.seconds
+        return Run(
+            rank=rank, returncode=code, stdout=out, stderr=err, sent=sent, received=got, seconds=seconds
+        )

@@ -43,11 +43,9 @@ class Lab:
         # Outside these bounds tbf silently uses another rate.
         if self._bits is not None and not 8_000 <= self._bits <= 100 * 10**9:
             raise BadArgument("rate", rate, "rate must be from 8kbit to 100gbit, or None.", call="Lab")
-        self.hosts, self.rate = hosts, rate
+        self.hosts, self.rate, self._started, self._closing = hosts, rate, 0, ExitStack()
         self._network: Network | None = None
         self._jobs: list[Job] = []
-        self._started = 0
-        self._closing = ExitStack()
 
     def __repr__(self) -> str:
         return f"Lab({self.hosts}, rate={self.rate!r})"
@@ -83,10 +81,7 @@ class Lab:
         return self._open().addresses
 
     def start(self, command: Sequence[str], *, env: Mapping[str, str] | None = None) -> Job:
-        """Start the command on every host and return at once.
-
-        Its environment is that of this process, the variables of torchrun, and `env`.
-        """
+        """Start the command on every host, with torchrun's variables and `env`, and return at once."""
         network = self._open()
         if isinstance(command, str) or not command:
             raise TypeError(f"command={command!r}: a command is a list, such as ['python', 'train.py'].")
@@ -103,7 +98,7 @@ class Lab:
         self._started += 1
         with hold_signals():
             self._jobs = [job for job in self._jobs if job.runs is None]
-            job = Job(command, network=network, environments=environments)
+            job = Job(command, network, environments)
             self._jobs.append(job)
         return job
 
@@ -136,10 +131,7 @@ class Lab:
 
 @contextmanager
 def hold_signals() -> Iterator[None]:
-    """Delay Ctrl-C, SIGTERM and SIGHUP until the end of the block.
-
-    Python handles signals in the main thread, so another thread has nothing to delay.
-    """
+    """Delay Ctrl-C, SIGTERM and SIGHUP until the block ends. Only the main thread has anything to delay."""
     arrived: list[int] = []
     handlers = {}
     try:

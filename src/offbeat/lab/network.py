@@ -29,8 +29,7 @@ def unavailable() -> str | None:
     effective = int(re.findall(r"^CapEff:\s*(\w+)", status, re.MULTILINE)[0], 16)
     if os.geteuid() != 0 or effective & _CAPABILITIES != _CAPABILITIES:
         return "A lab needs root (in a container, CAP_NET_ADMIN and CAP_SYS_ADMIN): run it with sudo."
-    missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
-    if missing:
+    if missing := [tool for tool in ("ip", "tc") if shutil.which(tool) is None]:
         return f"A lab needs {' and '.join(missing)} of iproute2 on the PATH: install the package iproute2."
     return None
 
@@ -57,9 +56,8 @@ class Network:
     def shape(self, rate: int) -> None:
         """Limit every link to `rate` bits per second in each direction."""
         shaper = f"root tbf rate {rate}bit burst 256kb latency 200ms"
-        ports = [f"qdisc add dev port{rank} {shaper}" for rank in range(len(self._hosts))]
-        _call("tc", "-n", self._switch, batch=ports)
-        for host in self._hosts:
+        for rank, host in enumerate(self._hosts):
+            _call("tc", "-n", self._switch, batch=[f"qdisc add dev port{rank} {shaper}"])
             _call("tc", "-n", host, batch=[f"qdisc add dev {INTERFACE} {shaper}"])
 
     def prefix(self, rank: int) -> list[str]:
@@ -95,18 +93,14 @@ def _up(device: str) -> list[str]:
 
 
 def _remove(names: set[str]) -> None:
-    """Kill the processes in the namespaces, then delete them.
-
-    This finds processes that have left their process group. The kernel may need a moment to end one.
-    """
+    """Kill the processes in the namespaces, even those that left their process group, then delete them."""
     for _ in range(100):
-        inside = _processes(names)
+        if not (inside := _processes(names)):
+            break
         for process in inside:
             with suppress(ProcessLookupError):
                 os.kill(process, signal.SIGKILL)
-        if not inside:
-            break
-        time.sleep(0.01)
+        time.sleep(0.01)  # the kernel may need a moment to end one
     for name in names:
         # Another lab may remove the same stale name, so only the outcome counts.
         subprocess.run(["ip", "netns", "del", name], capture_output=True, start_new_session=True)
@@ -132,13 +126,9 @@ def _processes(names: set[str]) -> list[int]:
 def _call(*command: str, batch: list[str] | None = None) -> str:
     """The output of `ip` or `tc`, which reads further commands from `batch`."""
     command = command if batch is None else (*command, "-batch", "-")
-    done = subprocess.run(
-        command,
-        input="\n".join(batch or []),
-        capture_output=True,
-        text=True,
-        start_new_session=True,  # Ctrl-C in the terminal is meant for this process, not for the tool
-    )
+    lines = "\n".join(batch or [])
+    # A session of its own: Ctrl-C in the terminal is meant for this process, not for the tool.
+    done = subprocess.run(command, input=lines, capture_output=True, text=True, start_new_session=True)
     if done.returncode != 0:
         raise RuntimeError(f"`{' '.join(command)}` failed: {' '.join(done.stderr.split())}")
     return done.stdout

@@ -16,8 +16,7 @@ from offbeat.server import GLU, Compensated, LocalStep, PushPull
 from offbeat.server.shard import OptimizerFactory
 from offbeat.update.outer import SGD, Outer
 from offbeat.update.own import Overlap
-from offbeat.waitfree.eager import Activation, EagerGradients
-from offbeat.waitfree.group_average import GroupAverage, Late
+from offbeat.waitfree.parts import Activation, EagerGradients, GroupAverage, Late
 from offbeat.when import Every, Schedule
 
 __all__ = ["eager_sgd", "od_sgd", "overlap_local_sgd", "palsgd", "ssd_sgd", "wagma"]

@@ -29,7 +29,7 @@ from offbeat.plan.trace import Differ, PeriodicTrace, combine, find_period, fold
 from offbeat.reduce import Reducer
 from offbeat.reduce.code import list_buffers
 from offbeat.server import PushPull
-from offbeat.server.stability import Watch
+from offbeat.server.rules import Watch
 from offbeat.simulate import simulate
 from offbeat.waitfree.base import Waitfree
 from offbeat.when import Every, Never

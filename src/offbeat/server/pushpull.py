@@ -20,10 +20,8 @@ from offbeat.engine.optimizers import read_rates
 from offbeat.engine.part import Part
 from offbeat.engine.report import Emit
 from offbeat.engine.round import Round
-from offbeat.server.rules import LocalRule, LocalStep
-from offbeat.server.shard import OptimizerFactory, Replica, Shard, check_server, read_options
-from offbeat.server.stability import Watch
-from offbeat.server.transport import Slot, Transport
+from offbeat.server.rules import LocalRule, LocalStep, Watch
+from offbeat.server.shard import OptimizerFactory, Replica, Shard, Slot, Transport, check_server, read_options
 
 
 class PushPull(Part):
@@ -31,9 +29,8 @@ class PushPull(Part):
 
     The workers themselves are the server: rank r owns slice r of all weights and its optimizer state. It
     applies the mean gradients in the order of the steps, while the workers compute. A pull contains exactly
-    the pushes before it. It lands in the next step, which replaces the worker's weights with it. Between
-    pulls a worker moves by its `local` rule. The first `warmup` steps are synchronous SGD: each step pulls
-    and waits.
+    the pushes before it, and replaces the worker's weights in the next step. Between pulls a worker moves by
+    its `local` rule. The first `warmup` steps are synchronous SGD: each step pulls and waits.
 
     `server` makes the server's optimizer and defaults to `torch.optim.SGD`. Its learning rate, momentum,
     weight decay and other shared options always follow the user's optimizer, which itself never steps.
@@ -65,15 +62,14 @@ class PushPull(Part):
         self.every, self.warmup, self.in_flight = every, warmup, in_flight
         self.local = LocalStep() if local is None else local
         self.peers: Peers = World(among) if isinstance(among, Group) else among
-        self._transport, self._watch = Transport(), Watch(every, self.local)
+        self._transport, self._watch, self._left = Transport(), Watch(every, self.local), False
         self._round: Round  # collects pushes until their result is requested
         self._pull: Round | None = None  # requested, not yet landed
         self._slot: Slot  # of the current step
         self.slots: list[Slot] = []  # made before the first step, with the server
-        self._left = False
 
     def __repr__(self) -> str:
-        names = ("every", "warmup", "local", "in_flight", "server")
+        names = "every", "warmup", "local", "in_flight", "server"
         options = ", ".join(f"{name}={getattr(self, name)!r}" for name in names)
         return f"PushPull({self.live!r}, {options}, among={self.peers!r})"
 
@@ -115,8 +111,7 @@ class PushPull(Part):
 
     def _snapshot_options(self) -> None:
         """Read the options of this step now: a scheduler may change them before `after`."""
-        self._options = read_options(self._optimizers)
-        self._rates, _ = read_rates(self._optimizers)
+        self._options, self._rates = read_options(self._optimizers), read_rates(self._optimizers)[0]
 
     @torch.no_grad()
     def after(self, clock: Clock) -> None:
@@ -126,7 +121,8 @@ class PushPull(Part):
         clock = round.clock = replace(clock, round=round.clock.round)
         synchronous = clock.step <= self.warmup
         if self.server is None and (synchronous or self._pull):
-            self._watch.check(replica, gradient, self._options[0]["momentum"], clock)
+            momentum = self._options[0]["momentum"]
+            self._watch.check(replica.base.flats, replica.displacement, gradient, momentum, clock)
         if clock.step == round.since + 1:
             round.began = round.comm.now()
         # Push before landing, so that the gradient travels while the pull is awaited.
@@ -135,8 +131,8 @@ class PushPull(Part):
         if not synchronous:
             origin = self._land() if self._pull else None
             replica.step(self.local, gradient, self._options, origin)
-        rates = [now["lr"] for now in self._options]
-        replica.next_lr_sum = [total + lr for total, lr in zip(replica.next_lr_sum, rates, strict=True)]
+        sums = zip(replica.next_lr_sum, self._options, strict=True)
+        replica.next_lr_sum = [total + now["lr"] for total, now in sums]
         if synchronous or (clock.step - self.warmup) % self.every == 0:
             self._request_pull()
         if synchronous:

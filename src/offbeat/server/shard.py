@@ -1,4 +1,4 @@
-"""A worker's own weights, the server's weights on one rank, and the optimizer that steps those."""
+"""A worker's own weights, the server's weights on one rank, and the messages between the two."""
 
 from __future__ import annotations
 
@@ -10,18 +10,24 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.profiler import record_function
 
-from offbeat.base.clock import State
+from offbeat.base.clock import Clock, State
 from offbeat.base.packed import Packed
-from offbeat.server.rules import LocalRule, ParamSlice
+from offbeat.base.tensors import Live, local
+from offbeat.comm.background import TaskQueue
+from offbeat.comm.communicator import Communicator, Metered, Pending, arrived
+from offbeat.engine.report import naming
+from offbeat.engine.round import Round
+from offbeat.server.rules import Flats, LocalRule, ParamSlice
 
 OptimizerFactory = Callable[[Any], Optimizer]
-Flats = Sequence[Tensor]
 GroupOptions = list[dict[str, Any]]  # lr, momentum, … of each parameter group
 Span = tuple[int, slice, int]  # a slice of a flat vector, all in one parameter group: vector, slice, group
 
 # These say how a step is computed, not what it computes. decoupled_weight_decay only tells AdamW from Adam.
 _OWN = {"params", "foreach", "fused", "capturable", "differentiable", "decoupled_weight_decay"}
+_PARTS = 4  # of a slice: while one is summed, the others are in flight
 
 
 class Replica:
@@ -50,17 +56,11 @@ class Replica:
     def step(self, rule: LocalRule, gradient: Flats, options: GroupOptions, origin: Flats | None) -> None:
         """Take one local step."""
         for flat, place, group in self.spans:
-            rule.move(
-                ParamSlice(
-                    base=self.base.flats[flat][place],
-                    gradient=gradient[flat][place],
-                    displacement=self.displacement[flat][place],
-                    lr_sum=self.lr_sum[group],
-                    origin=None if origin is None else origin[flat][place],
-                    lr=options[group]["lr"],
-                    decay=options[group].get("weight_decay", 0.0),
-                )
-            )
+            flats = self.base.flats, gradient, self.displacement
+            base, slope, moved = (vectors[flat][place] for vectors in flats)
+            start = None if origin is None else origin[flat][place]
+            lr, decay = options[group]["lr"], options[group].get("weight_decay", 0.0)
+            rule.move(ParamSlice(base, slope, moved, self.lr_sum[group], start, lr, decay))
 
     def state_dict(self) -> State:
         flats = {"base": self.base.flats, "pulled": self.pulled, "displacement": self.displacement}
@@ -115,8 +115,7 @@ class Shard:
             piece.grad = None
 
     def state_dict(self) -> State:
-        optimizer = copy.deepcopy(self.optimizer.state_dict())
-        return {"weights": [weight.clone() for weight in self.weights], "optimizer": optimizer}
+        return copy.deepcopy({"weights": self.weights, "optimizer": self.optimizer.state_dict()})
 
     def load_state_dict(self, state: State) -> None:
         for weight, saved in zip(self.weights, state["weights"], strict=True):
@@ -140,10 +139,9 @@ def check_server(server: OptimizerFactory | None, optimizers: Sequence[Optimizer
         dampening = next((g["dampening"] for g in optimizer.param_groups if g.get("dampening")), None)
         if server is None and (dampening is not None or not isinstance(optimizer, torch.optim.SGD)):
             call = kind if dampening is None else f"{kind}(dampening={dampening})"
-            raise ValueError(
-                f"The optimizer is {call}, but by default the server steps like torch.optim.SGD without "
-                f"dampening: for another rule, such as this one, pass server=torch.optim.{kind}."
-            )
+            default = "by default the server steps like torch.optim.SGD without dampening"
+            advice = f"for another rule, such as this one, pass server=torch.optim.{kind}."
+            raise ValueError(f"The optimizer is {call}, but {default}: {advice}")
         if any(group.get("maximize") for group in optimizer.param_groups):
             raise ValueError(f"{kind}(maximize=True): a server only minimizes: negate the loss instead.")
         if any(group.get("fused") for group in optimizer.param_groups):
@@ -157,9 +155,9 @@ def check_server(server: OptimizerFactory | None, optimizers: Sequence[Optimizer
     if not callable(server):
         raise TypeError(f"server={server!r}: {advice}")
     if not _steps_elementwise(server):
+        reason = "it does not step the pieces of a tensor as it steps the whole, so it cannot be sharded"
         raise ValueError(
-            f"server={server!r}: it does not step the pieces of a tensor as it steps the whole, so it cannot "
-            "be sharded: choose an elementwise optimizer, such as torch.optim.Adam."
+            f"server={server!r}: {reason}: choose an elementwise optimizer, such as torch.optim.Adam."
         )
     return server
 
@@ -180,3 +178,115 @@ def _steps_elementwise(server: OptimizerFactory) -> bool:
             return False
         ends.append(torch.cat(pieces))
     return torch.equal(*ends)
+
+
+class Slot:
+    """Memory for one push, free again once the server has applied it."""
+
+    def __init__(self, live: Live, like: Packed) -> None:
+        self._live, self._filled = live, set[int]()
+        self.packed = like.over([torch.zeros_like(flat) for flat in like.flats])
+        self.applied: Pending[None] = arrived(None)  # the push that uses this memory
+
+    def fill(self, optimizer: Optimizer) -> None:
+        """Copy the current gradients of an optimizer's parameters."""
+        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        views, gradients = [], []
+        for name, p, view in zip(self._live.names, self._live.parameters, self.packed.views, strict=True):
+            if id(p) in held and p.grad is not None:
+                if p.grad.layout != torch.strided:
+                    raise TypeError(f"The gradient of {name!r} is sparse: build its layer with sparse=False.")
+                views.append(view)
+                gradients.append(local(p.grad))
+        if views:
+            torch._foreach_copy_(views, gradients)
+            self._filled.update(map(id, views))
+
+    def finish(self) -> list[Tensor]:
+        """The gradient of the step, zero where none was filled in."""
+        for view in self.packed.views:
+            if id(view) not in self._filled:
+                view.zero_()
+        self._filled.clear()
+        return self.packed.flats
+
+
+class Transport:
+    """Three task queues, each with a duplicate of the communicator, so its messages keep their order.
+
+    The first applies pushes and fetches pulls strictly in order. The other two carry alternate gradients, so
+    the next push uses the link while the previous one finishes.
+    """
+
+    def __init__(self) -> None:
+        self.queues: list[TaskQueue] = []
+        self.comms: list[Metered] = []  # the first counts the bytes of all queues that no round counts yet
+
+    def connect(self, comm: Communicator) -> None:
+        """Open the connections, once; all ranks must take part."""
+        if not self.queues:
+            self.queues = [comm.worker.task_queue() for _ in range(3)]
+            self.comms = [Metered(comm.worker.duplicate()) for _ in range(3)]
+
+    def push(
+        self, gradient: list[Tensor], shard: Shard, options: GroupOptions, heads: Pending[Any], clock: Clock
+    ) -> Pending[None]:
+        """Average a gradient and apply it to the shard, if the headers show all workers at the same step."""
+        lane = 1 + clock.step % 2
+        comm = self.comms[lane]
+
+        def average() -> tuple[list[Tensor], int]:
+            with record_function("offbeat.push"), naming(clock), torch.no_grad():
+                heads.wait()
+                before = comm.sent
+                return [reduce_scatter(flat, comm) for flat in gradient], comm.sent - before
+
+        def apply() -> None:
+            means, sent = averaged.wait()
+            shard.apply(means, options)
+            self.comms[0].sent += sent
+
+        averaged = self.queues[lane].give(average)
+        return self.queues[0].give(apply)
+
+    def fetch(self, shard: Shard, clock: Clock, round: Round | None = None) -> Pending[Packed]:
+        """The weights after all pushes so far. A round counts the bytes sent since the last one."""
+        comm = self.comms[0]
+
+        def gather() -> Packed:
+            with record_function("offbeat.pull"), naming(clock), torch.no_grad():
+                weights = gather_weights(shard.weights, comm)
+            if round is not None:
+                round.comm.sent += comm.sent
+                round.comm.received += comm.sent
+                comm.sent = 0
+            return shard.whole.over(weights)
+
+        return self.queues[0].give(gather)
+
+
+def reduce_scatter(flat: Tensor, comm: Communicator) -> Tensor:
+    """The mean of this rank's slice. Partial sums travel around a ring; each rank adds its own values.
+
+    In an all-to-all of as many bytes, several ranks send to the same one, which takes half as long again.
+    """
+    if comm.size == 1 or not flat.numel():
+        return flat.clone()
+    slices = [part.chunk(_PARTS) for part in flat.chunk(comm.size)]
+    moving = [comm.shift(part.clone()) for part in slices[comm.rank - 1]]
+    for ahead in range(2, comm.size + 1):
+        for i, own in enumerate(slices[comm.rank - ahead]):
+            total = moving[i].wait().add_(own)
+            moving[i] = comm.shift(total) if ahead < comm.size else arrived(total)
+    return torch.cat([message.wait() for message in moving]).mul_(1 / comm.size)
+
+
+def gather_weights(slices: list[Tensor], comm: Communicator) -> list[Tensor]:
+    """The vectors made of every rank's slices, each sent in two halves so that both stay in flight."""
+    messages = [[comm.gather(half) for half in own.chunk(2) if half.numel()] for own in slices]
+    weights = []
+    for halves, own in zip(messages, slices, strict=True):
+        parts = [half.wait() for half in halves]
+        ranks = [half[rank] for rank in range(comm.size) for half in parts]
+        weights.append(torch.cat([own[:0], *ranks]))
+    return weights

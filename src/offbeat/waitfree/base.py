@@ -23,8 +23,7 @@ from offbeat.comm.presence import Departure
 from offbeat.engine.part import Part
 from offbeat.engine.report import Emit
 from offbeat.reduce import Mean, Reducer
-from offbeat.waitfree.handover import Handover
-from offbeat.waitfree.rounds import WORDS, Attendance, Kind, Rounds
+from offbeat.waitfree.rounds import WORDS, Attendance, Handover, Kind, Rounds
 
 logger = logging.getLogger("offbeat")
 
@@ -35,10 +34,7 @@ Among = Butterfly | World
 
 
 def allowance(seconds: Sequence[float]) -> float:
-    """How long a step may take before it is overdue, given the durations of recent steps.
-
-    Medians ignore delays that hit fewer than half of the steps.
-    """
+    """How long a step may take after recent ones. Medians ignore delays of fewer than half of the steps."""
     usual = statistics.median(seconds)
     spread = statistics.median(abs(second - usual) for second in seconds)
     return usual + max(_MIN_SLACK * usual, _SPREAD * spread)
@@ -67,8 +63,7 @@ class Waitfree(Part):
             raise BadArgument("grace", grace, "grace must be a number of seconds, at least 0, or None.")
         if reduce is not None and (not isinstance(reduce, Mean) or reduce.lossy):
             raise BadArgument("reduce", reduce, "a lossy code would round the weights: use Mean() or None.")
-        self.live, self.model = live, live.model
-        self.every, self.grace = every, grace
+        self.live, self.model, self.every, self.grace = live, live.model, every, grace
         self.peers = self.among = among
         self.reduce: Reducer = Mean() if reduce is None else reduce
         self.outside: Metered = Metered(among.everyone)
@@ -78,8 +73,7 @@ class Waitfree(Part):
         self._sidecar: Sidecar | None = None
         self._rounds: Rounds | None = None
         self._stop_sidecar: Callable[[], object] = lambda: None
-        self._left = False
-        self._durations: deque[float] = deque(maxlen=REMEMBERED)
+        self._durations, self._left = deque[float](maxlen=REMEMBERED), False
         self._resumed: float | None = None  # when the worker's computation last began
         self._tally = dict.fromkeys(WORDS, 0.0)
         self._tallies: Pending[list[list[int]]] = arrived([])  # of all workers at the last global round
@@ -117,27 +111,17 @@ class Waitfree(Part):
         if self._left:
             raise RuntimeError("step(): an error has ended this run; make a new synchronizer to continue.")
         if self._rounds is None:
-            self._rounds = self._open(clock.step)
+            self.communicators()
+            assert self._sidecar is not None
+            self.open_handover(clock.step - 1, self._sidecar)
+            among = replace(self.among, group=self._sidecar.comm)
+            how = self.every, self.sidecars, self.grace, self._due()
+            rounds = Rounds(self._sidecar, self.handover, among, self.reduce, *how)
+            # The threads hold no reference to this part: they end when it is collected or the process exits.
+            self._stop_sidecar = weakref.finalize(self, self._sidecar.stop)
+            self._sidecar.start(rounds.run)
+            self._rounds = rounds
         self._rounds.sidecar.check()
-
-    def _open(self, first: int) -> Rounds:
-        self.communicators()
-        assert self._sidecar is not None
-        self.open_handover(first - 1, self._sidecar)
-        rounds = Rounds(
-            self._sidecar,
-            self.handover,
-            among=replace(self.among, group=self._sidecar.comm),
-            reduce=self.reduce,
-            every=self.every,
-            sidecars=self.sidecars,
-            grace=self.grace,
-            due=self._due(),
-        )
-        # The threads hold no reference to this part, so they end when it is collected or the process exits.
-        self._stop_sidecar = weakref.finalize(self, self._sidecar.stop)
-        self._sidecar.start(rounds.run)
-        return rounds
 
     def submit(self, round: int, tensors: Sequence[Tensor]) -> None:
         """Hand over this worker's contribution to a round, and call the other workers."""
@@ -156,10 +140,7 @@ class Waitfree(Part):
                 sidecar.announce(round)
 
     def await_round(self, round: int, tensors: Sequence[Tensor]) -> None:
-        """Wait for a round, merge its result into the tensors, and report it.
-
-        The sidecar may have run several rounds since the last call, or none.
-        """
+        """Wait for a round, merge its result, and report it. Since the last call, any number may have run."""
         rounds, began = self._rounds, self.peers.everyone.now()
         assert rounds is not None
         with rounds.sidecar.locked():
@@ -182,7 +163,7 @@ class Waitfree(Part):
         self.handover.merge(tensors, newest.workers if news else 1, late)
 
     def after(self, clock: Clock) -> None:
-        """Share the attendance after a global round. The worker then returns to its computation."""
+        """Share the attendance after a global round. Then the computation begins again."""
         if not self.active:
             return
         assert self._rounds is not None
@@ -225,6 +206,5 @@ class Waitfree(Part):
         if self._rounds is not None:
             self._stop()
             self.communicators()
-        self._durations.clear()
-        self._durations.extend(state["durations"])
+        self._durations = deque(state["durations"], REMEMBERED)
         self._resumed = self.peers.everyone.now()

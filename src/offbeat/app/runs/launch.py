@@ -83,7 +83,7 @@ def _run_processes(folders: Sequence[Path], setting: Setting, *, resume: bool) -
         try:
             _watch(crew, caught)
         finally:
-            crew.kill()
+            crew.signal(signal.SIGKILL)
             crew.join(None)
             ended, complaint = _read_ended(crew), crew.stderr()
             crew.close()
@@ -123,7 +123,7 @@ def _watch(crew: Process, caught: Sequence[int]) -> None:
     while not crew.join(LOOK):
         if caught and not passed:
             passed = True
-            crew.interrupt()
+            crew.signal(signal.SIGINT)
             deadline = min(deadline, time.monotonic() + SAVING)
         if any(code not in (0, STOPPED) for code, _ in _read_ended(crew).values()):
             deadline = min(deadline, time.monotonic() + LAST_WORDS)

@@ -1,4 +1,4 @@
-"""Weights averaged in groups after every step, without waiting for late workers (WAGMA-SGD)."""
+"""The wait-free parts: gradients averaged at every step (eager-SGD), weights in groups (WAGMA-SGD)."""
 
 from __future__ import annotations
 
@@ -9,18 +9,81 @@ from torch import Tensor
 
 from offbeat.among import Butterfly, World
 from offbeat.base.clock import Clock, State
+from offbeat.base.draws import whole
+from offbeat.base.tensors import Gradients
 from offbeat.comm.background import Sidecar
 from offbeat.engine.exchange import Exchange
 from offbeat.engine.extras import Buffers
 from offbeat.engine.weights import checksum
 from offbeat.reduce import Reducer
 from offbeat.waitfree.base import Among, Waitfree
-from offbeat.waitfree.handover import AddSteps, JoinMean
+from offbeat.waitfree.rounds import AddSteps, Handover, SumGradients
 from offbeat.when import Every
 
+Activation = Literal["solo", "majority"]
 Late = Literal["join", "add"]
 _EXAMPLE = "Exchange(params(model), when=Every(10))"
 _UNEQUAL = f"this exchange must leave equal weights on all workers at a fixed period, as {_EXAMPLE} does."
+
+
+class EagerGradients(Waitfree):
+    """Averages the gradients that are available before every step.
+
+    A late worker adds its gradient to the one it sends in the next round. The means it missed add up until
+    it arrives. Each gradient thus reaches each worker exactly once. At every `every`-th step all workers
+    wait for each other, so none is missing.
+
+    `activation` says whose arrival starts a round: "solo" the first worker's, "majority" that of a worker
+    drawn from `seed` and the round, by which time half of the others have arrived on average.
+    """
+
+    sidecars = True
+
+    def __init__(
+        self,
+        live: Gradients,
+        *,
+        every: int,
+        among: World | None = None,
+        activation: Activation = "solo",
+        grace: float | None = None,
+        seed: int = 0,
+    ) -> None:
+        if activation not in get_args(Activation):
+            raise ValueError(f'activation={activation!r}: choose "solo" or "majority".')
+        super().__init__(live, every=every, among=World() if among is None else among, grace=grace)
+        self.activation, self.seed = activation, seed
+        self._seen = torch.zeros(len(live.names), dtype=torch.bool)  # which gradients any worker ever had
+
+    def __repr__(self) -> str:
+        options = f"activation={self.activation!r}, grace={self.grace}, seed={self.seed}"
+        return f"EagerGradients({self.live!r}, every={self.every}, {options})"
+
+    def calls(self, round: int) -> bool:
+        comm = self.peers.everyone
+        return self.activation == "solo" or whole(self.seed, round, "initiator") % comm.size == comm.rank
+
+    def open_handover(self, version: int, sidecar: Sidecar) -> None:
+        notes = {f"+{name}": note for name, note in self.live.notes().items()}
+        self.handover = SumGradients({**self.live.like(), **notes}, version, sidecar)
+
+    @torch.no_grad()
+    def before(self, clock: Clock) -> bool:
+        if self.active:
+            (present,) = self.live.notes().values()
+            tensors = [*self.live.tensors(), present]
+            self.submit(clock.step, tensors)
+            self.await_round(clock.step, tensors)
+            self._seen |= present > 0
+            self.live.land_notes([self._seen])
+        return True
+
+    def state_dict(self) -> State:
+        return {**super().state_dict(), "seen": self._seen.clone()}
+
+    def load_state_dict(self, state: State) -> None:
+        super().load_state_dict(state)
+        self._seen = state["seen"].clone()
 
 
 class GroupAverage(Waitfree):
@@ -60,14 +123,9 @@ class GroupAverage(Waitfree):
         if not isinstance(exchange, Exchange):
             raise TypeError(f"GroupAverage({exchange!r}): pass the global exchange, such as {_EXAMPLE}.")
         live, when = exchange.live, exchange.when
-        if not (
-            isinstance(when, Every)
-            and when == Every(when.steps)
-            and isinstance(exchange.peers, World)
-            and exchange.delay == 0
-            and not live.early
-            and live.only is None
-        ):
+        plain = exchange.delay == 0 and not live.early and live.only is None
+        equal = plain and isinstance(exchange.peers, World)
+        if not (equal and isinstance(when, Every) and when == Every(when.steps)):
             raise ValueError(f"GroupAverage({exchange!r}): {_UNEQUAL}")
         everyone = exchange.peers.everyone
         peers = Butterfly(group=everyone) if among is None else among
@@ -76,24 +134,21 @@ class GroupAverage(Waitfree):
             raise ValueError(f"{call}: the exchange has other workers; give both the same group.")
         super().__init__(live, every=when.steps, among=peers, grace=grace, reduce=reduce)
         self.exchange = self.follows = exchange
-        self.late = late
+        self.late, self._checked = late, False
         # Adding differences to a running variance could make it negative.
         self._buffers = Buffers(self.model, exchange.payload.buffers.rule if late == "join" else "keep")
-        self._checked = False
         self._saved_buffers: dict[str, Tensor] = {}
 
     def __repr__(self) -> str:
-        return (
-            f"GroupAverage({self.live!r}, every={self.every}, among={self.among!r}, reduce={self.reduce!r}, "
-            f"grace={self.grace}, late={self.late!r})"
-        )
+        options = f"reduce={self.reduce!r}, grace={self.grace}, late={self.late!r}"
+        return f"GroupAverage({self.live!r}, every={self.every}, among={self.among!r}, {options})"
 
     @torch.no_grad()
     def open_handover(self, version: int, sidecar: Sidecar) -> None:
         # The first forward pass has already changed the buffers: a resumed run needs the saved ones.
         buffers = {f"+{name}": b for name, b in {**self._buffers.averaged(), **self._saved_buffers}.items()}
         tensors = {**self.live.like(), **buffers}
-        self.handover = (JoinMean if self.late == "join" else AddSteps)(tensors, version, sidecar)
+        self.handover = (Handover if self.late == "join" else AddSteps)(tensors, version, sidecar)
         self.handover.reset(list(tensors.values()))
         self.handover.publish()
         self._saved_buffers = {}
