@@ -44,9 +44,8 @@ from offbeat.simulate import (
     Virtual,
     simulate,
 )
-from offbeat.update.outer import SGD, Detached, Outer, Rebase, SlowMo
-from offbeat.update.own import Eager, Gossip, Overlap
-from offbeat.update.update import Correct, Replace, Update
+from offbeat.update.outer import SGD, Eager, Gossip, Outer, Overlap, SlowMo
+from offbeat.update.update import Correct, Detached, Rebase, Replace, Update
 from offbeat.waitfree import Attendance, EagerGradients, GroupAverage, GroupReport
 from offbeat.when import QSR, AdaComm, Adaptive, Every, Never, Schedule, Then
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
@@ -26,11 +27,10 @@ class Packed:
         flats: list[Tensor],
         spans: Sequence[_Span],
         *,
-        factor: float = 1.0,
         in_place: bool = False,
     ) -> None:
         self.names, self.spans, self._views, self._flats = names, tuple(spans), views, flats
-        self._factor = factor  # a multiplication that is still to be done
+        self._factor = 1.0  # a multiplication that is still to be done
         self._in_place = in_place  # some of the memory may belong to tensors outside
         self._cuts: dict[tuple[int, ...], list[Packed]] = {}
 
@@ -45,15 +45,20 @@ class Packed:
 
     @classmethod
     def around(cls, tensors: Mapping[str, Tensor]) -> Packed | None:
-        """The tensors' own memory if it is contiguous, else None; see `offbeat.flatten`."""
+        """The tensors' own memory if each begins where the last ends, else None; see `offbeat.flatten`."""
         sizes, spans = _place(tensors.values())
         flats = []
         for i, (kind, size) in enumerate(sizes.items()):
-            members = [t for t, (which, _, _) in zip(tensors.values(), spans, strict=True) if which == i]
-            if not _are_contiguous(members) or members[0].dtype != kind[0]:
+            members = [
+                t for t, (which, _, n) in zip(tensors.values(), spans, strict=True) if which == i and n
+            ]
+            memory = {t.untyped_storage().data_ptr() for t in members}
+            ends = [t.data_ptr() + t.numel() * t.element_size() for t in members]
+            if len(memory) != 1 or [t.data_ptr() for t in members[1:]] != ends[:-1]:
                 return None
-            first = next(t for t in members if t.numel())
-            flats.append(first.as_strided((size,), (1,)))
+            if members[0].dtype != kind[0] or not all(t.is_contiguous() for t in members):
+                return None
+            flats.append(members[0].as_strided((size,), (1,)))
         return cls(tuple(tensors), _cut(flats, spans, tensors.values()), flats, spans, in_place=True)
 
     def beside(self, other: Packed) -> Packed:
@@ -83,9 +88,8 @@ class Packed:
     def scaled(self, factor: float) -> Packed:
         """The same memory, multiplied by `factor` when it is first read or written out."""
         assert self._factor == 1
-        parts = (self.names, self._views, self._flats, self.spans)
-        scaled = Packed(*parts, factor=factor, in_place=self._in_place)
-        scaled._cuts = self._cuts
+        scaled = copy.copy(self)
+        scaled._factor = factor
         return scaled
 
     def scale(self, factor: float) -> None:
@@ -172,16 +176,13 @@ def split_alike(a: Tensor, b: Tensor) -> Iterable[tuple[Tensor, Tensor]]:
     return zip(torch.split(a.view(-1), _CACHED), torch.split(b.view(-1), _CACHED), strict=True)
 
 
-def _widen(dtype: torch.dtype) -> torch.dtype:
-    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
-
-
 def _place(tensors: Iterable[Tensor]) -> tuple[dict[tuple[torch.dtype, torch.device], int], list[_Span]]:
     """The length of each kind of vector, and the span of each tensor."""
     sizes: dict[tuple[torch.dtype, torch.device], int] = {}
     spans = []
     for tensor in tensors:
-        kind = (_widen(tensor.dtype), tensor.device)
+        half = tensor.dtype in (torch.float16, torch.bfloat16)
+        kind = (torch.float32 if half else tensor.dtype, tensor.device)
         start = sizes.setdefault(kind, 0)
         sizes[kind] += tensor.numel()
         spans.append((list(sizes).index(kind), start, tensor.numel()))
@@ -191,13 +192,3 @@ def _place(tensors: Iterable[Tensor]) -> tuple[dict[tuple[torch.dtype, torch.dev
 def _cut(flats: Sequence[Tensor], spans: Sequence[_Span], like: Iterable[Tensor]) -> list[Tensor]:
     """Views of the spans, shaped like the given tensors."""
     return [flats[i][start : start + n].view(t.shape) for (i, start, n), t in zip(spans, like, strict=True)]
-
-
-def _are_contiguous(tensors: Sequence[Tensor]) -> bool:
-    """Whether each tensor begins where the previous one ends, in the same storage."""
-    nonempty = [tensor for tensor in tensors if tensor.numel()]
-    if not nonempty or not all(tensor.is_contiguous() for tensor in tensors):
-        return False
-    ends = [tensor.data_ptr() + tensor.numel() * tensor.element_size() for tensor in nonempty]
-    memory = {tensor.untyped_storage().data_ptr() for tensor in nonempty}
-    return len(memory) == 1 and [t.data_ptr() for t in nonempty[1:]] == ends[:-1]

@@ -16,8 +16,7 @@ from offbeat.base.tensors import named
 from offbeat.comm.communicator import Communicator, Metered
 from offbeat.comm.presence import Departure
 from offbeat.comm.torch_backend import Torch
-from offbeat.engine.checkpoint import copy_state
-from offbeat.engine.handshake import compare_lines
+from offbeat.engine.agreement import compare_lines, copy_state
 from offbeat.reduce import Mean, Reducer
 
 _Bucket = tuple[dict[str, Tensor], Tensor, torch.futures.Future[Tensor]]
@@ -53,8 +52,7 @@ class Hook:
         # Never the communicator of a synchronizer: two threads on one would mix their messages.
         self._comm = Metered(group if isinstance(group, Communicator) else Torch(group))
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="offbeat")
-        self._step = 0
-        self._before = 0  # steps made before the checkpoint that was loaded
+        self._step = self._before = 0  # steps made here, and before the checkpoint that was loaded
         self._saved: dict[str, State] = {}  # states from the checkpoint, until their buckets come
         self._buckets: dict[str, tuple[Packed, State]] = {}  # memory and state, by the names of the gradients
         self._held: list[_Bucket] = []  # of a first pass, whose buckets are not those of the checkpoint

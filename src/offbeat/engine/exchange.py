@@ -13,18 +13,17 @@ from torch.optim import Optimizer
 
 from offbeat.among import Group, Peers, World
 from offbeat.base.clock import Clock, State
+from offbeat.base.packed import Packed
 from offbeat.base.tensors import Gradients, Live, Share
 from offbeat.comm.communicator import Communicator
-from offbeat.engine.checkpoint import OWN, copy_state
-from offbeat.engine.composition import check_drift, check_reducer, check_update
+from offbeat.engine.agreement import OWN, copy_state
 from offbeat.engine.extras import BufferRule, MomentRule, Payload
 from offbeat.engine.optimizers import read_rates
-from offbeat.engine.part import Landing, Part
+from offbeat.engine.part import Landing, Part, check_drift, check_reducer, check_update
 from offbeat.engine.report import Emit, Ledger
 from offbeat.engine.round import NO_WEIGHT, Delay, Rhythm, Round
 from offbeat.reduce import Mean, Reducer, Staged
 from offbeat.reduce.mean import send
-from offbeat.update.outer import Anchor
 from offbeat.update.update import Replace, Update
 from offbeat.when import Schedule
 
@@ -72,10 +71,8 @@ class Exchange(Part):
         if not isinstance(self.update, Reducer):
             self._states["reduce"] = self.reduce.init()
         self._round: Round | None = None  # the one in the air
-        self._landed_at = -1
-        self.opened = False
+        self._landed_at, self.opened, self._rates_digest = -1, False, 0
         self._rates: tuple[float, ...] = ()  # of every live tensor in the last step, that of its own group
-        self._rates_digest = 0
         self._weight = NO_WEIGHT  # of this worker's contribution: samples since the last round
         self.weighs = self.reduce.agrees and not isinstance(self.update, Reducer)
 
@@ -132,9 +129,8 @@ class Exchange(Part):
         if self.live.early:
             return None
         self.tick(clock)
-        if self._landed_at != clock.step:
-            return None
-        return Landing(frozenset(self.live.names), self._scope)
+        landed = self._landed_at == clock.step
+        return Landing(frozenset(self.live.names), self._scope) if landed else None
 
     def tick(self, clock: Clock) -> None:
         """Do what the rhythm says for this step: land, advance, begin, and land at once without a delay."""
@@ -249,10 +245,10 @@ class Exchange(Part):
             self._ledger.emit(round.report())
 
     @property
-    def anchor(self) -> Anchor | None:
+    def anchor(self) -> Packed | None:
         """The weights that workers set out from; None without an anchor, or before the first period."""
         flats = self._states["update"].get("anchor")
-        return None if flats is None else Anchor(self.payload.own.over(flats))
+        return None if flats is None else self.payload.own.over(flats)
 
     @property
     def _scope(self) -> int:
@@ -263,21 +259,18 @@ class Exchange(Part):
     def follow(self, landing: Landing) -> None:
         """A message in the air still belongs to the old anchor, which then stays."""
         scope = self._scope if self.update.anchors == "shared" else 0
-        if scope < landing.workers and self._round is None and self.anchor is not None:
-            self.anchor.follow(self.live.tensors(), landing.names)
+        if scope < landing.workers and self._round is None and (anchor := self.anchor) is not None:
+            for name, start, x in zip(anchor.names, anchor.views, self.live.tensors(), strict=True):
+                if name in landing.names:
+                    start.copy_(x)
 
     def state_dict(self) -> State:
         air = None if self._round is None else self._round.state_dict()  # first: arrivals change states
         own = {"states": copy_state(self._states), "air": air}
-        return {
-            "rhythm": copy_state(self.rhythm.state_dict()),
-            "landed_at": self._landed_at,
-            "opened": self.opened,
-            "weight": self._weight,
-            "ledger": self._ledger.state_dict(),
-            # Groups of different sizes may hold different tensors: a worker alone in its group sends nothing.
-            **(own if isinstance(self.peers, World) else {OWN: own}),
-        }
+        place = {"landed_at": self._landed_at, "opened": self.opened, "weight": self._weight}
+        inside = {"rhythm": copy_state(self.rhythm.state_dict()), "ledger": self._ledger.state_dict()}
+        # Groups of different sizes may hold different tensors: a worker alone in its group sends nothing.
+        return {**place, **inside, **(own if isinstance(self.peers, World) else {OWN: own})}
 
     @torch.no_grad()
     def load_state_dict(self, state: State) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
@@ -16,14 +15,13 @@ from offbeat.base.packed import Packed
 from offbeat.base.tensors import Live, local, named
 from offbeat.comm.communicator import Communicator, Pending, arrived
 from offbeat.engine.optimizers import check_reset, reset
+from offbeat.engine.report import logger
 
 if TYPE_CHECKING:
     from offbeat.engine.round import Round
 
 BufferRule = Literal["average", "keep", "follow"]
 MomentRule = Literal["keep", "average", "reset"]
-
-logger = logging.getLogger("offbeat")
 
 
 class Buffers:
@@ -39,14 +37,11 @@ class Buffers:
         self.moves = bool(self._places) and rule != "keep"  # whether rounds carry any
 
     def averaged(self) -> dict[str, Tensor]:
-        """The buffers to be averaged."""
         return self._find(smooth=True) if self.rule == "average" else {}
 
     def followed(self) -> dict[str, Tensor]:
-        """The buffers that become those of rank 0."""
-        if self.rule == "keep":
-            return {}
-        return self._find(smooth=False if self.rule == "average" else None)
+        """Find the buffers that become those of rank 0."""
+        return {} if self.rule == "keep" else self._find(smooth=False if self.rule == "average" else None)
 
     def follow(self, comm: Communicator) -> Pending[list[Tensor]] | None:
         """Send rank 0's values, one message per dtype and device. None if there are none."""
@@ -57,16 +52,10 @@ class Buffers:
         for buffer in mine:
             groups.setdefault((buffer.dtype, buffer.device), []).append(buffer)
         flats = {kind: torch.cat([b.reshape(-1) for b in group]) for kind, group in groups.items()}
-
-        def cut(_: object) -> list[Tensor]:
-            parts = {
-                kind: iter(torch.split(flats[kind], [b.numel() for b in group]))
-                for kind, group in groups.items()
-            }
-            return [next(parts[b.dtype, b.device]).view(b.shape) for b in mine]
-
+        parts = {k: iter(torch.split(flats[k], [b.numel() for b in group])) for k, group in groups.items()}
+        views = [next(parts[b.dtype, b.device]).view(b.shape) for b in mine]
         filled = [flat for flat in flats.values() if flat.numel()]
-        return comm.broadcast(filled).then(cut) if filled else arrived(cut(None))
+        return comm.broadcast(filled).then(lambda _: views) if filled else arrived(views)
 
     def _find(self, *, smooth: bool | None) -> dict[str, Tensor]:
         """Floating buffers, others, or all of them, as they are now: a module may bind another tensor."""
@@ -74,16 +63,8 @@ class Buffers:
         return {
             name: local(buffer)
             for name, buffer in found.items()
-            if buffer is not None and smooth in (None, _is_smooth(buffer))
+            if buffer is not None and smooth in (None, buffer.is_floating_point() or buffer.is_complex())
         }
-
-
-def _is_smooth(buffer: Tensor) -> bool:
-    return buffer.is_floating_point() or buffer.is_complex()
-
-
-def floating_buffers(model: nn.Module) -> dict[str, Tensor]:
-    return {name: local(b) for name, b in named(model.named_buffers()).items() if _is_smooth(b)}
 
 
 class Moments:
@@ -96,21 +77,18 @@ class Moments:
         self.optimizers: Sequence[Optimizer] = ()
 
     def bind(self, optimizers: Sequence[Optimizer]) -> None:
-        """Learn the optimizers."""
         self.optimizers = optimizers
         if self.rule == "reset":
             check_reset(optimizers, self._live.parameters)
 
     def digest(self) -> int:
-        """The names of the moments to be averaged, in one number."""
+        """Return the names of the moments to be averaged, as one number."""
         return _digest(self.find())
 
     def choose(self, heads: Pending[list[tuple[int, float]]], round: Round) -> dict[str, Tensor]:
-        """The moments to be averaged in a round: those that all workers have.
+        """Return the moments that all workers have. A worker that skipped its first step may lack some.
 
-        Optimizers create them lazily, so a worker that skipped its first step, or never uses a parameter,
-        lacks some. `heads` brings all workers' digests. If these differ, one more message says which
-        parameters have the same moments everywhere.
+        `heads` brings all digests. If they differ, one more message says which parameters have the same ones.
         """
         mine = self.find()
         with round.waiting():
@@ -153,14 +131,6 @@ def _digest(names: Iterable[str]) -> int:
     return zlib.crc32(" ".join(names).encode())
 
 
-def send_mean(tensors: dict[str, Tensor], comm: Communicator, factor: float = 1.0) -> Pending[Packed]:
-    """Send tensors packed by dtype, times `factor`; their mean arrives."""
-    packed = Packed.like(tensors)
-    packed.read(list(tensors.values()))
-    packed.scale(factor)
-    return comm.mean(packed.flats).then(lambda _: packed)
-
-
 def land(now: Sequence[Tensor], news: Sequence[Tensor], sent: Sequence[Tensor] | None) -> None:
     """Without a delay, overwrite the value. With a delay, shift the current value by (new − sent).
 
@@ -190,11 +160,7 @@ class Payload:
 
     @cached_property
     def packed(self) -> Packed:
-        """All that travels. At most one round is in the air.
-
-        In place, the live tensors' own memory serves if they lie one after the other. If they are moved
-        later, they are copied there and back.
-        """
+        """All that travels: in place, in the live tensors' own memory if they lie one after the other."""
         extras = {f"+{name}": t for name, t in {**self.live.notes(), **self.buffers.averaged()}.items()}
         flat = Packed.around(self.live.like()) if self._in_place else None
         if flat is None:
@@ -215,7 +181,11 @@ class Payload:
         if late:
             round.sent = [value.clone() for value in self._extras(moments)]
         round.followed = self.buffers.follow(round.comm)
-        round.moments = send_mean(moments, round.comm, factor) if moments else None
+        if moments:
+            packed = Packed.like(moments)
+            packed.read(list(moments.values()))
+            packed.scale(factor)
+            round.moments = round.comm.mean(packed.flats).then(lambda _: packed)
         round.messages += [message for message in (round.followed, round.moments) if message is not None]
 
     def land_extras(self, buffers: Sequence[Tensor], round: Round) -> None:

@@ -138,10 +138,7 @@ class Ledger:
     def close(
         self, round: Round, drift: float | None, norm: float | None, *, stepped: bool, everyone: Communicator
     ) -> None:
-        """Report a round that has landed. With drift or loss, the report follows when the means are here.
-
-        Without a step since the last round, as in `finish()`, there is no loss.
-        """
+        """Report a landed round, with drift or loss once the means are here. Without a step, none is due."""
         loss = self.mean_loss() if "loss" in self._needs else 0.0
         if not self._drift or (loss is None and not stepped):
             self.flush(wait=True)  # reports come in the order of their rounds
@@ -173,14 +170,9 @@ class Ledger:
             self.emit(replace(report, drift=drift if measured else None))
 
     def update(self, clock: Clock) -> Clock:
-        """The clock with the drift, loss and rate of the last round that is known.
-
-        A schedule that needs them waits for those of the last round.
-        """
+        """Return the clock with what is known of the last round. Waits if the schedule needs it."""
         self.flush(wait=bool(self._needs))
-        if self._last is None:
-            return clock
-        drift, loss, lr = self._last
+        drift, loss, lr = self._last or (None, None, None)
         return replace(clock, drift=drift, loss=loss, round_lr=lr)
 
     def state_dict(self) -> State:

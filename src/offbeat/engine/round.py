@@ -19,7 +19,7 @@ from offbeat.base.errors import Disagreement, PeerLost
 from offbeat.base.packed import Packed
 from offbeat.comm.communicator import Communicator, Metered, Pending, arrived
 from offbeat.comm.presence import BATCHES
-from offbeat.engine.checkpoint import copy_state
+from offbeat.engine.agreement import copy_state
 from offbeat.engine.report import Report
 from offbeat.reduce.reducer import Staged
 from offbeat.when import Schedule
@@ -130,10 +130,7 @@ class Rhythm:
 def header(
     kind: int, part: int, clock: Clock, rates: int, rank: int, digest: int = 0, weight: float = NO_WEIGHT
 ) -> list[int]:
-    """Return what a rank is about to do, in whole numbers. `rank` is its number among all workers.
-
-    It also tells the digest of its moments, above its rank, and the weight of its contribution.
-    """
+    """Return what a worker is about to do. `rank` is that among all workers; the digest goes above it."""
     words = struct.unpack("<2q", struct.pack("<2d", clock.lr, weight))
     return [kind, part, clock.round, clock.step, words[0], rates, rank + (digest << 31), words[1]]
 
@@ -157,29 +154,21 @@ def compare_headers(headers: Sequence[Sequence[int]]) -> list[tuple[int, float]]
 def _name_words(header: Sequence[int]) -> dict[str, object]:
     kind, part, round, step, lr, _, rank, weight = header
     rate, samples = struct.unpack("<2d", struct.pack("<2q", lr, weight))
-    return {
-        "kind": KINDS[kind].format(round=round),
-        "part": part,
-        "round": round,
-        "step": step,
-        "lr": rate,
-        "rank": rank % 2**31,
-        "weight": None if samples < 0 else samples,
-    }
+    weight_or_none = None if samples < 0 else samples
+    words = (KINDS[kind].format(round=round), part, round, step, rate, rank % 2**31, weight_or_none)
+    return dict(zip(("kind", "part", "round", "step", "lr", "rank", "weight"), words, strict=True))
 
 
 class Round:
     """One round of a part as this worker sees it: its workers, its messages, and what they cost.
 
-    A part opens a round when it begins, compares the workers with a header, adds what it sends to `messages`,
-    and closes the round with a report. `clock` is that of the beginning. `since` is the step of the round
-    before. `comm` counts the bytes of everything that is sent through it.
+    A part opens a round, compares the workers with a header, adds what it sends to `messages`, and closes
+    with a report. `clock` is that of the beginning. `since` is the step of the round before.
     """
 
     def __init__(self, clock: Clock, comm: Communicator, *, since: int) -> None:
         self.clock, self.since, self.comm = clock, since, Metered(comm)
-        self._now = comm.now
-        self.began = comm.now()
+        self._now, self.began = comm.now, comm.now()
         self.waited = 0.0  # seconds this worker has waited for it
         self.messages: list[Pending[Any]] = []
         self.mean: Pending[Packed]
@@ -190,10 +179,9 @@ class Round:
     def compare(
         self, part: int, rates: int, rank: int, digest: int = 0, weight: float = NO_WEIGHT
     ) -> Pending[list[tuple[int, float]]]:
-        """Send a header. The answer raises unless all workers are in this round.
+        """Send a header. The answer raises unless all workers are in this round, and holds what they sent.
 
-        `part` is the place of the part in its method. `rates` is a digest of the learning rates. `rank` is
-        this worker's rank among all workers. The answer holds every worker's `digest` and `weight`.
+        `part` is the place in the method, `rates` a digest of the learning rates, `rank` that among everyone.
         """
         words = header(ROUND, part, self.clock, rates, rank, digest, weight)
         heads = self.comm.tell(words).then(compare_headers)
@@ -209,8 +197,7 @@ class Round:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Work on this round: a range of this name in a profile. If a worker is lost, the error names the
-        round."""
+        """Work on this round, as a range in a profile. If a worker is lost, the error names the round."""
         # A range that nobody records would cost as much as ten small sums.
         with record_function(name) if torch._C._autograd._profiler_enabled() else nullcontext():
             try:
@@ -244,28 +231,21 @@ class Round:
     def report(self, kind: type[Report] = Report, **fields: Any) -> Report:
         """What the round cost, after `wait`. `fields` replace what it measured, or add to it."""
         landed = max([message.arrived() for message in self.messages], default=self.began + self.waited)
-        measured = {
-            "step": self.clock.step,
-            "round": self.clock.round,
-            "workers": self.comm.size,
-            "bytes_sent": self.comm.sent,
-            "bytes_received": self.comm.received,
-            "seconds_waited": self.waited,
-            "seconds_in_air": max(0.0, landed - self.began),
-            "drift": None,
-            "norm": None,
-            "period": self.clock.step - self.since,
-        }
-        return kind(**{**measured, **fields})
+        clock, comm, in_air = self.clock, self.comm, max(0.0, landed - self.began)
+        place = {"step": clock.step, "round": clock.round, "period": clock.step - self.since}
+        costs = {"bytes_sent": comm.sent, "bytes_received": comm.received, "seconds_waited": self.waited}
+        rest = {"workers": comm.size, "seconds_in_air": in_air, "drift": None, "norm": None}
+        return kind(**{**place, **costs, **rest, **fields})
 
     def state_dict(self) -> State:
         """Wait for the messages, and save them without applying them."""
         with self.phase("offbeat.wait"):
             self.wait()
+        clock = self.clock
         return {
-            "step": self.clock.step,
-            "round": self.clock.round,
-            "lr": self.clock.lr,
+            "step": clock.step,
+            "round": clock.round,
+            "lr": clock.lr,
             "since": self.since,
             "bytes": [self.comm.sent, self.comm.received],
             "mean": [flat.clone() for flat in self.mean.wait().flats],

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from offbeat.base.packed import Packed
 from offbeat.base.tensors import local, trainable
 from offbeat.comm.communicator import Communicator, Pending
-from offbeat.engine.extras import floating_buffers
+from offbeat.engine.extras import Buffers
 
 _PIECE = 2**15  # values per pass of a checksum: few enough to stay in the cache
 _MIX, _NEXT = -7046029254386353131, 6364136223846793005  # odd, so that multiplying by them loses no bit
@@ -38,11 +38,9 @@ def _exchange(tensors: Sequence[Tensor], collective: Callable[[list[Tensor]], Pe
 
 
 def average_where_different(model: nn.Module, comm: Communicator) -> None:
-    """Average the weights if they differ between workers, and likewise the floating buffers.
-
-    Equal tensors keep every bit, which a mean of three would not guarantee: x + x + x times 1/3 is not x.
-    """
-    kinds = [list(map(local, trainable(model).values())), list(floating_buffers(model).values())]
+    """Average the weights if workers differ in them, and the floating buffers. Equal ones keep every bit."""
+    # A mean of three would not guarantee that: x + x + x times 1/3 is not x.
+    kinds = [list(map(local, trainable(model).values())), list(Buffers(model, "average").averaged().values())]
     answers = comm.tell([checksum(tensors) for tensors in kinds]).wait()
     different = [tensors for i, tensors in enumerate(kinds) if len({words[i] for words in answers}) > 1]
     if different:
@@ -51,15 +49,10 @@ def average_where_different(model: nn.Module, comm: Communicator) -> None:
 
 @torch.no_grad()
 def checksum(tensors: Sequence[Tensor]) -> int:
-    """Return 64 bits that depend on every bit of the tensors and on its position.
-
-    All arithmetic is on integers modulo 2^64, so the device and the order of summation do not matter. Tensors
-    are read in pieces: the only extra memory is that of one piece.
-    """
+    """Return 64 bits that depend on every bit of the tensors and on its position, not on the device."""
     factors: dict[torch.device, Tensor] = {}  # one odd, irregular factor per position
     flats = [local(tensor).contiguous().view(-1) for tensor in tensors]
-    longest = min(_PIECE, max((flat.numel() for flat in flats), default=0))
-    total = 0
+    longest, total = min(_PIECE, max((flat.numel() for flat in flats), default=0)), 0
     for flat in flats:
         if flat.device not in factors:
             mixed = torch.arange(longest, device=flat.device).mul_(_MIX)

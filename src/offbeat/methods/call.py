@@ -14,9 +14,9 @@ from torch.optim import Optimizer
 from offbeat.among import communicator
 from offbeat.base.checks import is_whole
 from offbeat.base.errors import OffbeatError, show
+from offbeat.engine.agreement import compare_lines
 from offbeat.engine.exchange import Exchange
 from offbeat.engine.extras import BufferRule, MomentRule
-from offbeat.engine.handshake import compare_lines
 from offbeat.engine.synchronizer import Synchronizer
 from offbeat.reduce import Reducer
 from offbeat.when import Every, Schedule

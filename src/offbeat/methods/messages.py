@@ -13,8 +13,8 @@ from offbeat.engine.synchronizer import Synchronizer
 from offbeat.methods.call import Extras, Optimizers, Options, record_call
 from offbeat.methods.parts import average, correct, exchange_params
 from offbeat.reduce import Code, ErrorFeedback, RandomBlock, TopK, TwoLevel
-from offbeat.update.outer import SGD, Detached, Outer
-from offbeat.update.own import Overlap
+from offbeat.update.outer import SGD, Outer, Overlap
+from offbeat.update.update import Detached
 from offbeat.when import Every, Schedule, schedule
 
 __all__ = ["a2sgd", "cocod", "dasgd", "def_sgd", "overlap_local_sgd", "sparse_loco"]

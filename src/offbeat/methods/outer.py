@@ -12,8 +12,7 @@ from offbeat.engine.synchronizer import Synchronizer
 from offbeat.methods.call import Extras, Optimizers, Options, record_call
 from offbeat.methods.parts import cut_into_fragments, exchange_params, start_after, take_turn, warm_up
 from offbeat.reduce import Quantized, Reducer
-from offbeat.update.outer import SGD, Outer, SlowMo
-from offbeat.update.own import Eager, Gossip
+from offbeat.update.outer import SGD, Eager, Gossip, Outer, SlowMo
 from offbeat.when import Every, Schedule, schedule
 
 __all__ = ["diloco", "eager_diloco", "lookahead_diloco", "noloco", "slowmo", "streaming_diloco"]

@@ -18,8 +18,8 @@ from offbeat.engine.part import Part
 from offbeat.engine.synchronizer import Synchronizer
 from offbeat.methods.call import Optimizers, Options
 from offbeat.reduce import Reducer
-from offbeat.update.outer import SGD, Outer, Rebase
-from offbeat.update.update import Correct, Replace, Update
+from offbeat.update.outer import SGD, Outer
+from offbeat.update.update import Correct, Rebase, Replace, Update
 from offbeat.when import Every, Never, Schedule, Then, schedule
 
 

@@ -1,11 +1,14 @@
-"""Check that a checkpoint belongs to this run. Every worker raises if one of them has a wrong one."""
+"""Do all workers train one model with one method, from checkpoints of one run? If not, every rank raises."""
 
 from __future__ import annotations
 
 import hashlib
 import math
+import re
+import struct
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -13,7 +16,7 @@ from torch import nn
 
 from offbeat.base.clock import State
 from offbeat.base.errors import CheckpointMismatch, Disagreement
-from offbeat.base.tensors import trainable
+from offbeat.base.tensors import named, trainable
 from offbeat.comm.communicator import Communicator
 from offbeat.engine.weights import checksum
 
@@ -22,13 +25,50 @@ OWN = "shard"  # entries under this key of a part's state may have other shapes 
 _SHARED = ("planned", "round", "began", "in_air", "step")  # numbers that are equal on all ranks
 
 
+def without_addresses(call: str) -> str:
+    """Return the call without the addresses of functions in it, which differ between processes."""
+    return re.sub(r" at 0x[0-9a-f]+", "", call)
+
+
+def describe(call: str, model: nn.Module) -> list[str]:
+    """Describe the method and every tensor of the model, one line each; frozen ones with a checksum."""
+    lines = [f"the method {call}"]
+    for kind, items in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):
+        for name, tensor in named(items).items():
+            fixed = kind == "parameter" and not tensor.requires_grad
+            frozen = f", frozen with checksum {checksum([tensor])}" if fixed else ""
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            lines.append(f"{kind} {name} {list(tensor.shape)} {dtype}{frozen}")
+    return lines
+
+
+def compare_lines(lines: Sequence[str], comm: Communicator, *, nonce: int = 0) -> int:
+    """Raise unless all ranks have the same lines, naming the first that differs. Return rank 0's nonce."""
+    text = "\n".join(lines).encode()
+    digest = struct.unpack("<4q", hashlib.sha256(text).digest())
+    answers = comm.tell([len(text), *digest, nonce]).wait()
+    odd = next((rank for rank, words in enumerate(answers) if words[:5] != answers[0][:5]), None)
+    if odd is None:
+        return answers[0][5]
+    room = torch.zeros(max(words[0] for words in answers), dtype=torch.uint8)
+    room[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    texts = comm.gather(room).wait()
+    these, those = (bytes(texts[r].tolist())[: answers[r][0]].decode().splitlines() for r in (0, odd))
+    pairs = zip_longest(these, those, fillvalue="nothing more")
+    ours, theirs = next(pair for pair in pairs if pair[0] != pair[1])
+    raise Disagreement(
+        f"Workers disagree: rank 0 has {ours}, rank {odd} has {theirs}. "
+        "Build the same model and method on every worker."
+    )
+
+
 def origin(method: str, comm: Communicator) -> State:
     """Return what a checkpoint records about its run."""
     return {"format": FORMAT, "method": method, "workers": comm.size, "rank": comm.rank}
 
 
 def identity(method: str, nonce: int, model: nn.Module) -> int:
-    """Return a number for a run. It is the same on all ranks, which start with rank 0's weights."""
+    """Return a number for a run, the same on all ranks, which start with rank 0's weights."""
     return _digest(f"{method} {nonce} {weights_checksum(model)}")
 
 
@@ -61,9 +101,8 @@ def check_origin(state: State, method: str, model: nn.Module, comm: Communicator
     answers = comm.tell(mine).wait()
     if wrong is not None:
         who, hint = ("worker", ": every rank loads its own") if wrong == "rank" else ("run", "")
-        raise CheckpointMismatch(
-            f"The checkpoint has {wrong} {state.get(wrong)}, this {who} has {ours[wrong]}{hint}."
-        )
+        theirs = state.get(wrong)
+        raise CheckpointMismatch(f"The checkpoint has {wrong} {theirs}, this {who} has {ours[wrong]}{hint}.")
     steps, runs, outlines, weights = zip(*[words[:4] for words in answers], strict=True)
     if -1 in steps:
         raise CheckpointMismatch(f"Rank {steps.index(-1)} cannot load its checkpoint: see its error.")
