@@ -38,9 +38,7 @@ class Packed:
     def like(cls, tensors: Mapping[str, Tensor], *, multiple: int = 1) -> Packed:
         """Zeros for tensors of these shapes. The length of each vector is a multiple of `multiple`."""
         sizes, spans = _place(tensors.values())
-        flats = [
-            torch.zeros(n + -n % multiple, dtype=dtype, device=device) for (dtype, device), n in sizes.items()
-        ]
+        flats = [torch.zeros(n + -n % multiple, dtype=k[0], device=k[1]) for k, n in sizes.items()]
         return cls(tuple(tensors), _cut(flats, spans, tensors.values()), flats, spans)
 
     @classmethod
@@ -49,9 +47,7 @@ class Packed:
         sizes, spans = _place(tensors.values())
         flats = []
         for i, (kind, size) in enumerate(sizes.items()):
-            members = [
-                t for t, (which, _, n) in zip(tensors.values(), spans, strict=True) if which == i and n
-            ]
+            members = [t for t, (at, _, n) in zip(tensors.values(), spans, strict=True) if at == i and n]
             memory = {t.untyped_storage().data_ptr() for t in members}
             ends = [t.data_ptr() + t.numel() * t.element_size() for t in members]
             if len(memory) != 1 or [t.data_ptr() for t in members[1:]] != ends[:-1]:

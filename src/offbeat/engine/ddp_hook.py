@@ -79,9 +79,8 @@ class Hook:
         buffer, parameters = bucket.buffer(), bucket.parameters()
         if buffer.is_cuda:
             torch.cuda.current_stream(buffer.device).synchronize()  # the thread works on a stream of its own
-        future: torch.futures.Future[Tensor] = torch.futures.Future(
-            devices=[buffer.device] if buffer.is_cuda else None
-        )
+        devices = [buffer.device] if buffer.is_cuda else None
+        future: torch.futures.Future[Tensor] = torch.futures.Future(devices=devices)
         for p in parameters:  # numbered in the order in which they first appear, the same in every run
             self._parameters.setdefault(id(p), (str(len(self._parameters)), p))
         names = [self._parameters[id(p)][0] for p in parameters]

@@ -139,11 +139,9 @@ def check_reducer(reduce: Reducer | None, update: Update, live: Live) -> Reducer
     """What is sent; an update that owns its code is its own reducer."""
     if reduce is not None and not isinstance(reduce, Reducer):
         raise TypeError(f"reduce={reduce!r}: pass a reducer, such as Mean().")
+    if isinstance(update, Reducer) and reduce is not None:
+        raise ValueError(f"reduce={reduce!r} with update={update!r}, which has its own: leave reduce out.")
     if isinstance(update, Reducer):
-        if reduce is not None:
-            raise ValueError(
-                f"reduce={reduce!r} with update={update!r}, which has its own: leave reduce out."
-            )
         return update
     chosen = Mean() if reduce is None else reduce
     if live.early:
@@ -161,10 +159,8 @@ def check_reducer(reduce: Reducer | None, update: Update, live: Live) -> Reducer
 def check_drift(drift: bool | None, when: Schedule, reduce: Reducer, live: Live) -> bool:
     """Whether rounds report drift or loss. Drift cannot be measured with a lossy reducer."""
     if reduce.lossy and (drift or "drift" in when.needs):
-        wish = "drift=True" if drift else repr(when)
-        raise ValueError(
-            f"{wish} with reduce={reduce!r}: drift cannot be measured with a lossy reducer: use Mean()."
-        )
+        both = f"{'drift=True' if drift else repr(when)} with reduce={reduce!r}"
+        raise ValueError(f"{both}: drift cannot be measured with a lossy reducer: use Mean().")
     if when.needs and drift is False:
         raise ValueError(f"drift=False with {when!r}, which needs what rounds measure: leave drift out.")
     return bool(when.needs) or not (live.early or reduce.lossy) if drift is None else drift

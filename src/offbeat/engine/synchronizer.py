@@ -19,7 +19,6 @@ from offbeat.engine.optimizers import check_trained, learning_rate, list_optimiz
 from offbeat.engine.part import Landing, Part, check_parts, check_samples
 from offbeat.engine.report import Costs, Emit, Report, Totals, logger
 from offbeat.engine.round import AVERAGED, FINISH, KINDS, compare_headers, header
-from offbeat.engine.weights import average_where_different, preserve, take_from_first, write
 
 
 class Synchronizer:
@@ -153,15 +152,15 @@ class Synchronizer:
         self._must_be_open("averaged()", finished=True)
         with self._failing():
             self._start()
-        with preserve(self.model):
+        with agreement.preserve(self.model):
             self._inside_averaged = True
             try:
                 if not self.finished:
                     with self._failing(), self._costs.including(self._comm):
                         self._meet(AVERAGED)
                         for tensors in [part.shown() for part in self.parts]:  # read all, then write
-                            write(self.model, tensors)
-                        average_where_different(self.model, self._comm)
+                            agreement.write(self.model, tensors)
+                        agreement.average_where_different(self.model, self._comm)
                 yield
             finally:
                 self._inside_averaged = False
@@ -178,7 +177,7 @@ class Synchronizer:
             for part in self.parts:
                 part.flush(Clock(self.steps, 0, self._lr))
             with self._costs.including(self._comm):
-                average_where_different(self.model, self._comm)
+                agreement.average_where_different(self.model, self._comm)
             for part in self.parts:
                 part.follow(Landing(trainable(self.model), math.inf))
         self.finished = True
@@ -244,7 +243,7 @@ class Synchronizer:
             return
         self.agree()
         with self._costs.including(self._comm):
-            take_from_first(self.model, self._comm)
+            agreement.take_from_first(self.model, self._comm)
         self._run, self._started = agreement.identity(self.method, self._nonce, self.model), True
         logger.info("%r on %d workers starts at step %d", self, self._comm.size, self.steps)
 

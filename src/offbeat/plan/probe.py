@@ -19,9 +19,9 @@ from offbeat.base.clock import Clock
 from offbeat.base.packed import Packed
 from offbeat.base.tensors import grads, local, params
 from offbeat.comm.communicator import Communicator
+from offbeat.engine.agreement import checksum, replace_by_mean
 from offbeat.engine.exchange import Exchange
 from offbeat.engine.part import Part
-from offbeat.engine.weights import checksum, replace_by_mean
 from offbeat.plan.groups import Groups
 from offbeat.plan.job import Job, ProxyModel, local_optimizer
 from offbeat.plan.recording import COMPUTED, Beside, Event, Events, RecordingComm, Sent, Size, Waited

@@ -10,9 +10,9 @@ from torch import Tensor
 from offbeat.among import Butterfly, World
 from offbeat.base.clock import Clock, State
 from offbeat.comm.background import Sidecar
+from offbeat.engine.agreement import checksum
 from offbeat.engine.exchange import Exchange
 from offbeat.engine.extras import Buffers
-from offbeat.engine.weights import checksum
 from offbeat.reduce import Reducer
 from offbeat.waitfree.base import Among, Waitfree
 from offbeat.waitfree.handover import AddSteps, JoinMean
