@@ -76,7 +76,6 @@ class World(_Grouped):
     """All workers, in every round."""
 
     group: Group = field(default=None, repr=False)
-
     fixed = True
     cycle = 1  # the number of rounds after which the groups repeat
 
@@ -106,7 +105,6 @@ class Subgroups(_Grouped):
 
     ranks: int | Sequence[Sequence[int]]
     group: Group = None
-
     fixed = True
 
     def __post_init__(self) -> None:

@@ -27,7 +27,6 @@ class Schedule:
         return frozenset()
 
     def init(self) -> State:
-        """Return the initial state."""
         return {}
 
     def next(self, clock: Clock, state: State) -> int | None:
@@ -58,7 +57,6 @@ class Every(Schedule):
     steps: int
     offset: int = 0
     skip: int | None = None
-
     least = "steps"
 
     def __post_init__(self) -> None:
@@ -144,7 +142,6 @@ class QSR(Schedule):
     peak: float | None = None
     total: int | None = None
     power: float = 2.0
-
     least = "base"
 
     def __post_init__(self) -> None:
@@ -177,7 +174,6 @@ class Adaptive(Schedule):
     start: int
     sample: int
     warmup: int = 0
-
     least, needs = "start", frozenset({"drift"})
 
     def __post_init__(self) -> None:
@@ -211,7 +207,6 @@ class AdaComm(Schedule):
     start: int
     interval: int
     warmup: int = 0
-
     least, needs = "start", frozenset({"loss"})
 
     def __post_init__(self) -> None:

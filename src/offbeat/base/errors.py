@@ -20,8 +20,7 @@ class PeerLost(OffbeatError):
 
     def during(self, round: int, step: int) -> PeerLost:
         """The same error with the round in front, unless it names one already."""
-        text = str(self)
-        return self if text.startswith("Round ") else PeerLost(f"Round {round} (step {step}): {text}")
+        return self if str(self).startswith("Round ") else PeerLost(f"Round {round} (step {step}): {self}")
 
 
 class Deadlock(OffbeatError):

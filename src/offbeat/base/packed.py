@@ -20,18 +20,13 @@ class Packed:
     `spans` say where each one lies: its vector, its offset there, and its number of values.
     """
 
+    _in_place = False  # whether some of the memory may belong to tensors outside
+
     def __init__(
-        self,
-        names: tuple[str, ...],
-        views: list[Tensor],
-        flats: list[Tensor],
-        spans: Sequence[_Span],
-        *,
-        in_place: bool = False,
+        self, names: tuple[str, ...], views: list[Tensor], flats: list[Tensor], spans: Sequence[_Span]
     ) -> None:
         self.names, self.spans, self._views, self._flats = names, tuple(spans), views, flats
         self._factor = 1.0  # a multiplication that is still to be done
-        self._in_place = in_place  # some of the memory may belong to tensors outside
         self._cuts: dict[tuple[int, ...], list[Packed]] = {}
 
     @classmethod
@@ -55,14 +50,17 @@ class Packed:
             if members[0].dtype != kind[0] or not all(t.is_contiguous() for t in members):
                 return None
             flats.append(members[0].as_strided((size,), (1,)))
-        return cls(tuple(tensors), _cut(flats, spans, tensors.values()), flats, spans, in_place=True)
+        packed = cls(tuple(tensors), _cut(flats, spans, tensors.values()), flats, spans)
+        packed._in_place = True
+        return packed
 
     def beside(self, other: Packed) -> Packed:
         """The entries of both, each in its own vectors."""
         spans = [(i + len(self._flats), start, n) for i, start, n in other.spans]
         views, flats = self._views + other._views, self._flats + other._flats
-        names, in_place = self.names + other.names, self._in_place or other._in_place
-        return Packed(names, views, flats, [*self.spans, *spans], in_place=in_place)
+        both = Packed(self.names + other.names, views, flats, [*self.spans, *spans])
+        both._in_place = self._in_place or other._in_place
+        return both
 
     @property
     def flats(self) -> list[Tensor]:
@@ -113,8 +111,9 @@ class Packed:
         order = list(edges)
         flats = [self._flats[i][low:high] for i, (low, high) in edges.items()]
         spans = [(order.index(i), start - edges[i][0], n) for i, start, n in self.spans[first:last]]
-        names, views = self.names[first:last], self._views[first:last]
-        return Packed(names, views, flats, spans, in_place=self._in_place)
+        part = Packed(self.names[first:last], self._views[first:last], flats, spans)
+        part._in_place = self._in_place
+        return part
 
     def pieces(self, size: int) -> Iterator[tuple[Tensor, list[int]]]:
         """Slices of the vectors and the tensors inside: whole ones, at least `size` values in each slice."""
@@ -157,7 +156,6 @@ class Packed:
         return float(torch.stack(norms).square().sum()) if norms else 0.0
 
     def is_memory_of(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether these tensors are this memory."""
         return [view.data_ptr() for view in self._views] == [tensor.data_ptr() for tensor in tensors]
 
     def tensors(self) -> dict[str, Tensor]:

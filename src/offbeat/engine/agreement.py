@@ -72,11 +72,6 @@ def origin(method: str, comm: Communicator) -> State:
     return {"format": FORMAT, "method": method, "workers": comm.size, "rank": comm.rank}
 
 
-def identity(method: str, nonce: int, model: nn.Module) -> int:
-    """Return a number for a run, the same on all ranks, which start with rank 0's weights."""
-    return _digest(f"{method} {nonce} {weights_checksum(model)}")
-
-
 def weights_checksum(model: nn.Module) -> int:
     """Return the checksum of this rank's trainable weights."""
     return checksum(list(trainable(model).values()))
@@ -93,16 +88,13 @@ def check_step(method: str, step: int, saved_every: Sequence[int]) -> None:
 
 
 def check_origin(state: State, method: str, model: nn.Module, comm: Communicator) -> bool:
-    """Raise unless all ranks load checkpoints of this method and of one run and step.
-
-    Return whether the model holds the weights saved with them, on all ranks.
-    """
+    """Raise unless all checkpoints are of this method, one run and step. Return if all weights are theirs."""
     ours = origin(method, comm)
     wrong = next((what for what in ours if state.get(what) != ours[what]), None)
     mine = [-1, 0, 0, 0]
     if wrong is None:
         loaded = state["weights"] in (None, weights_checksum(model))
-        mine = [state["steps"], state["run"], _digest("\n".join(_outline(state["parts"]))), int(loaded)]
+        mine = [state["steps"], state["run"], digest("\n".join(_outline(state["parts"]))), int(loaded)]
     answers = comm.tell(mine).wait()
     if wrong is not None:
         who, hint = ("worker", ": every rank loads its own") if wrong == "rank" else ("run", "")
@@ -159,7 +151,7 @@ def _outline(value: Any, name: str = "") -> Iterator[str]:
         yield f"{name} {value}"
 
 
-def _digest(text: str) -> int:
+def digest(text: str) -> int:
     """Return a digest of 64 bits."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
 
@@ -173,18 +165,9 @@ def copy_state(value: Any) -> Any:
     return [copy_state(item) for item in value] if isinstance(value, list) else value
 
 
-def take_from_first(model: nn.Module, comm: Communicator) -> None:
-    """Copy rank 0's weights and buffers to every rank."""
-    _exchange(_list_all(model), comm.broadcast)
-
-
-def replace_by_mean(tensors: Sequence[Tensor], comm: Communicator) -> None:
-    """Average the tensors among all workers, in one message."""
-    _exchange(tensors, comm.mean)
-
-
 @torch.no_grad()
-def _exchange(tensors: Sequence[Tensor], collective: Callable[[list[Tensor]], Pending[Any]]) -> None:
+def exchange(tensors: Sequence[Tensor], collective: Callable[[list[Tensor]], Pending[Any]]) -> None:
+    """Replace the tensors by what a collective makes of them, such as `comm.mean`, in one message."""
     packed = Packed.like({str(i): tensor for i, tensor in enumerate(tensors)})
     packed.read(tensors)
     collective(packed.flats).wait()
@@ -198,7 +181,7 @@ def average_where_different(model: nn.Module, comm: Communicator) -> None:
     answers = comm.tell([checksum(tensors) for tensors in kinds]).wait()
     different = [tensors for i, tensors in enumerate(kinds) if len({words[i] for words in answers}) > 1]
     if different:
-        replace_by_mean([tensor for tensors in different for tensor in tensors], comm)
+        exchange([tensor for tensors in different for tensor in tensors], comm.mean)
 
 
 @torch.no_grad()
@@ -229,7 +212,7 @@ def write(model: nn.Module, values: Mapping[str, Tensor]) -> None:
 @contextmanager
 def preserve(model: nn.Module) -> Iterator[None]:
     """Put the weights and buffers back on leaving, to the bit."""
-    tensors = _list_all(model)
+    tensors = list_all(model)
     saved = [tensor.clone() for tensor in tensors]
     try:
         yield
@@ -239,6 +222,6 @@ def preserve(model: nn.Module) -> Iterator[None]:
                 tensor.copy_(original)
 
 
-def _list_all(model: nn.Module) -> list[Tensor]:
+def list_all(model: nn.Module) -> list[Tensor]:
     """Return the trainable parameters and every buffer."""
     return [*map(local, trainable(model).values()), *map(local, model.buffers())]

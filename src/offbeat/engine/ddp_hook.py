@@ -71,11 +71,7 @@ class Hook:
     def received(self) -> int:
         return self._comm.received
 
-    def __call__(
-        self,
-        state: object,
-        bucket: dist.GradBucket,  # type: ignore[name-defined]
-    ) -> torch.futures.Future[Tensor]:
+    def __call__(self, state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:  # type: ignore[name-defined]
         buffer, parameters = bucket.buffer(), bucket.parameters()
         if buffer.is_cuda:
             torch.cuda.current_stream(buffer.device).synchronize()  # the thread works on a stream of its own
@@ -97,8 +93,7 @@ class Hook:
     def load_state_dict(self, state: State) -> None:
         """Continue from a checkpoint, to the bit if it was saved after at least two steps.
 
-        Call it before the first step or between two. The first backward pass of a process is then sent when
-        it is complete, in the buckets of the checkpoint.
+        Call it before or between steps. A process sends its first pass as a whole, in the saved buckets.
         """
         ours = self._origin()
         saved = {"workers": self._comm.size, **state}  # old checkpoints do not say how many

@@ -17,7 +17,7 @@ from offbeat.base.packed import Packed
 from offbeat.base.tensors import Gradients, Live, Share
 from offbeat.comm.communicator import Communicator
 from offbeat.engine.agreement import OWN, copy_state
-from offbeat.engine.extras import BufferRule, MomentRule, Payload
+from offbeat.engine.extras import BufferRule, MomentRule, Payload, digest_names
 from offbeat.engine.optimizers import read_rates
 from offbeat.engine.part import Landing, Part, check_drift, check_reducer, check_update
 from offbeat.engine.report import Emit, Ledger
@@ -31,14 +31,11 @@ from offbeat.when import Schedule
 class Exchange(Part):
     """Tensors that are reduced among peers from time to time.
 
-    `delay` is the number of local steps between sending and applying. With "round" the mean lands just before
-    the next round. A message still in the air when the next round begins always lands just before it.
-
-    Gradients with a delay: each step sends its own gradients and uses the mean that lands in it. A step in
-    which nothing lands, such as the first, uses its own. This costs one more copy of the gradients.
-
-    `buffers` and `moments` say what happens to the model's buffers and the optimizer's moments in the same
-    round. `drift=False` saves the pass over the model that measures the drift.
+    `delay` is the number of local steps between sending and applying. With "round", or if the next round
+    comes first, the mean lands just before that. Gradients: each step sends its own and uses the mean that
+    lands in it, or its own if nothing lands; a delay costs one more copy of them. `buffers` and `moments` say
+    what happens to the model's buffers and the optimizer's moments in the same round. `drift=False` saves the
+    pass over the model that measures the drift.
 
         Exchange(params(model), when=Every(8), update=Correct(), delay=4)
     """
@@ -158,14 +155,17 @@ class Exchange(Part):
         round = self._round = Round(clock, comm, since=rhythm.began)
         with round.phase("offbeat.begin"):
             averages = payload.moments.rule == "average"
-            digest = payload.moments.digest() if averages else 0
+            moments = payload.moments.find() if averages else {}
+            digest = digest_names(moments) if averages else 0
             heads = round.compare(self._index, self._rates_digest, self._everyone.rank, digest, self._weight)
             factor = 1.0 if self._weight == NO_WEIGHT else round.weigh(heads)
             self._weight = NO_WEIGHT
-            moments = payload.moments.choose(heads, round) if averages else {}
+            if averages:
+                moments = payload.moments.choose(moments, heads, round)
             notes, live = share or (self.live.notes(), self.live.tensors())
             if len(payload.packed.names) > len(live):
-                payload.read_extras(notes)
+                extras = [*notes.values(), *payload.buffers.averaged().values()]
+                payload.packed.cut(len(live))[1].read(extras)
             if self._plain and factor == 1:
                 round.mean = send(payload.packed, round.comm, live)
             else:

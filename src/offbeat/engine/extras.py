@@ -81,23 +81,20 @@ class Moments:
         if self.rule == "reset":
             check_reset(optimizers, self._live.parameters)
 
-    def digest(self) -> int:
-        """Return the names of the moments to be averaged, as one number."""
-        return _digest(self.find())
-
-    def choose(self, heads: Pending[list[tuple[int, float]]], round: Round) -> dict[str, Tensor]:
+    def choose(
+        self, mine: dict[str, Tensor], heads: Pending[list[tuple[int, float]]], round: Round
+    ) -> dict[str, Tensor]:
         """Return the moments that all workers have. A worker that skipped its first step may lack some.
 
         `heads` brings all digests. If they differ, one more message says which parameters have the same ones.
         """
-        mine = self.find()
         with round.waiting():
             if len({digest for digest, _ in heads.wait()}) == 1:
                 return mine
         own: dict[str, list[str]] = {name: [] for name in self._live.names}
         for key in mine:
             own[key.rpartition(":")[0]].append(key)
-        digests = torch.tensor([_digest(keys) for keys in own.values()])
+        digests = torch.tensor([digest_names(keys) for keys in own.values()])
         with round.waiting():
             heard = torch.stack(round.comm.gather(digests).wait())
         common = (heard == heard[0]).all(dim=0).tolist()
@@ -110,12 +107,6 @@ class Moments:
         )
         return {key: mine[key] for keys in shared for key in keys}
 
-    def reset(self) -> None:
-        """As if the optimizers had just been built, where that is the rule."""
-        if self.rule == "reset":
-            for optimizer in self.optimizers:
-                reset(optimizer, self._live.parameters)
-
     def find(self) -> dict[str, Tensor]:
         """Tensors of the optimizers' state that have a parameter's shape, but for its count of steps."""
         return {
@@ -127,7 +118,7 @@ class Moments:
         }
 
 
-def _digest(names: Iterable[str]) -> int:
+def digest_names(names: Iterable[str]) -> int:
     return zlib.crc32(" ".join(names).encode())
 
 
@@ -150,9 +141,7 @@ def land(now: Sequence[Tensor], news: Sequence[Tensor], sent: Sequence[Tensor] |
 class Payload:
     """The memory in which live tensors, their notes and averaged buffers travel, the same in every round."""
 
-    def __init__(
-        self, live: Live, buffers: BufferRule, moments: MomentRule, *, in_place: bool = False
-    ) -> None:
+    def __init__(self, live: Live, buffers: BufferRule, moments: MomentRule, *, in_place: bool) -> None:
         self.live, self._in_place = live, in_place
         self.buffers, self.moments = Buffers(live.model, buffers), Moments(live, moments)
         self.has_extras = self.buffers.moves or moments != "keep"
@@ -169,12 +158,7 @@ class Payload:
 
     @cached_property
     def own(self) -> Packed:
-        """The update's share of it."""
         return self.packed.cut(len(self.live.names))[0]
-
-    def read_extras(self, notes: Mapping[str, Tensor]) -> None:
-        """Pack the notes and the averaged buffers."""
-        self.packed.cut(len(self.live.names))[1].read([*notes.values(), *self.buffers.averaged().values()])
 
     def send_extras(self, moments: dict[str, Tensor], round: Round, factor: float, *, late: bool) -> None:
         """Send rank 0's buffers and the moments. Keep what was sent if the round lands late."""
@@ -199,7 +183,8 @@ class Payload:
             news += moments.views
         if news:
             land(self._extras(chosen), news, round.sent)
-        self.moments.reset()
+        for optimizer in self.moments.optimizers if self.moments.rule == "reset" else ():
+            reset(optimizer, self.live.parameters)
 
     def _extras(self, moments: Mapping[str, Tensor]) -> list[Tensor]:
         """Buffers averaged, buffers followed, moments averaged."""

@@ -182,6 +182,5 @@ def _build(optimizer: Optimizer) -> Optimizer | None:
     ]
     options = {name: value for name, value in groups[0].items() if name != "params"}
     required = {p.name for p in others if p.name in names and p.default is p.empty}
-    if first.name != "params" or not required <= options.keys():
-        return None
-    return type(optimizer)(groups, **options)
+    complete = first.name == "params" and required <= options.keys()
+    return type(optimizer)(groups, **options) if complete else None

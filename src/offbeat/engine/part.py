@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -21,8 +21,7 @@ from offbeat.update.update import Replace, Update
 from offbeat.when import Schedule
 
 
-@dataclass(frozen=True)
-class Landing:
+class Landing(NamedTuple):
     """New values of the parameters of these names, on so many workers together."""
 
     names: Collection[str]

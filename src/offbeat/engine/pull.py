@@ -70,10 +70,9 @@ class PseudoSync(Part):
 
     def after(self, clock: Clock) -> None:
         if not self.shared and clock.step > self.warmup:
-            rank = self.peers.everyone.rank
-            for i in itertools.count():
-                if uniform(self.seed, clock.step, rank, i) >= self.p:
-                    break
+            key = (self.seed, clock.step, self.peers.everyone.rank)
+            draws = (uniform(*key, i) for i in itertools.count())
+            for _ in itertools.takewhile(lambda draw: draw < self.p, draws):
                 self._pull()
 
     def again(self, clock: Clock) -> bool:

@@ -129,9 +129,7 @@ class Ledger:
 
     def mean_loss(self) -> float | None:
         """Of the losses observed since the last call; None if there were none."""
-        if not self._losses:
-            return None
-        loss = float(self._loss) / self._losses
+        loss = float(self._loss) / self._losses if self._losses else None
         self._loss, self._losses = 0.0, 0
         return loss
 
@@ -151,21 +149,17 @@ class Ledger:
         # What decides when the next round comes must be the same for everyone, not only for its peers.
         comm = Metered(everyone if self._needs else round.comm.comm)
         scalars = comm.mean([torch.tensor([drift or 0.0, loss], dtype=torch.float64)])
-        report = round.report(
-            norm=None if norm is None else math.sqrt(norm),
-            bytes_sent=round.comm.sent + comm.sent,
-            bytes_received=round.comm.received + comm.received,
-        )
+        length = None if norm is None else math.sqrt(norm)
+        sent, received = round.comm.sent + comm.sent, round.comm.received + comm.received
+        report = round.report(norm=length, bytes_sent=sent, bytes_received=received)
         self.open.append((report, round.clock.lr, drift is not None, scalars))
 
     def flush(self, *, wait: bool) -> None:
         """Emit the reports that are complete; with `wait`, all of them."""
         while self.open and (wait or self.open[0][3].done()):
             report, lr, measured, scalars = self.open.popleft()
-            try:
+            with naming(report):
                 drift, loss = scalars.wait()[0].tolist()
-            except PeerLost as error:
-                raise error.during(report.round, report.step) from error.__cause__
             self._last = (drift, loss, lr)
             self.emit(replace(report, drift=drift if measured else None))
 

@@ -15,12 +15,12 @@ from torch.profiler import record_function
 
 from offbeat.base.checks import is_whole
 from offbeat.base.clock import Clock, State
-from offbeat.base.errors import Disagreement, PeerLost
+from offbeat.base.errors import Disagreement
 from offbeat.base.packed import Packed
 from offbeat.comm.communicator import Communicator, Metered, Pending, arrived
 from offbeat.comm.presence import BATCHES
 from offbeat.engine.agreement import copy_state
-from offbeat.engine.report import Report
+from offbeat.engine.report import Report, naming
 from offbeat.reduce.reducer import Staged
 from offbeat.when import Schedule
 
@@ -52,9 +52,8 @@ Act = Literal["land", "advance", "begin"]
 class Rhythm:
     """The state machine that the engine drives step by step, and the planner from one act to the next.
 
-    At most one round is in the air. It lands `delay` steps after it began; with "round", when the next one
-    begins. It never lands later than that: a period shorter than the delay lands it early. A round of n
-    messages advances when i/n of its time in the air is over, for i = 1 … n − 1.
+    At most one round is in the air. It lands `delay` steps after it began, or when the next one begins if
+    that is earlier. A round of n messages advances when i/n of its time is over, for i = 1 … n − 1.
     """
 
     def __init__(self, when: Schedule, delay: Delay) -> None:
@@ -68,8 +67,7 @@ class Rhythm:
         self.when, self.delay = when, delay
         self.memory: State = when.init()
         self.planned: int | None = None  # the step after which the next round begins
-        self.round = 0  # how many rounds have begun
-        self.began = 0  # the step after which the last one began
+        self.round = self.began = 0  # how many rounds have begun, and after which step the last one
         self.in_air = False
         self.lands: int | None = None  # the step after which the round in the air lands, once known
         self.advances: list[int] = []  # the steps after which it advances
@@ -112,7 +110,6 @@ class Rhythm:
         self._aim()
 
     def land(self) -> None:
-        """The round in the air has landed."""
         self.in_air, self.lands, self.advances = False, None, []
 
     def state_dict(self) -> State:
@@ -154,8 +151,8 @@ def compare_headers(headers: Sequence[Sequence[int]]) -> list[tuple[int, float]]
 def _name_words(header: Sequence[int]) -> dict[str, object]:
     kind, part, round, step, lr, _, rank, weight = header
     rate, samples = struct.unpack("<2d", struct.pack("<2q", lr, weight))
-    weight_or_none = None if samples < 0 else samples
-    words = (KINDS[kind].format(round=round), part, round, step, rate, rank % 2**31, weight_or_none)
+    given = None if samples < 0 else samples
+    words = (KINDS[kind].format(round=round), part, round, step, rate, rank % 2**31, given)
     return dict(zip(("kind", "part", "round", "step", "lr", "rank", "weight"), words, strict=True))
 
 
@@ -199,11 +196,9 @@ class Round:
     def phase(self, name: str) -> Iterator[None]:
         """Work on this round, as a range in a profile. If a worker is lost, the error names the round."""
         # A range that nobody records would cost as much as ten small sums.
-        with record_function(name) if torch._C._autograd._profiler_enabled() else nullcontext():
-            try:
-                yield
-            except PeerLost as error:
-                raise error.during(self.clock.round, self.clock.step) from error.__cause__
+        recorded = record_function(name) if torch._C._autograd._profiler_enabled() else nullcontext()
+        with recorded, naming(self.clock):
+            yield
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
@@ -215,7 +210,6 @@ class Round:
             self.waited += self._now() - start
 
     def wait(self) -> None:
-        """Wait for all messages."""
         start = self._now()
         for message in self.messages:
             message.wait()
@@ -257,8 +251,7 @@ class Round:
     @classmethod
     def resume(cls, state: State, comm: Communicator, packed: Packed) -> Round:
         """A round whose messages have all arrived, the mean in `packed`."""
-        for flat, saved in zip(packed.flats, state["mean"], strict=True):
-            flat.copy_(saved)
+        torch._foreach_copy_(packed.flats, state["mean"])
         round = cls(Clock(state["step"], state["round"], state["lr"]), comm, since=state["since"])
         round.comm.sent, round.comm.received = state["bytes"]
         round.mean = arrived(packed)

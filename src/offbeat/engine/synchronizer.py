@@ -243,8 +243,9 @@ class Synchronizer:
             return
         self.agree()
         with self._costs.including(self._comm):
-            agreement.take_from_first(self.model, self._comm)
-        self._run, self._started = agreement.identity(self.method, self._nonce, self.model), True
+            agreement.exchange(agreement.list_all(self.model), self._comm.broadcast)
+        weights = agreement.weights_checksum(self.model)
+        self._run, self._started = agreement.digest(f"{self.method} {self._nonce} {weights}"), True
         logger.info("%r on %d workers starts at step %d", self, self._comm.size, self.steps)
 
     def _meet(self, kind: int) -> None:

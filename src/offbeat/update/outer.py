@@ -53,7 +53,6 @@ class Outer(Anchored):
     """
 
     unset = ("outer",)
-
     optimizer: Factory
     keep: float = 0.0
     device: str | None = None
@@ -106,7 +105,6 @@ class SlowMo(Anchored):
 
     unset = ("rates",)
     zeros = ("momentum",)
-
     lr: float = 1.0
     momentum: float = 0.7
 
@@ -144,7 +142,6 @@ class Gossip(Anchored):
 
     anchors = "own"
     unset = ("outer",)
-
     optimizer: Factory
 
     def __post_init__(self) -> None:
@@ -173,7 +170,6 @@ class Eager(Anchored):
     sends = "displacements"
     unset = ("outer",)
     zeros = ("own", "mean")
-
     optimizer: Factory
 
     def __post_init__(self) -> None:
@@ -224,7 +220,6 @@ class Overlap(Anchored):
     anchors = "own"
     unset = ("rates",)
     zeros = ("momentum",)
-
     pull: float = 0.6
     momentum: float = 0.7
 

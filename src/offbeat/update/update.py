@@ -32,7 +32,6 @@ class Update:
         return "displacements" if self.anchors == "shared" else "weights"
 
     def init(self) -> State:
-        """Return the initial state."""
         return {}
 
     def open(self, live: Sequence[Tensor], room: Packed, state: State) -> None:
@@ -179,7 +178,6 @@ class Detached(Anchored, Reducer):
     """
 
     lossy = remembers = True
-
     code: Code
     lam: float = 0.3
 
