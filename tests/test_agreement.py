@@ -11,7 +11,7 @@ from torch import nn
 
 import offbeat
 from offbeat import Clock, Communicator, Every, Exchange, Schedule, Synchronizer, params
-from offbeat.engine.weights import checksum
+from offbeat.engine.agreement import checksum
 
 ODD = 2  # the rank that is different
 Worker = Callable[[Communicator, bool], Any]

@@ -32,7 +32,7 @@ from offbeat import (
     params,
 )
 from offbeat.base.draws import shuffled
-from offbeat.update.own import Eager, Overlap
+from offbeat.update.outer import Eager, Overlap
 
 STEPS, EVERY = 7, 2
 SCALE = torch.tensor([1.0, -2.0, 3.0, 5.0]).double()  # of the slopes of four weights

@@ -29,7 +29,7 @@ from offbeat import (
     params,
     simulate,
 )
-from offbeat.engine.weights import checksum
+from offbeat.engine.agreement import checksum
 
 
 class Transport(nn.Module):

@@ -22,9 +22,8 @@ from offbeat.methods.expression import method
 from offbeat.reduce import *
 from offbeat.server import *
 from offbeat.simulate import *
-from offbeat.update.outer import SGD, Detached, Outer, Rebase, SlowMo
-from offbeat.update.own import Eager, Gossip, Overlap
-from offbeat.update.update import Correct, Replace, Update
+from offbeat.update.outer import SGD, Eager, Gossip, Outer, Overlap, SlowMo
+from offbeat.update.update import Correct, Detached, Rebase, Replace, Update
 from offbeat.waitfree import *
 from offbeat.when import QSR, AdaComm, Adaptive, Every, Never, Schedule, Then
 

@@ -26,10 +26,7 @@ _PARTITIONS = 16  # random ones, if a size is not a power of two; each keeps its
 
 
 def communicator(group: Group = None) -> Communicator:
-    """Return the communicator of a group; None means the default process group, or one worker alone.
-
-    Each process group has one communicator, so several synchronizers share its connections.
-    """
+    """Return a group's one communicator; None means the default process group, or one worker alone."""
     if isinstance(group, Communicator):
         return group
     if isinstance(group, DeviceMesh):
@@ -79,7 +76,6 @@ class World(_Grouped):
     """All workers, in every round."""
 
     group: Group = field(default=None, repr=False)
-
     fixed = True
     cycle = 1  # the number of rounds after which the groups repeat
 
@@ -109,7 +105,6 @@ class Subgroups(_Grouped):
 
     ranks: int | Sequence[Sequence[int]]
     group: Group = None
-
     fixed = True
 
     def __post_init__(self) -> None:
@@ -144,10 +139,9 @@ class Butterfly(_Grouped):
     """Groups of `group_size` that change every round, so that a few rounds mix all workers.
 
     If K and S are powers of two, workers p and q are together in round t if p XOR q has ones only among the
-    log₂ S bits that begin at (t·log₂ S) mod log₂ K, wrapping around. At learning rate 0, log₂ K / log₂ S
-    rounds then give the mean of all. Otherwise a random order of the workers, drawn from `seed` and the
-    round, is cut into nearly equal groups. S defaults to 2^⌈log₂ K / 2⌉. Larger groups mix faster, and each
-    round takes longer.
+    log₂ S bits that begin at (t·log₂ S) mod log₂ K, wrapping around: log₂ K / log₂ S rounds at rate 0 give
+    the mean of all. Otherwise a random order of the workers, drawn from `seed` and the round, is cut into
+    nearly equal groups. S defaults to 2^⌈log₂ K / 2⌉. Larger groups mix faster, in longer rounds.
     """
 
     group_size: int | None = None

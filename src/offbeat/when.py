@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 from offbeat.base.checks import is_whole
 from offbeat.base.clock import Clock, State
@@ -13,13 +14,12 @@ from offbeat.base.errors import show
 class Schedule:
     """When the next round begins. A frozen value; equal clocks give equal answers on all ranks."""
 
+    least: ClassVar[str | None] = None  # the field that holds the shortest regular period
+
     @property
     def shortest(self) -> int | None:
-        """The shortest regular period, or None if it is not known in advance. A longer delay is refused.
-
-        A single period may be shorter. A message in flight then lands early, just before the next round.
-        """
-        return None
+        """The shortest regular period, or None if it is not known in advance. A longer delay is refused."""
+        return None if self.least is None else getattr(self, self.least)
 
     @property
     def needs(self) -> frozenset[str]:
@@ -27,7 +27,6 @@ class Schedule:
         return frozenset()
 
     def init(self) -> State:
-        """Return the initial state."""
         return {}
 
     def next(self, clock: Clock, state: State) -> int | None:
@@ -58,6 +57,7 @@ class Every(Schedule):
     steps: int
     offset: int = 0
     skip: int | None = None
+    least = "steps"
 
     def __post_init__(self) -> None:
         _check_whole(self, steps=1)
@@ -70,10 +70,6 @@ class Every(Schedule):
         offset = f", offset={self.offset}" if self.offset else ""
         skip = f", skip={self.skip}" if self.skip is not None else ""
         return f"Every(steps={self.steps}{offset}{skip})"
-
-    @property
-    def shortest(self) -> int:
-        return self.steps
 
     def next(self, clock: Clock, state: State) -> int | None:
         if self.skip == self.steps and self.offset == 0:
@@ -134,10 +130,10 @@ class QSR(Schedule):
 
         H = max(base, ⌊(alpha / lr)^power⌋)
 
-    The lr is that of the period's first step. Larger `alpha` communicates less; larger `base` makes the
-    shortest period longer. During the first `warmup` steps the rule uses `peak`, the rate at the end of the
-    warm-up, because tiny rates would make the period enormous; without `peak`, H = base there. With `total`,
-    the last round ends the run. First alpha to try: peak·√base with AdamW, about 0.17 of that with SGD.
+    The lr is that of the period's first step. Larger `alpha` communicates less; `base` is the shortest
+    period. In the first `warmup` steps, whose tiny rates would make it enormous, the rule uses `peak`, the
+    rate that follows them; without `peak`, H = base there. With `total`, the last round ends the run. First
+    alpha to try: peak·√base with AdamW, about 0.17 of that with SGD.
     """
 
     alpha: float
@@ -146,6 +142,7 @@ class QSR(Schedule):
     peak: float | None = None
     total: int | None = None
     power: float = 2.0
+    least = "base"
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.alpha) and self.alpha >= 0):
@@ -157,10 +154,6 @@ class QSR(Schedule):
             _check_whole(self, total=1)
         if not self.power > 0:
             raise ValueError(f"{self!r}: power must be positive.")
-
-    @property
-    def shortest(self) -> int:
-        return self.base
 
     def next(self, clock: Clock, state: State) -> int | None:
         lr = self.peak if clock.absolute < self.warmup else clock.lr
@@ -176,25 +169,17 @@ class QSR(Schedule):
 
 @dataclass(frozen=True)
 class Adaptive(Schedule):
-    """The period grows while the workers stay closer together than the learning rate explains.
-
-    `offbeat.adaptive` states the rule.
-    """
+    """The period grows while workers stay closer than the learning rate explains: see `offbeat.adaptive`."""
 
     start: int
     sample: int
     warmup: int = 0
-
-    needs = frozenset({"drift"})
+    least, needs = "start", frozenset({"drift"})
 
     def __post_init__(self) -> None:
         _check_whole(self, start=1, sample=1, warmup=0)
         if self.warmup >= self.sample:
             raise ValueError(f"{self!r}: warmup must be below sample.")
-
-    @property
-    def shortest(self) -> int:
-        return self.start
 
     def init(self) -> State:
         return {"period": self.start, "seen": 0, "total": 0.0, "count": 0}
@@ -217,23 +202,15 @@ class Adaptive(Schedule):
 
 @dataclass(frozen=True)
 class AdaComm(Schedule):
-    """The period shrinks as the loss falls. The loop passes in the loss with `sync.observe(loss)`.
-
-    `offbeat.adacomm` states the rule. It applies at the end of each `interval` of steps.
-    """
+    """The period shrinks as the loss given to `sync.observe(loss)` falls: see `offbeat.adacomm`."""
 
     start: int
     interval: int
     warmup: int = 0
-
-    needs = frozenset({"loss"})
+    least, needs = "start", frozenset({"loss"})
 
     def __post_init__(self) -> None:
         _check_whole(self, start=1, interval=1, warmup=0)
-
-    @property
-    def shortest(self) -> int:
-        return self.start
 
     def init(self) -> State:
         return {"period": self.start, "seen": 0, "at": 0, "total": 0.0, "steps": 0, "ended": 0, "first": None}

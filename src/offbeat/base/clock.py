@@ -15,11 +15,10 @@ State = dict[str, Any]
 class Clock:
     """The position of a worker: iterations completed, rounds begun, and the learning rate.
 
-    When a schedule plans, `lr` is the learning rate of the coming step. At a round it is that of the last
-    step, and `rates` holds the learning rate of each live tensor's parameter group. `drift`, `loss` and
-    `round_lr` describe the last round whose report has arrived: the spread of the workers' weights, the mean
-    loss since the previous round, and the learning rate. Inside `Then`, `step` counts from the switch, and
-    `origin` is the switch.
+    When a schedule plans, `lr` is the rate of the coming step. At a round it is that of the last step, and
+    `rates` holds that of each live tensor's group. `drift`, `loss` and `round_lr` describe the last round
+    whose report is here: the spread of the weights, the mean loss since the round before, and the rate.
+    Inside `Then`, `step` counts from the switch, which is `origin`.
     """
 
     step: int

@@ -19,15 +19,10 @@ def uniform(*key: object) -> float:
     return (whole(*key) >> 11) * 2.0**-53
 
 
-def shuffled(length: int, *key: object) -> list[int]:
-    """The numbers below `length` in random order."""
-    return list(_shuffled(length, repr(key)))
-
-
-@lru_cache(maxsize=8)
-def _shuffled(length: int, key: str) -> tuple[int, ...]:
-    """Sorted by whole(*key, i). The common prefix is hashed once."""
-    start = hashlib.blake2b(key.removesuffix(")").removesuffix(",").encode() + b", ", digest_size=8)
+@lru_cache(maxsize=8, typed=True)
+def shuffled(length: int, *key: object) -> tuple[int, ...]:
+    """The numbers below `length`, sorted by whole(*key, i). The common prefix is hashed once."""
+    start = hashlib.blake2b(repr(key).removesuffix(")").removesuffix(",").encode() + b", ", digest_size=8)
 
     def draw(i: int) -> int:
         own = start.copy()

@@ -1,15 +1,4 @@
-"""Errors of workers that train together.
-
-OffbeatError (a RuntimeError)
-├── Disagreement        workers differ in model, method, step or learning rate
-├── NotFinite           a worker would send NaN or infinity through a code that cannot represent them
-├── PeerLost            a worker left, failed or stopped responding while others waited for it
-├── Deadlock            in a simulation, no worker can continue
-└── CheckpointMismatch  a checkpoint is damaged, or belongs to another run, method, rank or world size
-
-Bad arguments raise ValueError or TypeError where they are passed. BadArgument is a ValueError that keeps the
-argument's name, value and reason separate. The command line prints them as `--option value: reason`.
-"""
+"""Errors of workers that train together. Bad arguments raise ValueError or TypeError where they are given."""
 
 from __future__ import annotations
 
@@ -31,8 +20,7 @@ class PeerLost(OffbeatError):
 
     def during(self, round: int, step: int) -> PeerLost:
         """The same error with the round in front, unless it names one already."""
-        text = str(self)
-        return self if text.startswith("Round ") else PeerLost(f"Round {round} (step {step}): {text}")
+        return self if str(self).startswith("Round ") else PeerLost(f"Round {round} (step {step}): {self}")
 
 
 class Deadlock(OffbeatError):
@@ -44,10 +32,9 @@ class CheckpointMismatch(OffbeatError):
 
 
 class BadArgument(ValueError):
-    """A bad argument: its name, its value, and the reason.
+    """A bad argument: its name, its value, and the reason, as the command line prints them.
 
-    `call` is where the argument was given: the name of a function or class, or a value that prints its own
-    call. The message begins with it.
+    The message begins with `call`, the name of a function or class, or a value that prints its own call.
     """
 
     def __init__(self, name: str, value: object, reason: str, *, call: object = None) -> None:

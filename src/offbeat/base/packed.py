@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
@@ -19,49 +20,47 @@ class Packed:
     `spans` say where each one lies: its vector, its offset there, and its number of values.
     """
 
+    _in_place = False  # whether some of the memory may belong to tensors outside
+
     def __init__(
-        self,
-        names: tuple[str, ...],
-        views: list[Tensor],
-        flats: list[Tensor],
-        spans: Sequence[_Span],
-        *,
-        factor: float = 1.0,
-        in_place: bool = False,
+        self, names: tuple[str, ...], views: list[Tensor], flats: list[Tensor], spans: Sequence[_Span]
     ) -> None:
         self.names, self.spans, self._views, self._flats = names, tuple(spans), views, flats
-        self._factor = factor  # a multiplication that is still to be done
-        self._in_place = in_place  # some of the memory may belong to tensors outside
+        self._factor = 1.0  # a multiplication that is still to be done
         self._cuts: dict[tuple[int, ...], list[Packed]] = {}
 
     @classmethod
     def like(cls, tensors: Mapping[str, Tensor], *, multiple: int = 1) -> Packed:
         """Zeros for tensors of these shapes. The length of each vector is a multiple of `multiple`."""
         sizes, spans = _place(tensors.values())
-        flats = [
-            torch.zeros(n + -n % multiple, dtype=dtype, device=device) for (dtype, device), n in sizes.items()
-        ]
+        flats = [torch.zeros(n + -n % multiple, dtype=k[0], device=k[1]) for k, n in sizes.items()]
         return cls(tuple(tensors), _cut(flats, spans, tensors.values()), flats, spans)
 
     @classmethod
     def around(cls, tensors: Mapping[str, Tensor]) -> Packed | None:
-        """The tensors' own memory if it is contiguous, else None; see `offbeat.flatten`."""
+        """The tensors' own memory if each begins where the last ends, else None; see `offbeat.flatten`."""
         sizes, spans = _place(tensors.values())
         flats = []
         for i, (kind, size) in enumerate(sizes.items()):
-            members = [t for t, (which, _, _) in zip(tensors.values(), spans, strict=True) if which == i]
-            if not _are_contiguous(members) or members[0].dtype != kind[0]:
+            members = [t for t, (at, _, n) in zip(tensors.values(), spans, strict=True) if at == i and n]
+            memory = {t.untyped_storage().data_ptr() for t in members}
+            ends = [t.data_ptr() + t.numel() * t.element_size() for t in members]
+            if len(memory) != 1 or [t.data_ptr() for t in members[1:]] != ends[:-1]:
                 return None
-            first = next(t for t in members if t.numel())
-            flats.append(first.as_strided((size,), (1,)))
-        return cls(tuple(tensors), _cut(flats, spans, tensors.values()), flats, spans, in_place=True)
+            if members[0].dtype != kind[0] or not all(t.is_contiguous() for t in members):
+                return None
+            flats.append(members[0].as_strided((size,), (1,)))
+        packed = cls(tuple(tensors), _cut(flats, spans, tensors.values()), flats, spans)
+        packed._in_place = True
+        return packed
 
     def beside(self, other: Packed) -> Packed:
         """The entries of both, each in its own vectors."""
         spans = [(i + len(self._flats), start, n) for i, start, n in other.spans]
         views, flats = self._views + other._views, self._flats + other._flats
-        names, in_place = self.names + other.names, self._in_place or other._in_place
-        return Packed(names, views, flats, [*self.spans, *spans], in_place=in_place)
+        both = Packed(self.names + other.names, views, flats, [*self.spans, *spans])
+        both._in_place = self._in_place or other._in_place
+        return both
 
     @property
     def flats(self) -> list[Tensor]:
@@ -83,9 +82,8 @@ class Packed:
     def scaled(self, factor: float) -> Packed:
         """The same memory, multiplied by `factor` when it is first read or written out."""
         assert self._factor == 1
-        parts = (self.names, self._views, self._flats, self.spans)
-        scaled = Packed(*parts, factor=factor, in_place=self._in_place)
-        scaled._cuts = self._cuts
+        scaled = copy.copy(self)
+        scaled._factor = factor
         return scaled
 
     def scale(self, factor: float) -> None:
@@ -113,8 +111,9 @@ class Packed:
         order = list(edges)
         flats = [self._flats[i][low:high] for i, (low, high) in edges.items()]
         spans = [(order.index(i), start - edges[i][0], n) for i, start, n in self.spans[first:last]]
-        names, views = self.names[first:last], self._views[first:last]
-        return Packed(names, views, flats, spans, in_place=self._in_place)
+        part = Packed(self.names[first:last], self._views[first:last], flats, spans)
+        part._in_place = self._in_place
+        return part
 
     def pieces(self, size: int) -> Iterator[tuple[Tensor, list[int]]]:
         """Slices of the vectors and the tensors inside: whole ones, at least `size` values in each slice."""
@@ -157,7 +156,6 @@ class Packed:
         return float(torch.stack(norms).square().sum()) if norms else 0.0
 
     def is_memory_of(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether these tensors are this memory."""
         return [view.data_ptr() for view in self._views] == [tensor.data_ptr() for tensor in tensors]
 
     def tensors(self) -> dict[str, Tensor]:
@@ -172,16 +170,13 @@ def split_alike(a: Tensor, b: Tensor) -> Iterable[tuple[Tensor, Tensor]]:
     return zip(torch.split(a.view(-1), _CACHED), torch.split(b.view(-1), _CACHED), strict=True)
 
 
-def _widen(dtype: torch.dtype) -> torch.dtype:
-    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
-
-
 def _place(tensors: Iterable[Tensor]) -> tuple[dict[tuple[torch.dtype, torch.device], int], list[_Span]]:
     """The length of each kind of vector, and the span of each tensor."""
     sizes: dict[tuple[torch.dtype, torch.device], int] = {}
     spans = []
     for tensor in tensors:
-        kind = (_widen(tensor.dtype), tensor.device)
+        half = tensor.dtype in (torch.float16, torch.bfloat16)
+        kind = (torch.float32 if half else tensor.dtype, tensor.device)
         start = sizes.setdefault(kind, 0)
         sizes[kind] += tensor.numel()
         spans.append((list(sizes).index(kind), start, tensor.numel()))
@@ -191,13 +186,3 @@ def _place(tensors: Iterable[Tensor]) -> tuple[dict[tuple[torch.dtype, torch.dev
 def _cut(flats: Sequence[Tensor], spans: Sequence[_Span], like: Iterable[Tensor]) -> list[Tensor]:
     """Views of the spans, shaped like the given tensors."""
     return [flats[i][start : start + n].view(t.shape) for (i, start, n), t in zip(spans, like, strict=True)]
-
-
-def _are_contiguous(tensors: Sequence[Tensor]) -> bool:
-    """Whether each tensor begins where the previous one ends, in the same storage."""
-    nonempty = [tensor for tensor in tensors if tensor.numel()]
-    if not nonempty or not all(tensor.is_contiguous() for tensor in tensors):
-        return False
-    ends = [tensor.data_ptr() + tensor.numel() * tensor.element_size() for tensor in nonempty]
-    memory = {tensor.untyped_storage().data_ptr() for tensor in nonempty}
-    return len(memory) == 1 and [t.data_ptr() for t in nonempty[1:]] == ends[:-1]

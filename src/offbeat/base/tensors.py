@@ -15,8 +15,7 @@ if TYPE_CHECKING:
 _WRAPPERS = ("_orig_mod", "module")
 PRESENT = "present"  # the note that says which gradients exist
 
-Share = tuple[dict[str, Tensor], list[Tensor]]
-"""A worker's contribution to a round: notes and tensors."""
+Share = tuple[dict[str, Tensor], list[Tensor]]  # a worker's contribution to a round: notes and tensors
 
 
 def is_sharded(tensor: Tensor) -> TypeGuard[DTensor]:
@@ -59,8 +58,7 @@ class Live:
     def __init__(self, model: nn.Module, only: Sequence[str] | None = None) -> None:
         chosen = trainable(model)
         if only is not None:
-            unknown = [name for name in only if name not in chosen]
-            if unknown:
+            if unknown := [name for name in only if name not in chosen]:
                 raise ValueError(f"{self._call}(model, only=...): the model has no trainable {unknown[0]!r}.")
             chosen = {name: p for name, p in chosen.items() if name in set(only)}
         self.model, self.only = model, None if only is None else tuple(only)
@@ -104,10 +102,7 @@ class Gradients(Live):
         return {PRESENT: torch.tensor([float(p.grad is not None) for p in self.parameters])}
 
     def take(self, *, copy: bool) -> Share:
-        """This step's gradients, missing ones as zeros. With `copy`, `.grad` may be overwritten afterwards.
-
-        Unlike `tensors`, it leaves a missing gradient None.
-        """
+        """This step's gradients, missing ones as zeros, which stay None; copies if `.grad` will change."""
         notes, missing = self.notes(), [p for p in self.parameters if p.grad is None]
         own = [tensor.clone() if copy else tensor for tensor in self.tensors()]
         for p in missing:
@@ -147,10 +142,9 @@ def grads(model: nn.Module) -> Gradients:
 def flatten(model: nn.Module) -> nn.Module:
     """Move the trainable parameters into contiguous memory, one vector per dtype and device.
 
-    Blocking averages (`local_sgd`, `qsr`, `post_local_sgd`, … with `drift=False`) then work on the weights in
-    place, without copies. The parameters stay the same objects. Call it when the model is on its device,
-    before or after building the optimizer. If a worker is lost during such a round, the weights of the others
-    hold partial sums: continue from a checkpoint.
+    Blocking averages (`local_sgd`, `qsr`, … with `drift=False`) then work on the weights in place. Parameters
+    stay the same objects. Call it when the model is on its device, before or after building the optimizer. If
+    a worker is lost in such a round, the others' weights hold partial sums: continue from a checkpoint.
 
         model = offbeat.flatten(build().to(device))
     """
@@ -161,8 +155,7 @@ def flatten(model: nn.Module) -> nn.Module:
             raise ValueError(
                 f"flatten(model): {name!r} is {fault}; only whole, contiguous parameters can be moved."
             )
-    kinds = dict.fromkeys((p.dtype, p.device) for p in parameters.values())
-    for kind in kinds:
+    for kind in dict.fromkeys((p.dtype, p.device) for p in parameters.values()):
         group = [p for p in parameters.values() if (p.dtype, p.device) == kind]
         flat = torch.cat([p.detach().flatten() for p in group])
         for p, part in zip(group, torch.split(flat, [p.numel() for p in group]), strict=True):

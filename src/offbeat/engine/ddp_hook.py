@@ -16,8 +16,7 @@ from offbeat.base.tensors import named
 from offbeat.comm.communicator import Communicator, Metered
 from offbeat.comm.presence import Departure
 from offbeat.comm.torch_backend import Torch
-from offbeat.engine.checkpoint import copy_state
-from offbeat.engine.handshake import compare_lines
+from offbeat.engine.agreement import compare_lines, copy_state
 from offbeat.reduce import Mean, Reducer
 
 _Bucket = tuple[dict[str, Tensor], Tensor, torch.futures.Future[Tensor]]
@@ -53,8 +52,7 @@ class Hook:
         # Never the communicator of a synchronizer: two threads on one would mix their messages.
         self._comm = Metered(group if isinstance(group, Communicator) else Torch(group))
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="offbeat")
-        self._step = 0
-        self._before = 0  # steps made before the checkpoint that was loaded
+        self._step = self._before = 0  # steps made here, and before the checkpoint that was loaded
         self._saved: dict[str, State] = {}  # states from the checkpoint, until their buckets come
         self._buckets: dict[str, tuple[Packed, State]] = {}  # memory and state, by the names of the gradients
         self._held: list[_Bucket] = []  # of a first pass, whose buckets are not those of the checkpoint
@@ -73,17 +71,12 @@ class Hook:
     def received(self) -> int:
         return self._comm.received
 
-    def __call__(
-        self,
-        state: object,
-        bucket: dist.GradBucket,  # type: ignore[name-defined]
-    ) -> torch.futures.Future[Tensor]:
+    def __call__(self, state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:  # type: ignore[name-defined]
         buffer, parameters = bucket.buffer(), bucket.parameters()
         if buffer.is_cuda:
             torch.cuda.current_stream(buffer.device).synchronize()  # the thread works on a stream of its own
-        future: torch.futures.Future[Tensor] = torch.futures.Future(
-            devices=[buffer.device] if buffer.is_cuda else None
-        )
+        devices = [buffer.device] if buffer.is_cuda else None
+        future: torch.futures.Future[Tensor] = torch.futures.Future(devices=devices)
         for p in parameters:  # numbered in the order in which they first appear, the same in every run
             self._parameters.setdefault(id(p), (str(len(self._parameters)), p))
         names = [self._parameters[id(p)][0] for p in parameters]
@@ -100,8 +93,7 @@ class Hook:
     def load_state_dict(self, state: State) -> None:
         """Continue from a checkpoint, to the bit if it was saved after at least two steps.
 
-        Call it before the first step or between two. The first backward pass of a process is then sent when
-        it is complete, in the buckets of the checkpoint.
+        Call it before or between steps. A process sends its first pass as a whole, in the saved buckets.
         """
         ours = self._origin()
         saved = {"workers": self._comm.size, **state}  # old checkpoints do not say how many

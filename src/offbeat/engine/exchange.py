@@ -13,19 +13,18 @@ from torch.optim import Optimizer
 
 from offbeat.among import Group, Peers, World
 from offbeat.base.clock import Clock, State
+from offbeat.base.packed import Packed
 from offbeat.base.tensors import Gradients, Live, Share
 from offbeat.comm.communicator import Communicator
-from offbeat.engine.checkpoint import OWN, copy_state
-from offbeat.engine.composition import check_drift, check_reducer, check_update
-from offbeat.engine.extras import BufferRule, MomentRule, Payload
+from offbeat.engine.agreement import OWN, copy_state
+from offbeat.engine.extras import BufferRule, MomentRule, Payload, digest_names
 from offbeat.engine.optimizers import read_rates
-from offbeat.engine.part import Landing, Part
+from offbeat.engine.part import Landing, Part, check_drift, check_reducer, check_update
 from offbeat.engine.report import Emit, Ledger
 from offbeat.engine.round import NO_WEIGHT, Delay, Rhythm, Round
 from offbeat.reduce import Mean, Reducer
 from offbeat.reduce.code import Staged
 from offbeat.reduce.rounded import send
-from offbeat.update.outer import Anchor
 from offbeat.update.update import Replace, Update
 from offbeat.when import Schedule
 
@@ -33,14 +32,11 @@ from offbeat.when import Schedule
 class Exchange(Part):
     """Tensors that are reduced among peers from time to time.
 
-    `delay` is the number of local steps between sending and applying. With "round" the mean lands just before
-    the next round. A message still in the air when the next round begins always lands just before it.
-
-    Gradients with a delay: each step sends its own gradients and uses the mean that lands in it. A step in
-    which nothing lands, such as the first, uses its own. This costs one more copy of the gradients.
-
-    `buffers` and `moments` say what happens to the model's buffers and the optimizer's moments in the same
-    round. `drift=False` saves the pass over the model that measures the drift.
+    `delay` is the number of local steps between sending and applying. With "round", or if the next round
+    comes first, the mean lands just before that. Gradients: each step sends its own and uses the mean that
+    lands in it, or its own if nothing lands; a delay costs one more copy of them. `buffers` and `moments` say
+    what happens to the model's buffers and the optimizer's moments in the same round. `drift=False` saves the
+    pass over the model that measures the drift.
 
         Exchange(params(model), when=Every(8), update=Correct(), delay=4)
     """
@@ -73,10 +69,8 @@ class Exchange(Part):
         if not isinstance(self.update, Reducer):
             self._states["reduce"] = self.reduce.init()
         self._round: Round | None = None  # the one in the air
-        self._landed_at = -1
-        self.opened = False
+        self._landed_at, self.opened, self._rates_digest = -1, False, 0
         self._rates: tuple[float, ...] = ()  # of every live tensor in the last step, that of its own group
-        self._rates_digest = 0
         self._weight = NO_WEIGHT  # of this worker's contribution: samples since the last round
         self.weighs = self.reduce.agrees and not isinstance(self.update, Reducer)
 
@@ -133,9 +127,8 @@ class Exchange(Part):
         if self.live.early:
             return None
         self.tick(clock)
-        if self._landed_at != clock.step:
-            return None
-        return Landing(frozenset(self.live.names), self._scope)
+        landed = self._landed_at == clock.step
+        return Landing(frozenset(self.live.names), self._scope) if landed else None
 
     def tick(self, clock: Clock) -> None:
         """Do what the rhythm says for this step: land, advance, begin, and land at once without a delay."""
@@ -163,14 +156,17 @@ class Exchange(Part):
         round = self._round = Round(clock, comm, since=rhythm.began)
         with round.phase("offbeat.begin"):
             averages = payload.moments.rule == "average"
-            digest = payload.moments.digest() if averages else 0
+            moments = payload.moments.find() if averages else {}
+            digest = digest_names(moments) if averages else 0
             heads = round.compare(self._index, self._rates_digest, self._everyone.rank, digest, self._weight)
             factor = 1.0 if self._weight == NO_WEIGHT else round.weigh(heads)
             self._weight = NO_WEIGHT
-            moments = payload.moments.choose(heads, round) if averages else {}
+            if averages:
+                moments = payload.moments.choose(moments, heads, round)
             notes, live = share or (self.live.notes(), self.live.tensors())
             if len(payload.packed.names) > len(live):
-                payload.read_extras(notes)
+                extras = [*notes.values(), *payload.buffers.averaged().values()]
+                payload.packed.cut(len(live))[1].read(extras)
             if self._plain and factor == 1:
                 round.mean = send(payload.packed, round.comm, live)
             else:
@@ -250,10 +246,10 @@ class Exchange(Part):
             self._ledger.emit(round.report())
 
     @property
-    def anchor(self) -> Anchor | None:
+    def anchor(self) -> Packed | None:
         """The weights that workers set out from; None without an anchor, or before the first period."""
         flats = self._states["update"].get("anchor")
-        return None if flats is None else Anchor(self.payload.own.over(flats))
+        return None if flats is None else self.payload.own.over(flats)
 
     @property
     def _scope(self) -> int:
@@ -264,21 +260,18 @@ class Exchange(Part):
     def follow(self, landing: Landing) -> None:
         """A message in the air still belongs to the old anchor, which then stays."""
         scope = self._scope if self.update.anchors == "shared" else 0
-        if scope < landing.workers and self._round is None and self.anchor is not None:
-            self.anchor.follow(self.live.tensors(), landing.names)
+        if scope < landing.workers and self._round is None and (anchor := self.anchor) is not None:
+            for name, start, x in zip(anchor.names, anchor.views, self.live.tensors(), strict=True):
+                if name in landing.names:
+                    start.copy_(x)
 
     def state_dict(self) -> State:
         air = None if self._round is None else self._round.state_dict()  # first: arrivals change states
         own = {"states": copy_state(self._states), "air": air}
-        return {
-            "rhythm": copy_state(self.rhythm.state_dict()),
-            "landed_at": self._landed_at,
-            "opened": self.opened,
-            "weight": self._weight,
-            "ledger": self._ledger.state_dict(),
-            # Groups of different sizes may hold different tensors: a worker alone in its group sends nothing.
-            **(own if isinstance(self.peers, World) else {OWN: own}),
-        }
+        place = {"landed_at": self._landed_at, "opened": self.opened, "weight": self._weight}
+        inside = {"rhythm": copy_state(self.rhythm.state_dict()), "ledger": self._ledger.state_dict()}
+        # Groups of different sizes may hold different tensors: a worker alone in its group sends nothing.
+        return {**place, **inside, **(own if isinstance(self.peers, World) else {OWN: own})}
 
     @torch.no_grad()
     def load_state_dict(self, state: State) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
@@ -16,14 +15,13 @@ from offbeat.base.packed import Packed
 from offbeat.base.tensors import Live, local, named
 from offbeat.comm.communicator import Communicator, Pending, arrived
 from offbeat.engine.optimizers import check_reset, reset
+from offbeat.engine.report import logger
 
 if TYPE_CHECKING:
     from offbeat.engine.round import Round
 
 BufferRule = Literal["average", "keep", "follow"]
 MomentRule = Literal["keep", "average", "reset"]
-
-logger = logging.getLogger("offbeat")
 
 
 class Buffers:
@@ -39,14 +37,11 @@ class Buffers:
         self.moves = bool(self._places) and rule != "keep"  # whether rounds carry any
 
     def averaged(self) -> dict[str, Tensor]:
-        """The buffers to be averaged."""
         return self._find(smooth=True) if self.rule == "average" else {}
 
     def followed(self) -> dict[str, Tensor]:
-        """The buffers that become those of rank 0."""
-        if self.rule == "keep":
-            return {}
-        return self._find(smooth=False if self.rule == "average" else None)
+        """Find the buffers that become those of rank 0."""
+        return {} if self.rule == "keep" else self._find(smooth=False if self.rule == "average" else None)
 
     def follow(self, comm: Communicator) -> Pending[list[Tensor]] | None:
         """Send rank 0's values, one message per dtype and device. None if there are none."""
@@ -57,16 +52,10 @@ class Buffers:
         for buffer in mine:
             groups.setdefault((buffer.dtype, buffer.device), []).append(buffer)
         flats = {kind: torch.cat([b.reshape(-1) for b in group]) for kind, group in groups.items()}
-
-        def cut(_: object) -> list[Tensor]:
-            parts = {
-                kind: iter(torch.split(flats[kind], [b.numel() for b in group]))
-                for kind, group in groups.items()
-            }
-            return [next(parts[b.dtype, b.device]).view(b.shape) for b in mine]
-
+        parts = {k: iter(torch.split(flats[k], [b.numel() for b in group])) for k, group in groups.items()}
+        views = [next(parts[b.dtype, b.device]).view(b.shape) for b in mine]
         filled = [flat for flat in flats.values() if flat.numel()]
-        return comm.broadcast(filled).then(cut) if filled else arrived(cut(None))
+        return comm.broadcast(filled).then(lambda _: views) if filled else arrived(views)
 
     def _find(self, *, smooth: bool | None) -> dict[str, Tensor]:
         """Floating buffers, others, or all of them, as they are now: a module may bind another tensor."""
@@ -74,16 +63,8 @@ class Buffers:
         return {
             name: local(buffer)
             for name, buffer in found.items()
-            if buffer is not None and smooth in (None, _is_smooth(buffer))
+            if buffer is not None and smooth in (None, buffer.is_floating_point() or buffer.is_complex())
         }
-
-
-def _is_smooth(buffer: Tensor) -> bool:
-    return buffer.is_floating_point() or buffer.is_complex()
-
-
-def floating_buffers(model: nn.Module) -> dict[str, Tensor]:
-    return {name: local(b) for name, b in named(model.named_buffers()).items() if _is_smooth(b)}
 
 
 class Moments:
@@ -96,30 +77,24 @@ class Moments:
         self.optimizers: Sequence[Optimizer] = ()
 
     def bind(self, optimizers: Sequence[Optimizer]) -> None:
-        """Learn the optimizers."""
         self.optimizers = optimizers
         if self.rule == "reset":
             check_reset(optimizers, self._live.parameters)
 
-    def digest(self) -> int:
-        """The names of the moments to be averaged, in one number."""
-        return _digest(self.find())
+    def choose(
+        self, mine: dict[str, Tensor], heads: Pending[list[tuple[int, float]]], round: Round
+    ) -> dict[str, Tensor]:
+        """Return the moments that all workers have. A worker that skipped its first step may lack some.
 
-    def choose(self, heads: Pending[list[tuple[int, float]]], round: Round) -> dict[str, Tensor]:
-        """The moments to be averaged in a round: those that all workers have.
-
-        Optimizers create them lazily, so a worker that skipped its first step, or never uses a parameter,
-        lacks some. `heads` brings all workers' digests. If these differ, one more message says which
-        parameters have the same moments everywhere.
+        `heads` brings all digests. If they differ, one more message says which parameters have the same ones.
         """
-        mine = self.find()
         with round.waiting():
             if len({digest for digest, _ in heads.wait()}) == 1:
                 return mine
         own: dict[str, list[str]] = {name: [] for name in self._live.names}
         for key in mine:
             own[key.rpartition(":")[0]].append(key)
-        digests = torch.tensor([_digest(keys) for keys in own.values()])
+        digests = torch.tensor([digest_names(keys) for keys in own.values()])
         with round.waiting():
             heard = torch.stack(round.comm.gather(digests).wait())
         common = (heard == heard[0]).all(dim=0).tolist()
@@ -132,12 +107,6 @@ class Moments:
         )
         return {key: mine[key] for keys in shared for key in keys}
 
-    def reset(self) -> None:
-        """As if the optimizers had just been built, where that is the rule."""
-        if self.rule == "reset":
-            for optimizer in self.optimizers:
-                reset(optimizer, self._live.parameters)
-
     def find(self) -> dict[str, Tensor]:
         """Tensors of the optimizers' state that have a parameter's shape, but for its count of steps."""
         return {
@@ -149,16 +118,8 @@ class Moments:
         }
 
 
-def _digest(names: Iterable[str]) -> int:
+def digest_names(names: Iterable[str]) -> int:
     return zlib.crc32(" ".join(names).encode())
-
-
-def send_mean(tensors: dict[str, Tensor], comm: Communicator, factor: float = 1.0) -> Pending[Packed]:
-    """Send tensors packed by dtype, times `factor`; their mean arrives."""
-    packed = Packed.like(tensors)
-    packed.read(list(tensors.values()))
-    packed.scale(factor)
-    return comm.mean(packed.flats).then(lambda _: packed)
 
 
 def land(now: Sequence[Tensor], news: Sequence[Tensor], sent: Sequence[Tensor] | None) -> None:
@@ -180,9 +141,7 @@ def land(now: Sequence[Tensor], news: Sequence[Tensor], sent: Sequence[Tensor] |
 class Payload:
     """The memory in which live tensors, their notes and averaged buffers travel, the same in every round."""
 
-    def __init__(
-        self, live: Live, buffers: BufferRule, moments: MomentRule, *, in_place: bool = False
-    ) -> None:
+    def __init__(self, live: Live, buffers: BufferRule, moments: MomentRule, *, in_place: bool) -> None:
         self.live, self._in_place = live, in_place
         self.buffers, self.moments = Buffers(live.model, buffers), Moments(live, moments)
         self.has_extras = self.buffers.moves or moments != "keep"
@@ -190,11 +149,7 @@ class Payload:
 
     @cached_property
     def packed(self) -> Packed:
-        """All that travels. At most one round is in the air.
-
-        In place, the live tensors' own memory serves if they lie one after the other. If they are moved
-        later, they are copied there and back.
-        """
+        """All that travels: in place, in the live tensors' own memory if they lie one after the other."""
         extras = {f"+{name}": t for name, t in {**self.live.notes(), **self.buffers.averaged()}.items()}
         flat = Packed.around(self.live.like()) if self._in_place else None
         if flat is None:
@@ -203,19 +158,18 @@ class Payload:
 
     @cached_property
     def own(self) -> Packed:
-        """The update's share of it."""
         return self.packed.cut(len(self.live.names))[0]
-
-    def read_extras(self, notes: Mapping[str, Tensor]) -> None:
-        """Pack the notes and the averaged buffers."""
-        self.packed.cut(len(self.live.names))[1].read([*notes.values(), *self.buffers.averaged().values()])
 
     def send_extras(self, moments: dict[str, Tensor], round: Round, factor: float, *, late: bool) -> None:
         """Send rank 0's buffers and the moments. Keep what was sent if the round lands late."""
         if late:
             round.sent = [value.clone() for value in self._extras(moments)]
         round.followed = self.buffers.follow(round.comm)
-        round.moments = send_mean(moments, round.comm, factor) if moments else None
+        if moments:
+            packed = Packed.like(moments)
+            packed.read(list(moments.values()))
+            packed.scale(factor)
+            round.moments = round.comm.mean(packed.flats).then(lambda _: packed)
         round.messages += [message for message in (round.followed, round.moments) if message is not None]
 
     def land_extras(self, buffers: Sequence[Tensor], round: Round) -> None:
@@ -229,7 +183,8 @@ class Payload:
             news += moments.views
         if news:
             land(self._extras(chosen), news, round.sent)
-        self.moments.reset()
+        for optimizer in self.moments.optimizers if self.moments.rule == "reset" else ():
+            reset(optimizer, self.live.parameters)
 
     def _extras(self, moments: Mapping[str, Tensor]) -> list[Tensor]:
         """Buffers averaged, buffers followed, moments averaged."""

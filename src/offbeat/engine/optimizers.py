@@ -7,6 +7,7 @@ import math
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,13 +15,8 @@ from torch import Tensor, nn, optim
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from offbeat.base.tensors import named
-
-_NAMES = (
-    "ASGD Adadelta Adafactor Adagrad Adam AdamW Adamax LBFGS Muon NAdam RAdam RMSprop Rprop SGD SparseAdam"
-)
-# Not every version of torch has Muon.
-_KNOWN = {getattr(optim, name) for name in _NAMES.split() if hasattr(optim, name)}
+_ALL = "ASGD Adadelta Adafactor Adagrad Adam AdamW Adamax LBFGS Muon NAdam RAdam RMSprop Rprop SGD SparseAdam"
+_KNOWN = {getattr(optim, name) for name in _ALL.split() if hasattr(optim, name)}  # torch may lack Muon
 
 
 def list_optimizers(optimizer: Optimizer | Sequence[Optimizer], model: nn.Module) -> list[Optimizer]:
@@ -47,19 +43,14 @@ def list_optimizers(optimizer: Optimizer | Sequence[Optimizer], model: nn.Module
     return list(optimizers)
 
 
-class Trained:
-    """Which parameters of a model are trained. This must not change during a run."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._before = [(name, p, p.requires_grad) for name, p in named(model.named_parameters()).items()]
-
-    def check(self) -> None:
-        for name, parameter, before in self._before:
-            if parameter.requires_grad != before:
-                change = "frozen" if before else "unfrozen"
-                raise RuntimeError(
-                    f"{name!r} was {change} after the synchronizer was made: finish() it and make another."
-                )
+def check_trained(before: Sequence[tuple[str, Tensor, bool]]) -> None:
+    """Raise if a parameter requires a gradient, or does not, in contrast to the beginning of the run."""
+    for name, parameter, trained in before:
+        if parameter.requires_grad != trained:
+            change = "frozen" if trained else "unfrozen"
+            raise RuntimeError(
+                f"{name!r} was {change} after the synchronizer was made: finish() it and make another."
+            )
 
 
 def learning_rate(optimizers: Sequence[Optimizer]) -> float:
@@ -73,24 +64,16 @@ def learning_rate(optimizers: Sequence[Optimizer]) -> float:
 def read_rates(
     optimizers: Sequence[Optimizer], parameters: Sequence[Tensor] = ()
 ) -> tuple[int, tuple[float, ...]]:
-    """Return a digest of the learning rates of all groups, and the rate of each of these parameters.
-
-    The rate of a parameter that no optimizer holds is 0.
-    """
+    """Return a digest of all groups' learning rates, and each parameter's own: 0 if no optimizer holds it."""
     groups = [(float(g["lr"]), g["params"]) for optimizer in optimizers for g in optimizer.param_groups]
-    digest = zlib.crc32(repr([lr for lr, _ in groups]).encode())
-    if not parameters:
-        return digest, ()
-    own = {id(p): lr for lr, held in groups for p in held}
-    return digest, tuple(own.get(id(p), 0.0) for p in parameters)
+    own = {id(p): lr for lr, held in groups for p in held} if parameters else {}
+    rates = tuple(own.get(id(p), 0.0) for p in parameters)
+    return zlib.crc32(repr([lr for lr, _ in groups]).encode()), rates
 
 
 @contextmanager
 def scale_steps(optimizer: Optimizer, divisor: float) -> Iterator[None]:
-    """Divide the optimizer's rates by a number during its own steps.
-
-    Anything else, such as a scheduler that multiplies the current rate, sees the user's rates.
-    """
+    """Divide the optimizer's rates by a number during its own steps. Schedulers see the user's rates."""
     own: list[tuple[dict[str, Any], Any]] = []  # groups and the user's rates
 
     def scale(*_: object) -> None:
@@ -116,29 +99,25 @@ def scale_steps(optimizer: Optimizer, divisor: float) -> Iterator[None]:
 @contextmanager
 def replace_steps(optimizers: Sequence[Optimizer], instead: Callable[[Optimizer], None]) -> Iterator[None]:
     """Call `instead(optimizer)` wherever an optimizer would step."""
-    before = [vars(optimizer).get("step") for optimizer in optimizers]  # set where a scheduler wraps the step
-    for optimizer in optimizers:
-        vars(optimizer)["step"] = _replacement(optimizer, instead)
-    try:
-        yield
-    finally:
-        for optimizer, step in zip(optimizers, before, strict=True):
-            if step is None:
-                del vars(optimizer)["step"]
-            else:
-                vars(optimizer)["step"] = step
 
-
-def _replacement(optimizer: Optimizer, instead: Callable[[Optimizer], None]) -> Callable[..., Any]:
-    def step(closure: Callable[[], Any] | None = None) -> Any:
+    def step(optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
         vars(optimizer)["_opt_called"] = True  # or a learning-rate scheduler warns that there was no step
         with torch.enable_grad():
             loss = None if closure is None else closure()
         instead(optimizer)
         return loss
 
-    vars(step)["_wrapped_by_lr_sched"] = True  # or a scheduler that steps inside `local` warns as well
-    return step
+    before = [vars(optimizer).get("step") for optimizer in optimizers]  # set where a scheduler wraps the step
+    for optimizer in optimizers:
+        vars(optimizer)["step"] = own = partial(step, optimizer)
+        vars(own)["_wrapped_by_lr_sched"] = True  # or a scheduler that steps inside `local` warns as well
+    try:
+        yield
+    finally:
+        for optimizer, replaced in zip(optimizers, before, strict=True):
+            del vars(optimizer)["step"]
+            if replaced is not None:
+                vars(optimizer)["step"] = replaced
 
 
 def check_reset(optimizers: Sequence[Optimizer], parameters: Sequence[Tensor]) -> None:
@@ -155,9 +134,8 @@ def check_reset(optimizers: Sequence[Optimizer], parameters: Sequence[Tensor]) -
 def reset(optimizer: Optimizer, parameters: Sequence[Tensor]) -> None:
     """Make the next step of these parameters that of a new optimizer.
 
-    The optimizers of `torch.optim` keep their tensors, which are written in place, because a captured graph
-    may use them. Any other optimizer loses its state of the parameters and creates it in the next step. One
-    that creates state in its constructor is built once more, to read the values.
+    The tensors of `torch.optim`'s own are written in place, because a captured graph may use them. Any other
+    loses its state and creates it in the next step, or gets that of one built once more.
     """
     groups = {p: group for group in optimizer.param_groups for p in group["params"]}
     held = [p for p in parameters if p in optimizer.state]
@@ -177,15 +155,16 @@ def _reset_state(kind: type[Optimizer], state: dict[str, Any], group: dict[str, 
     if kind is optim.LBFGS or (kind is optim.SGD and group["dampening"] != 0):
         state.clear()
         return
-    starts: dict[type[Optimizer], dict[str, str | float]] = {
-        optim.Adagrad: {"sum": "initial_accumulator_value"},
-        optim.ASGD: {"eta": "lr", "mu": 1.0},
-        optim.NAdam: {"mu_product": 1.0},
-        optim.Rprop: {"step_size": "lr"},
+    starts: dict[tuple[type[Optimizer], str], str | float] = {
+        (optim.Adagrad, "sum"): "initial_accumulator_value",
+        (optim.ASGD, "eta"): "lr",
+        (optim.ASGD, "mu"): 1.0,
+        (optim.NAdam, "mu_product"): 1.0,
+        (optim.Rprop, "step_size"): "lr",
     }
     for key, value in state.items():
         if torch.is_tensor(value):
-            start = starts.get(kind, {}).get(key, 0.0)
+            start = starts.get((kind, key), 0.0)
             number = float(group[start] if isinstance(start, str) else start)
             # As in torch, a complex value starts with equal real and imaginary parts.
             value.fill_(complex(number, number) if value.is_complex() else number)
@@ -203,6 +182,5 @@ def _build(optimizer: Optimizer) -> Optimizer | None:
     ]
     options = {name: value for name, value in groups[0].items() if name != "params"}
     required = {p.name for p in others if p.name in names and p.default is p.empty}
-    if first.name != "params" or not required <= options.keys():
-        return None
-    return type(optimizer)(groups, **options)
+    complete = first.name == "params" and required <= options.keys()
+    return type(optimizer)(groups, **options) if complete else None

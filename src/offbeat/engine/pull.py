@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 
 import torch
@@ -14,7 +14,7 @@ from offbeat.base.draws import uniform
 from offbeat.engine.exchange import Exchange
 from offbeat.engine.optimizers import read_rates, scale_steps
 from offbeat.engine.part import Part
-from offbeat.engine.report import Report
+from offbeat.engine.report import Emit
 
 
 class PseudoSync(Part):
@@ -37,8 +37,12 @@ class PseudoSync(Part):
             raise ValueError(
                 f"{call} after {exchange!r}: the exchange needs an anchor: use update=Outer(SGD(lr=0.7))."
             )
-        self.exchange, self.model, self.peers = exchange, exchange.model, exchange.peers
-        self.follows = exchange
+        self.exchange, self.follows, self.model, self.peers = (
+            exchange,
+            exchange,
+            exchange.model,
+            exchange.peers,
+        )
         self.p, self.eta, self.warmup, self.seed, self.shared = p, eta, warmup, seed, shared
         self._optimizers: Sequence[Optimizer] = ()
         self._rates: tuple[float, ...] = ()  # of the live tensors in the current step, before scaling
@@ -48,7 +52,7 @@ class PseudoSync(Part):
         names = ("p", "eta", "warmup", "seed", "shared")
         return f"PseudoSync({', '.join(f'{name}={getattr(self, name)}' for name in names)})"
 
-    def bind(self, index: int, optimizers: Sequence[Optimizer], report: Callable[[Report], None]) -> None:
+    def bind(self, index: int, optimizers: Sequence[Optimizer], report: Emit) -> None:
         self._optimizers = optimizers
         self._rates = read_rates(optimizers, self.exchange.live.parameters)[1]
 
@@ -66,10 +70,9 @@ class PseudoSync(Part):
 
     def after(self, clock: Clock) -> None:
         if not self.shared and clock.step > self.warmup:
-            rank = self.peers.everyone.rank
-            for i in itertools.count():
-                if uniform(self.seed, clock.step, rank, i) >= self.p:
-                    break
+            key = (self.seed, clock.step, self.peers.everyone.rank)
+            draws = (uniform(*key, i) for i in itertools.count())
+            for _ in itertools.takewhile(lambda draw: draw < self.p, draws):
                 self._pull()
 
     def again(self, clock: Clock) -> bool:

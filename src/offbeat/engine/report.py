@@ -129,19 +129,14 @@ class Ledger:
 
     def mean_loss(self) -> float | None:
         """Of the losses observed since the last call; None if there were none."""
-        if not self._losses:
-            return None
-        loss = float(self._loss) / self._losses
+        loss = float(self._loss) / self._losses if self._losses else None
         self._loss, self._losses = 0.0, 0
         return loss
 
     def close(
         self, round: Round, drift: float | None, norm: float | None, *, stepped: bool, everyone: Communicator
     ) -> None:
-        """Report a round that has landed. With drift or loss, the report follows when the means are here.
-
-        Without a step since the last round, as in `finish()`, there is no loss.
-        """
+        """Report a landed round, with drift or loss once the means are here. Without a step, none is due."""
         loss = self.mean_loss() if "loss" in self._needs else 0.0
         if not self._drift or (loss is None and not stepped):
             self.flush(wait=True)  # reports come in the order of their rounds
@@ -154,33 +149,24 @@ class Ledger:
         # What decides when the next round comes must be the same for everyone, not only for its peers.
         comm = Metered(everyone if self._needs else round.comm.comm)
         scalars = comm.mean([torch.tensor([drift or 0.0, loss], dtype=torch.float64)])
-        report = round.report(
-            norm=None if norm is None else math.sqrt(norm),
-            bytes_sent=round.comm.sent + comm.sent,
-            bytes_received=round.comm.received + comm.received,
-        )
+        length = None if norm is None else math.sqrt(norm)
+        sent, received = round.comm.sent + comm.sent, round.comm.received + comm.received
+        report = round.report(norm=length, bytes_sent=sent, bytes_received=received)
         self.open.append((report, round.clock.lr, drift is not None, scalars))
 
     def flush(self, *, wait: bool) -> None:
         """Emit the reports that are complete; with `wait`, all of them."""
         while self.open and (wait or self.open[0][3].done()):
             report, lr, measured, scalars = self.open.popleft()
-            try:
+            with naming(report):
                 drift, loss = scalars.wait()[0].tolist()
-            except PeerLost as error:
-                raise error.during(report.round, report.step) from error.__cause__
             self._last = (drift, loss, lr)
             self.emit(replace(report, drift=drift if measured else None))
 
     def update(self, clock: Clock) -> Clock:
-        """The clock with the drift, loss and rate of the last round that is known.
-
-        A schedule that needs them waits for those of the last round.
-        """
+        """Return the clock with what is known of the last round. Waits if the schedule needs it."""
         self.flush(wait=bool(self._needs))
-        if self._last is None:
-            return clock
-        drift, loss, lr = self._last
+        drift, loss, lr = self._last or (None, None, None)
         return replace(clock, drift=drift, loss=loss, round_lr=lr)
 
     def state_dict(self) -> State:

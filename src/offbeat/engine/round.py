@@ -15,12 +15,12 @@ from torch.profiler import record_function
 
 from offbeat.base.checks import is_whole
 from offbeat.base.clock import Clock, State
-from offbeat.base.errors import Disagreement, PeerLost
+from offbeat.base.errors import Disagreement
 from offbeat.base.packed import Packed
 from offbeat.comm.communicator import Communicator, Metered, Pending, arrived
 from offbeat.comm.presence import BATCHES
-from offbeat.engine.checkpoint import copy_state
-from offbeat.engine.report import Report
+from offbeat.engine.agreement import copy_state
+from offbeat.engine.report import Report, naming
 from offbeat.reduce.code import Staged
 from offbeat.when import Schedule
 
@@ -52,9 +52,8 @@ Act = Literal["land", "advance", "begin"]
 class Rhythm:
     """The state machine that the engine drives step by step, and the planner from one act to the next.
 
-    At most one round is in the air. It lands `delay` steps after it began; with "round", when the next one
-    begins. It never lands later than that: a period shorter than the delay lands it early. A round of n
-    messages advances when i/n of its time in the air is over, for i = 1 … n − 1.
+    At most one round is in the air. It lands `delay` steps after it began, or when the next one begins if
+    that is earlier. A round of n messages advances when i/n of its time is over, for i = 1 … n − 1.
     """
 
     def __init__(self, when: Schedule, delay: Delay) -> None:
@@ -68,8 +67,7 @@ class Rhythm:
         self.when, self.delay = when, delay
         self.memory: State = when.init()
         self.planned: int | None = None  # the step after which the next round begins
-        self.round = 0  # how many rounds have begun
-        self.began = 0  # the step after which the last one began
+        self.round = self.began = 0  # how many rounds have begun, and after which step the last one
         self.in_air = False
         self.lands: int | None = None  # the step after which the round in the air lands, once known
         self.advances: list[int] = []  # the steps after which it advances
@@ -112,7 +110,6 @@ class Rhythm:
         self._aim()
 
     def land(self) -> None:
-        """The round in the air has landed."""
         self.in_air, self.lands, self.advances = False, None, []
 
     def state_dict(self) -> State:
@@ -130,10 +127,7 @@ class Rhythm:
 def header(
     kind: int, part: int, clock: Clock, rates: int, rank: int, digest: int = 0, weight: float = NO_WEIGHT
 ) -> list[int]:
-    """Return what a rank is about to do, in whole numbers. `rank` is its number among all workers.
-
-    It also tells the digest of its moments, above its rank, and the weight of its contribution.
-    """
+    """Return what a worker is about to do. `rank` is that among all workers; the digest goes above it."""
     words = struct.unpack("<2q", struct.pack("<2d", clock.lr, weight))
     return [kind, part, clock.round, clock.step, words[0], rates, rank + (digest << 31), words[1]]
 
@@ -157,29 +151,21 @@ def compare_headers(headers: Sequence[Sequence[int]]) -> list[tuple[int, float]]
 def _name_words(header: Sequence[int]) -> dict[str, object]:
     kind, part, round, step, lr, _, rank, weight = header
     rate, samples = struct.unpack("<2d", struct.pack("<2q", lr, weight))
-    return {
-        "kind": KINDS[kind].format(round=round),
-        "part": part,
-        "round": round,
-        "step": step,
-        "lr": rate,
-        "rank": rank % 2**31,
-        "weight": None if samples < 0 else samples,
-    }
+    given = None if samples < 0 else samples
+    words = (KINDS[kind].format(round=round), part, round, step, rate, rank % 2**31, given)
+    return dict(zip(("kind", "part", "round", "step", "lr", "rank", "weight"), words, strict=True))
 
 
 class Round:
     """One round of a part as this worker sees it: its workers, its messages, and what they cost.
 
-    A part opens a round when it begins, compares the workers with a header, adds what it sends to `messages`,
-    and closes the round with a report. `clock` is that of the beginning. `since` is the step of the round
-    before. `comm` counts the bytes of everything that is sent through it.
+    A part opens a round, compares the workers with a header, adds what it sends to `messages`, and closes
+    with a report. `clock` is that of the beginning. `since` is the step of the round before.
     """
 
     def __init__(self, clock: Clock, comm: Communicator, *, since: int) -> None:
         self.clock, self.since, self.comm = clock, since, Metered(comm)
-        self._now = comm.now
-        self.began = comm.now()
+        self._now, self.began = comm.now, comm.now()
         self.waited = 0.0  # seconds this worker has waited for it
         self.messages: list[Pending[Any]] = []
         self.mean: Pending[Packed]
@@ -190,10 +176,9 @@ class Round:
     def compare(
         self, part: int, rates: int, rank: int, digest: int = 0, weight: float = NO_WEIGHT
     ) -> Pending[list[tuple[int, float]]]:
-        """Send a header. The answer raises unless all workers are in this round.
+        """Send a header. The answer raises unless all workers are in this round, and holds what they sent.
 
-        `part` is the place of the part in its method. `rates` is a digest of the learning rates. `rank` is
-        this worker's rank among all workers. The answer holds every worker's `digest` and `weight`.
+        `part` is the place in the method, `rates` a digest of the learning rates, `rank` that among everyone.
         """
         words = header(ROUND, part, self.clock, rates, rank, digest, weight)
         heads = self.comm.tell(words).then(compare_headers)
@@ -209,14 +194,11 @@ class Round:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Work on this round: a range of this name in a profile. If a worker is lost, the error names the
-        round."""
+        """Work on this round, as a range in a profile. If a worker is lost, the error names the round."""
         # A range that nobody records would cost as much as ten small sums.
-        with record_function(name) if torch._C._autograd._profiler_enabled() else nullcontext():
-            try:
-                yield
-            except PeerLost as error:
-                raise error.during(self.clock.round, self.clock.step) from error.__cause__
+        recorded = record_function(name) if torch._C._autograd._profiler_enabled() else nullcontext()
+        with recorded, naming(self.clock):
+            yield
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
@@ -228,7 +210,6 @@ class Round:
             self.waited += self._now() - start
 
     def wait(self) -> None:
-        """Wait for all messages."""
         start = self._now()
         for message in self.messages:
             message.wait()
@@ -244,28 +225,21 @@ class Round:
     def report(self, kind: type[Report] = Report, **fields: Any) -> Report:
         """What the round cost, after `wait`. `fields` replace what it measured, or add to it."""
         landed = max([message.arrived() for message in self.messages], default=self.began + self.waited)
-        measured = {
-            "step": self.clock.step,
-            "round": self.clock.round,
-            "workers": self.comm.size,
-            "bytes_sent": self.comm.sent,
-            "bytes_received": self.comm.received,
-            "seconds_waited": self.waited,
-            "seconds_in_air": max(0.0, landed - self.began),
-            "drift": None,
-            "norm": None,
-            "period": self.clock.step - self.since,
-        }
-        return kind(**{**measured, **fields})
+        clock, comm, in_air = self.clock, self.comm, max(0.0, landed - self.began)
+        place = {"step": clock.step, "round": clock.round, "period": clock.step - self.since}
+        costs = {"bytes_sent": comm.sent, "bytes_received": comm.received, "seconds_waited": self.waited}
+        rest = {"workers": comm.size, "seconds_in_air": in_air, "drift": None, "norm": None}
+        return kind(**{**place, **costs, **rest, **fields})
 
     def state_dict(self) -> State:
         """Wait for the messages, and save them without applying them."""
         with self.phase("offbeat.wait"):
             self.wait()
+        clock = self.clock
         return {
-            "step": self.clock.step,
-            "round": self.clock.round,
-            "lr": self.clock.lr,
+            "step": clock.step,
+            "round": clock.round,
+            "lr": clock.lr,
             "since": self.since,
             "bytes": [self.comm.sent, self.comm.received],
             "mean": [flat.clone() for flat in self.mean.wait().flats],
@@ -277,8 +251,7 @@ class Round:
     @classmethod
     def resume(cls, state: State, comm: Communicator, packed: Packed) -> Round:
         """A round whose messages have all arrived, the mean in `packed`."""
-        for flat, saved in zip(packed.flats, state["mean"], strict=True):
-            flat.copy_(saved)
+        torch._foreach_copy_(packed.flats, state["mean"])
         round = cls(Clock(state["step"], state["round"], state["lr"]), comm, since=state["since"])
         round.comm.sent, round.comm.received = state["bytes"]
         round.mean = arrived(packed)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -12,17 +11,14 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from offbeat.base.clock import Clock, State
-from offbeat.base.tensors import trainable
+from offbeat.base.tensors import named, trainable
 from offbeat.comm.communicator import Metered
 from offbeat.comm.presence import Departure, Track
-from offbeat.engine import checkpoint, handshake
-from offbeat.engine.optimizers import Trained, learning_rate, list_optimizers, read_rates, replace_steps
+from offbeat.engine import agreement
+from offbeat.engine.optimizers import check_trained, learning_rate, list_optimizers, read_rates, replace_steps
 from offbeat.engine.part import Landing, Part, check_parts, check_samples
-from offbeat.engine.report import Costs, Emit, Report, Totals
+from offbeat.engine.report import Costs, Emit, Report, Totals, logger
 from offbeat.engine.round import AVERAGED, FINISH, KINDS, compare_headers, header
-from offbeat.engine.weights import average_where_different, preserve, take_from_first, write
-
-logger = logging.getLogger("offbeat")
 
 
 class Synchronizer:
@@ -37,7 +33,7 @@ class Synchronizer:
     ) -> None:
         self.parts, self.on_report = list(parts), on_report
         check_parts(self.parts)
-        self.method = handshake.without_addresses(f"Synchronizer({self.parts!r})")
+        self.method = agreement.without_addresses(f"Synchronizer({self.parts!r})")
         self.model = self.parts[0].model
         self.optimizers = list_optimizers(optimizer, self.model)
         self.steps = 0  # completed iterations
@@ -48,7 +44,8 @@ class Synchronizer:
         self._nonce = self._run = 0  # numbers of this construction and of the run, both from rank 0
         self._unseen: int | None = None  # the checksum of weights that the caller must still load
         self._losses: list[float | Tensor] = []  # observed since the last step
-        self._costs, self._trained = Costs(), Trained(self.model)
+        self._costs, parameters = Costs(), named(self.model.named_parameters())
+        self._trained = [(name, p, p.requires_grad) for name, p in parameters.items()]
         self._releasing = [part for part in self.parts if type(part).release is not Part.release]
         self._repeating = [part for part in self.parts if type(part).again is not Part.again]
         for index, part in enumerate(self.parts):
@@ -60,10 +57,10 @@ class Synchronizer:
     def agree(self, method: str | None = None) -> None:
         """Raise on every rank unless all workers have the same method and model. Sends no weights."""
         if method is not None:
-            self.method = handshake.without_addresses(method)
+            self.method = agreement.without_addresses(method)
         if not self._agreed:
-            lines, nonce = handshake.describe(self.method, self.model), round(self._comm.now() * 1e9)
-            self._nonce = handshake.compare_lines(lines, self._comm, nonce=nonce)
+            lines, nonce = agreement.describe(self.method, self.model), round(self._comm.now() * 1e9)
+            self._nonce = agreement.compare_lines(lines, self._comm, nonce=nonce)
             self._worker.follow(self._track)
             for part in self.parts:
                 part.communicators()  # connects to its peers while all workers are here
@@ -78,13 +75,11 @@ class Synchronizer:
         """
         self._must_be_open("step()")
         with self._failing():
-            theirs, result = self._before(samples), None
+            theirs = self._before(samples)
             with nullcontext() if theirs else replace_steps(self.optimizers, self._stepped):
-                if local is not None:
-                    result = local()
-                else:
-                    for optimizer in self.optimizers:
-                        optimizer.step()
+                result = None if local is None else local()
+                for optimizer in self.optimizers if local is None else ():
+                    optimizer.step()
             self._after()
         return result
 
@@ -118,7 +113,7 @@ class Synchronizer:
         self._track.step = self.steps + 1
         self._worker.computed(self.steps)
         self._lr = learning_rate(self.optimizers)
-        self._trained.check()
+        check_trained(self._trained)
         clock = Clock(self.steps, 0, self._lr, observed=tuple(self._losses), samples=samples)
         self._losses = []
         for part in self.parts:
@@ -157,15 +152,15 @@ class Synchronizer:
         self._must_be_open("averaged()", finished=True)
         with self._failing():
             self._start()
-        with preserve(self.model):
+        with agreement.preserve(self.model):
             self._inside_averaged = True
             try:
                 if not self.finished:
                     with self._failing(), self._costs.including(self._comm):
                         self._meet(AVERAGED)
                         for tensors in [part.shown() for part in self.parts]:  # read all, then write
-                            write(self.model, tensors)
-                        average_where_different(self.model, self._comm)
+                            agreement.write(self.model, tensors)
+                        agreement.average_where_different(self.model, self._comm)
                 yield
             finally:
                 self._inside_averaged = False
@@ -182,7 +177,7 @@ class Synchronizer:
             for part in self.parts:
                 part.flush(Clock(self.steps, 0, self._lr))
             with self._costs.including(self._comm):
-                average_where_different(self.model, self._comm)
+                agreement.average_where_different(self.model, self._comm)
             for part in self.parts:
                 part.follow(Landing(trainable(self.model), math.inf))
         self.finished = True
@@ -203,21 +198,15 @@ class Synchronizer:
         Every rank calls it after the same step and saves its own. It waits for messages in the air.
         """
         self._must_be_open("state_dict()", finished=True)
-        checkpoint.check_step(self.method, self.steps, [part.saved_every for part in self.parts])
+        agreement.check_step(self.method, self.steps, [part.saved_every for part in self.parts])
         with self._failing():
             parts = [part.state_dict() for part in self.parts]
-        return {
-            **checkpoint.origin(self.method, self._comm),
-            "steps": self.steps,
-            "lr": self._lr,
-            "started": self._started,
-            "run": self._run,
-            "weights": checkpoint.weights_checksum(self.model) if self._started else None,
-            "parts": parts,
-        }
+        weights = agreement.weights_checksum(self.model) if self._started else None
+        place = {"steps": self.steps, "lr": self._lr, "started": self._started, "run": self._run}
+        return {**agreement.origin(self.method, self._comm), **place, "weights": weights, "parts": parts}
 
     def load_state_dict(self, state: State) -> None:
-        """Continue from a checkpoint. Every rank loads its own; the caller loads model and optimizer.
+        """Continue from a agreement. Every rank loads its own; the caller loads model and optimizer.
 
         Raises if the weights are not those saved with it, at the latest when the next step begins.
         """
@@ -225,7 +214,7 @@ class Synchronizer:
         with self._costs.including(self._comm):
             with self._failing():
                 self.agree()
-            loaded = checkpoint.check_origin(state, self.method, self.model, self._comm)
+            loaded = agreement.check_origin(state, self.method, self.model, self._comm)
         self.steps, self._lr, self._started = state["steps"], state["lr"], state["started"]
         self._run, self._unseen = state["run"], None if loaded else state["weights"]
         with self._failing():
@@ -248,14 +237,15 @@ class Synchronizer:
         """Once: check that all workers agree, and give them rank 0's weights and buffers."""
         if self._unseen is not None:
             with self._costs.including(self._comm):
-                checkpoint.check_weights(self._unseen, self.model, self._comm)
+                agreement.check_weights(self._unseen, self.model, self._comm)
             self._unseen = None
         if self._started:
             return
         self.agree()
         with self._costs.including(self._comm):
-            take_from_first(self.model, self._comm)
-        self._run, self._started = checkpoint.identity(self.method, self._nonce, self.model), True
+            agreement.exchange(agreement.list_all(self.model), self._comm.broadcast)
+        weights = agreement.weights_checksum(self.model)
+        self._run, self._started = agreement.digest(f"{self.method} {self._nonce} {weights}"), True
         logger.info("%r on %d workers starts at step %d", self, self._comm.size, self.steps)
 
     def _meet(self, kind: int) -> None:

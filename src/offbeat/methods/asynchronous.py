@@ -14,8 +14,7 @@ from offbeat.methods import parts
 from offbeat.methods.parts import Optimizers, Options, average, exchange, record_call
 from offbeat.server import GLU, Compensated, LocalStep, PushPull
 from offbeat.server.shard import OptimizerFactory
-from offbeat.update.outer import SGD, Outer
-from offbeat.update.own import Overlap
+from offbeat.update.outer import SGD, Outer, Overlap
 from offbeat.waitfree.parts import Activation, EagerGradients, GroupAverage, Late
 from offbeat.when import Every, Schedule
 

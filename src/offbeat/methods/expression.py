@@ -17,13 +17,13 @@ from offbeat.base.errors import show
 from offbeat.engine.synchronizer import Synchronizer
 from offbeat.methods.parts import Optimizers, check_names, check_numbers
 from offbeat.server import rules
-from offbeat.update import outer, own, update
+from offbeat.update import outer, update
 
 LONGEST, DEEPEST = 20_000, 30  # characters and levels of an expression
 
 VALUES = {
     name: value
-    for module in (schedule, reduce, update, outer, own, rules)
+    for module in (schedule, reduce, update, outer, rules)
     for name, value in vars(module).items()
     if inspect.isclass(value) and is_dataclass(value) and name not in ("Anchored", "Clock", "Code")
 }

@@ -12,8 +12,8 @@ from offbeat.engine.synchronizer import Synchronizer
 from offbeat.methods import parts
 from offbeat.methods.parts import Extras, Optimizers, Options, exchange, record_call
 from offbeat.reduce import Code, ErrorFeedback, Quantized, RandomBlock, Reducer, TopK
-from offbeat.update.outer import SGD, Detached, Outer, SlowMo
-from offbeat.update.own import Eager, Gossip
+from offbeat.update.outer import SGD, Eager, Gossip, Outer, SlowMo
+from offbeat.update.update import Detached
 from offbeat.when import Every, Schedule
 
 __all__ = ["def_sgd", "diloco", "eager_diloco", "lookahead_diloco", "noloco", "slowmo", "sparse_loco"]

@@ -18,14 +18,14 @@ from offbeat.base.clock import State
 from offbeat.base.errors import OffbeatError, show
 from offbeat.base.packed import Packed
 from offbeat.base.tensors import grads, params, trainable
+from offbeat.engine.agreement import compare_lines
 from offbeat.engine.exchange import Exchange
 from offbeat.engine.extras import BufferRule, MomentRule
-from offbeat.engine.handshake import compare_lines
 from offbeat.engine.part import Part
 from offbeat.engine.synchronizer import Synchronizer
 from offbeat.reduce import Reducer
-from offbeat.update.outer import SGD, Outer, Rebase
-from offbeat.update.update import Correct, Replace, Update
+from offbeat.update.outer import SGD, Outer
+from offbeat.update.update import Correct, Rebase, Replace, Update
 from offbeat.when import Every, Never, Schedule, Then, schedule
 
 P = ParamSpec("P")

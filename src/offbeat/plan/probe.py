@@ -19,9 +19,9 @@ from offbeat.base.clock import Clock
 from offbeat.base.packed import Packed
 from offbeat.base.tensors import grads, local, params
 from offbeat.comm.communicator import Communicator
+from offbeat.engine.agreement import checksum, exchange
 from offbeat.engine.exchange import Exchange
 from offbeat.engine.part import Part
-from offbeat.engine.weights import checksum, replace_by_mean
 from offbeat.plan.groups import Groups
 from offbeat.plan.job import Job, ProxyModel, local_optimizer
 from offbeat.plan.recording import COMPUTED, Beside, Event, Events, RecordingComm, Sent, Size, Waited
@@ -195,7 +195,7 @@ class _World:
         self.traces["meet"] = [event for event in events if event.name in heads]
         self.traces["equal"] = last = [event for event in events if event.name not in heads]
         if not any(self.steps):  # otherwise everybody has pulled the same weights
-            replace_by_mean([local(p) for p in self.sync.model.parameters()], self._comm)
+            exchange([local(p) for p in self.sync.model.parameters()], self._comm.mean)
         self.traces["last"] = [*last, *self._log.take()]
         self.copies += waitfree
 

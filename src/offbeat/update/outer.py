@@ -1,11 +1,10 @@
-"""Updates with an anchor that the workers of a round share, and what all updates with an anchor need."""
+"""Updates that step an anchor, which the workers of a round share or each keeps for itself."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -13,33 +12,10 @@ from torch.optim import Optimizer
 
 from offbeat.base.clock import Clock, State
 from offbeat.base.packed import Packed
-from offbeat.comm.communicator import Communicator, Pending
-from offbeat.reduce import Code, Reducer
-from offbeat.reduce.code import check_code, feed
-from offbeat.update.update import Update, blend, square_distance
+from offbeat.comm.communicator import Communicator
+from offbeat.update.update import Anchored, blend, displace, square_distance
 
 Factory = Callable[[list[Tensor]], Optimizer]
-
-
-class Anchor:
-    """The weights that workers set out from, packed like the live tensors.
-
-    An update stores its vectors, `packed.flats`, in its state.
-    """
-
-    def __init__(self, packed: Packed) -> None:
-        self.packed, self.views = packed, packed.views
-
-    def displacement(self, live: Sequence[Tensor], room: Packed) -> None:
-        """Write anchor − x into `room`."""
-        for start, x, out in zip(self.views, live, room.views, strict=True):
-            torch.sub(start.to(out.device), x, out=out)
-
-    def follow(self, live: Sequence[Tensor], names: Collection[str]) -> None:
-        """Set the tensors of these names to the live ones."""
-        for name, start, x in zip(self.packed.names, self.views, live, strict=True):
-            if name in names:
-                start.copy_(x)
 
 
 def check_step(value: object, lr: float, momentum: float) -> None:
@@ -66,37 +42,6 @@ class SGD:
 
 
 @dataclass(frozen=True)
-class Anchored(Update):
-    """Base of updates with an anchor, whose vectors are in `state["anchor"]`. It sends displacements."""
-
-    anchors: ClassVar[Literal["none", "own", "shared"]] = "shared"
-    zeros: ClassVar[tuple[str, ...]] = ()  # names of further vectors in the state, which start at zero
-
-    def init(self) -> State:
-        return {"anchor": None}
-
-    def open(self, live: Sequence[Tensor], room: Packed, state: State) -> None:
-        room.read(live)
-        state["anchor"] = [flat.clone() for flat in room.flats]
-        for name in self.zeros:
-            state[name] = [torch.zeros_like(flat) for flat in room.flats]
-
-    def shown(self, live: Sequence[Tensor], room: Packed, state: State) -> list[Tensor] | None:
-        return None if state["anchor"] is None else room.over(state["anchor"]).views
-
-    def outgoing(self, live: Sequence[Tensor], room: Packed, clock: Clock, state: State) -> None:
-        Anchor(room.over(state["anchor"])).displacement(live, room)
-
-    def distances(self, live: Sequence[Tensor], mean: Packed, state: State) -> tuple[float, float | None]:
-        """The length of the change is unknown: it would cost one more copy of the model."""
-        if self.sends == "weights":
-            return square_distance(live, mean.views), None
-        anchor = mean.over(state["anchor"]).views
-        own = (a.to(x.device) - x for a, x in zip(anchor, live, strict=True))
-        return square_distance(own, mean.views), None
-
-
-@dataclass(frozen=True)
 class Outer(Anchored):
     """An optimizer steps the anchor, with the workers' mean displacement as its gradient.
 
@@ -107,6 +52,7 @@ class Outer(Anchored):
     progress.
     """
 
+    unset = ("outer",)
     optimizer: Factory
     keep: float = 0.0
     device: str | None = None
@@ -115,9 +61,6 @@ class Outer(Anchored):
         check_factory(self.optimizer)
         if not 0 <= self.keep < 1:
             raise ValueError(f"{self!r}: keep must be at least 0 and below 1.")
-
-    def init(self) -> State:
-        return {"anchor": None, "outer": None}
 
     def open(self, live: Sequence[Tensor], room: Packed, state: State) -> None:
         room.read(live)
@@ -151,34 +94,6 @@ def outer_step(factory: Factory, anchor: Packed, gradient: Packed, state: State)
 
 
 @dataclass(frozen=True)
-class Rebase(Anchored):
-    """Moves the anchor to the mean, replaces the sent value by it, and keeps the steps made since.
-
-        Δ = mean(a − sent)        a ← a − Δ        x ← x + (a − sent)
-
-    This is `Correct` for lossy reducers. It costs two more copies of the model, one of them in the air.
-    """
-
-    def outgoing(self, live: Sequence[Tensor], room: Packed, clock: Clock, state: State) -> None:
-        super().outgoing(live, room, clock, state)
-        state["sent"] = [flat.clone() for flat in room.flats]
-
-    def incoming(self, live: Sequence[Tensor], mean: Packed, clock: Clock, state: State) -> None:
-        for anchor, change, sent in zip(state["anchor"], mean.flats, state.pop("sent"), strict=True):
-            anchor.sub_(change)
-            torch.sub(sent, change, out=change)
-        for x, change in zip(live, mean.views, strict=True):
-            x.add_(change)
-
-    def shown(self, live: Sequence[Tensor], room: Packed, state: State) -> None:
-        """The consensus is the mean of the live weights: the anchor is a round behind."""
-
-    def distances(self, live: Sequence[Tensor], mean: Packed, state: State) -> tuple[float, float | None]:
-        drift = square_distance(state["sent"], mean.flats)
-        return drift, drift
-
-
-@dataclass(frozen=True)
 class SlowMo(Anchored):
     """Momentum over rounds, in the form that allows a changing rate and a rate of 0.
 
@@ -188,21 +103,18 @@ class SlowMo(Anchored):
     v ← β v and a ← a − α (a − mean(x)). β is `momentum`, α is `lr`.
     """
 
+    unset = ("rates",)
     zeros = ("momentum",)
-
     lr: float = 1.0
     momentum: float = 0.7
 
     def __post_init__(self) -> None:
         check_step(self, self.lr, self.momentum)
 
-    def init(self) -> State:
-        return {"anchor": None, "momentum": None, "rates": None}
-
     def incoming(self, live: Sequence[Tensor], mean: Packed, clock: Clock, state: State) -> None:
         anchor, momentum = mean.over(state["anchor"]), mean.over(state["momentum"])
-        rows = zip(anchor.views, momentum.views, mean.views, ratios(clock, state), strict=True)
-        for a, v, d, ratio in rows:
+        views = (anchor.views, momentum.views, mean.views)
+        for a, v, d, ratio in zip(*views, ratios(clock, state), strict=True):
             if ratio is None:
                 a.sub_(d, alpha=self.lr)
                 v.mul_(self.momentum)
@@ -213,70 +125,124 @@ class SlowMo(Anchored):
 
 
 def ratios(clock: Clock, state: State) -> list[float | None]:
-    """Return γ/γ_prev of every tensor: 1 in the first round, 10 at most, None where γ is 0.
-
-    A rate of 0 does not become the next γ_prev.
-    """
-    before = state["rates"] or list(clock.rates)
-    state["rates"] = [now or old for now, old in zip(clock.rates, before, strict=True)]
-    return [
-        None if now == 0 else 1.0 if old == 0 else min(now / old, 10.0)
-        for now, old in zip(clock.rates, before, strict=True)
-    ]
+    """Return γ/γ_prev of every tensor: 1 at first, 10 at most, None where γ is 0, which is never γ_prev."""
+    pairs = list(zip(clock.rates, state["rates"] or clock.rates, strict=True))
+    state["rates"] = [now or old for now, old in pairs]
+    return [None if now == 0 else 1.0 if old == 0 else min(now / old, 10.0) for now, old in pairs]
 
 
 @dataclass(frozen=True)
-class Detached(Anchored, Reducer):
-    """Places each worker at a − lam·e, offset from the anchor by a fraction of its unsent error.
+class Gossip(Anchored):
+    """An outer step from the worker's own anchor toward the mean of its peers' weights.
 
-    `offbeat.def_sgd` states the rule. `averaged()` shows, and `finish()` leaves, a − mean(Δ), as if all
-    errors had arrived. The update is its own reducer and needs a delay of 0.
+        Δ = a − mean(x)        a ← optimizer.step(a, grad=Δ)        x ← a
 
-        Exchange(params(model), when=Every(1), update=Detached(RandomBlock(64), lam=0.3))
+    Anchors differ between workers, so it sends weights, not displacements.
     """
 
-    lossy = remembers = True
-
-    code: Code
-    lam: float = 0.3
+    anchors = "own"
+    unset = ("outer",)
+    optimizer: Factory
 
     def __post_init__(self) -> None:
-        check_code(self.code, "Detached")
-        if not 0 <= self.lam <= 1:
-            raise ValueError(f"{self!r}: lam must be at least 0 and at most 1.")
+        check_factory(self.optimizer)
 
-    def init(self) -> State:
-        return {"anchor": None, "residual": None, "code": self.code.init()}
-
-    def start(self, payload: Packed, comm: Communicator, clock: Clock, state: State) -> Pending[Packed]:
-        """Add (1 − lam)·e to the payload and send it."""
-        return feed(self.code, 1 - self.lam, payload, comm, clock, state)
+    def outgoing(self, live: Sequence[Tensor], room: Packed, clock: Clock, state: State) -> None:
+        room.read(live)
 
     def incoming(self, live: Sequence[Tensor], mean: Packed, clock: Clock, state: State) -> None:
-        for anchor, change, error in zip(state["anchor"], mean.flats, _errors(mean, state), strict=True):
-            anchor.sub_(change)
-            torch.sub(anchor, error, alpha=self.lam, out=change)
-        mean.write(live)
+        anchor = mean.over(state["anchor"])
+        for start, flat in zip(state["anchor"], mean.flats, strict=True):
+            torch.sub(start, flat, out=flat)
+        outer_step(self.optimizer, anchor, mean, state)
+        anchor.write(live)
 
-    def shown(self, live: Sequence[Tensor], room: Packed, state: State) -> list[Tensor] | None:
-        if state["residual"] is None:
-            return None
-        errors = room.over(_errors(room, state)).views
-        return [x - (1 - self.lam) * error for x, error in zip(live, errors, strict=True)]
+
+@dataclass(frozen=True)
+class Eager(Anchored):
+    """An immediate outer step that uses the other workers' displacements of the round before.
+
+    `offbeat.eager_diloco` states the rule. At the end every worker steps along what it still lacks, so that
+    each has used the sum of all mean displacements.
+    """
+
+    anchors = "own"
+    sends = "displacements"
+    unset = ("outer",)
+    zeros = ("own", "mean")
+    optimizer: Factory
+
+    def __post_init__(self) -> None:
+        check_factory(self.optimizer)
+
+    def outgoing(self, live: Sequence[Tensor], room: Packed, clock: Clock, state: State) -> None:
+        super().outgoing(live, room, clock, state)
+        for mean, own, flat in zip(state["mean"], state["own"], room.flats, strict=True):
+            mean.add_(flat - own, alpha=1 / clock.workers)
+            own.copy_(flat)
+        self._step(live, room, state)
+
+    def incoming(self, live: Sequence[Tensor], mean: Packed, clock: Clock, state: State) -> None:
+        for kept, flat in zip(state["mean"], mean.flats, strict=True):
+            kept.copy_(flat)
+
+    def distances(self, live: Sequence[Tensor], mean: Packed, state: State) -> tuple[float, float | None]:
+        return square_distance(state["own"], mean.flats), None
 
     def close(self, live: Sequence[Tensor], room: Packed, comm: Communicator, state: State) -> None:
-        if state["residual"] is None:
+        if state["anchor"] is None:
             return
-        Anchor(room.over(state["anchor"])).displacement(live, room)
-        for flat, error in zip(room.flats, _errors(room, state), strict=True):
-            flat.add_(error, alpha=1 - self.lam)
-            error.zero_()
+        displace(live, room, state)
         comm.mean(room.flats).wait()
-        for anchor, flat in zip(state["anchor"], room.flats, strict=True):
-            torch.sub(anchor, flat, out=flat)
-        room.write(live)
+        for mean, own, flat in zip(state["mean"], state["own"], room.flats, strict=True):
+            mean.add_(flat).sub_(own, alpha=1 / comm.size)
+        self._step(live, room, state)
+        for flat in (*state["mean"], *state["own"]):
+            flat.zero_()  # nothing is left over, so a run that continues starts from zero
+        states = state["outer"]["state"].values()
+        comm.mean([v for s in states for key, v in s.items() if key != "step" and torch.is_tensor(v)]).wait()
+
+    def _step(self, live: Sequence[Tensor], room: Packed, state: State) -> None:
+        anchor = room.over(state["anchor"])
+        outer_step(self.optimizer, anchor, room.over(state["mean"]), state)
+        anchor.write(live)
 
 
-def _errors(packed: Packed, state: State) -> list[Tensor]:
-    """Return the errors of the live tensors, which come first in each vector; extras have no errors."""
-    return [error[: flat.numel()] for flat, error in zip(packed.flats, state["residual"], strict=False)]
+@dataclass(frozen=True)
+class Overlap(Anchored):
+    """A pull toward an anchor z with momentum, on which the workers agree one round late.
+
+        x ← (1 − pull)·x + pull·z        v ← momentum·r·v + (z − x)        send z − v: its mean is the next z
+
+    with r as in `SlowMo`; where the rate is 0: v ← momentum·v, and x is sent.
+    """
+
+    anchors = "own"
+    unset = ("rates",)
+    zeros = ("momentum",)
+    pull: float = 0.6
+    momentum: float = 0.7
+
+    def __post_init__(self) -> None:
+        if not 0 < self.pull <= 1:
+            raise ValueError(f"{self!r}: pull must be above 0 and at most 1.")
+        check_step(self, 1.0, self.momentum)
+
+    def shown(self, live: Sequence[Tensor], room: Packed, state: State) -> None:
+        """The consensus is the mean of the live weights: the anchor is a round behind."""
+
+    def outgoing(self, live: Sequence[Tensor], room: Packed, clock: Clock, state: State) -> None:
+        anchor, momentum = room.over(state["anchor"]), room.over(state["momentum"])
+        views = (anchor.views, momentum.views, room.views)
+        for x, z, v, out, ratio in zip(live, *views, ratios(clock, state), strict=True):
+            x.copy_((1 - self.pull) * x.to(z.dtype) + self.pull * z)
+            if ratio is None:
+                v.mul_(self.momentum)
+                out.copy_(x)
+            else:
+                v.mul_(self.momentum * ratio).add_(z - x)
+                torch.sub(z, v, out=out)
+
+    def incoming(self, live: Sequence[Tensor], mean: Packed, clock: Clock, state: State) -> None:
+        for anchor, flat in zip(state["anchor"], mean.flats, strict=True):
+            anchor.copy_(flat)

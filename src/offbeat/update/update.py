@@ -1,4 +1,4 @@
-"""How a mean is applied to the live tensors."""
+"""How a mean is applied to the live tensors, and the anchor that most updates need."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from torch import Tensor
 
 from offbeat.base.clock import Clock, State
 from offbeat.base.packed import Packed, split_alike
-from offbeat.comm.communicator import Communicator
+from offbeat.comm.communicator import Communicator, Pending
+from offbeat.reduce import Code, Reducer
+from offbeat.reduce.code import check_code, feed
 
 
 class Update:
     """How a mean is applied: a frozen value. What it remembers is in `state`, as plain tensors and numbers.
 
-    `live` are the live tensors. `room` is memory in which they lie packed; it may be overwritten.
-
-    `anchors` says what the update keeps. With "none" it sends weights and can also be used for
-    gradients. With "own" each worker keeps an anchor. With "shared" the workers of a round have the same
-    anchor and send displacements from it.
+    `live` are the live tensors. `room` is memory in which they lie packed; it may be overwritten. `anchors`
+    says what the update keeps. With "none" it sends weights and also works for gradients. With "own" each
+    worker keeps an anchor. With "shared" the workers of a round have one and send displacements from it.
     """
 
     anchors: ClassVar[Literal["none", "own", "shared"]] = "none"
@@ -32,7 +32,6 @@ class Update:
         return "displacements" if self.anchors == "shared" else "weights"
 
     def init(self) -> State:
-        """Return the initial state."""
         return {}
 
     def open(self, live: Sequence[Tensor], room: Packed, state: State) -> None:
@@ -106,6 +105,128 @@ class Correct(Update):
     def distances(self, live: Sequence[Tensor], mean: Packed, state: State) -> tuple[float, float | None]:
         drift = square_distance(state["sent"], mean.flats)
         return drift, self.gain**2 * drift
+
+
+@dataclass(frozen=True)
+class Anchored(Update):
+    """Base of updates with an anchor, whose vectors are in `state["anchor"]`. It sends displacements."""
+
+    anchors: ClassVar[Literal["none", "own", "shared"]] = "shared"
+    unset: ClassVar[tuple[str, ...]] = ()  # further keys of the state, which start as None
+    zeros: ClassVar[tuple[str, ...]] = ()  # names of further vectors in the state, which start at zero
+
+    def init(self) -> State:
+        return dict.fromkeys(("anchor", *self.unset, *self.zeros))
+
+    def open(self, live: Sequence[Tensor], room: Packed, state: State) -> None:
+        room.read(live)
+        state["anchor"] = [flat.clone() for flat in room.flats]
+        for name in self.zeros:
+            state[name] = [torch.zeros_like(flat) for flat in room.flats]
+
+    def shown(self, live: Sequence[Tensor], room: Packed, state: State) -> list[Tensor] | None:
+        return None if state["anchor"] is None else room.over(state["anchor"]).views
+
+    def outgoing(self, live: Sequence[Tensor], room: Packed, clock: Clock, state: State) -> None:
+        displace(live, room, state)
+
+    def distances(self, live: Sequence[Tensor], mean: Packed, state: State) -> tuple[float, float | None]:
+        """The length of the change is unknown: it would cost one more copy of the model."""
+        if self.sends == "weights":
+            return square_distance(live, mean.views), None
+        anchor = mean.over(state["anchor"]).views
+        own = (a.to(x.device) - x for a, x in zip(anchor, live, strict=True))
+        return square_distance(own, mean.views), None
+
+
+@dataclass(frozen=True)
+class Rebase(Anchored):
+    """Moves the anchor to the mean, replaces the sent value by it, and keeps the steps made since.
+
+        Δ = mean(a − sent)        a ← a − Δ        x ← x + (a − sent)
+
+    This is `Correct` for lossy reducers. It costs two more copies of the model, one of them in the air.
+    """
+
+    def outgoing(self, live: Sequence[Tensor], room: Packed, clock: Clock, state: State) -> None:
+        super().outgoing(live, room, clock, state)
+        state["sent"] = [flat.clone() for flat in room.flats]
+
+    def incoming(self, live: Sequence[Tensor], mean: Packed, clock: Clock, state: State) -> None:
+        for anchor, change, sent in zip(state["anchor"], mean.flats, state.pop("sent"), strict=True):
+            anchor.sub_(change)
+            torch.sub(sent, change, out=change)
+        for x, change in zip(live, mean.views, strict=True):
+            x.add_(change)
+
+    def shown(self, live: Sequence[Tensor], room: Packed, state: State) -> None:
+        """The consensus is the mean of the live weights: the anchor is a round behind."""
+
+    def distances(self, live: Sequence[Tensor], mean: Packed, state: State) -> tuple[float, float | None]:
+        drift = square_distance(state["sent"], mean.flats)
+        return drift, drift
+
+
+@dataclass(frozen=True)
+class Detached(Anchored, Reducer):
+    """Places each worker at a − lam·e, offset from the anchor by a fraction of its unsent error.
+
+    `offbeat.def_sgd` states the rule. `averaged()` shows, and `finish()` leaves, a − mean(Δ), as if all
+    errors had arrived. The update is its own reducer and needs a delay of 0.
+
+        Exchange(params(model), when=Every(1), update=Detached(RandomBlock(64), lam=0.3))
+    """
+
+    lossy = remembers = True
+    code: Code
+    lam: float = 0.3
+
+    def __post_init__(self) -> None:
+        check_code(self.code, "Detached")
+        if not 0 <= self.lam <= 1:
+            raise ValueError(f"{self!r}: lam must be at least 0 and at most 1.")
+
+    def init(self) -> State:
+        return {"anchor": None, "residual": None, "code": self.code.init()}
+
+    def start(self, payload: Packed, comm: Communicator, clock: Clock, state: State) -> Pending[Packed]:
+        """Add (1 − lam)·e to the payload and send it."""
+        return feed(self.code, 1 - self.lam, payload, comm, clock, state)
+
+    def incoming(self, live: Sequence[Tensor], mean: Packed, clock: Clock, state: State) -> None:
+        for anchor, change, error in zip(state["anchor"], mean.flats, _errors(mean, state), strict=True):
+            anchor.sub_(change)
+            torch.sub(anchor, error, alpha=self.lam, out=change)
+        mean.write(live)
+
+    def shown(self, live: Sequence[Tensor], room: Packed, state: State) -> list[Tensor] | None:
+        if state["residual"] is None:
+            return None
+        errors = room.over(_errors(room, state)).views
+        return [x - (1 - self.lam) * error for x, error in zip(live, errors, strict=True)]
+
+    def close(self, live: Sequence[Tensor], room: Packed, comm: Communicator, state: State) -> None:
+        if state["residual"] is None:
+            return
+        displace(live, room, state)
+        for flat, error in zip(room.flats, _errors(room, state), strict=True):
+            flat.add_(error, alpha=1 - self.lam)
+            error.zero_()
+        comm.mean(room.flats).wait()
+        for anchor, flat in zip(state["anchor"], room.flats, strict=True):
+            torch.sub(anchor, flat, out=flat)
+        room.write(live)
+
+
+def _errors(packed: Packed, state: State) -> list[Tensor]:
+    """Return the errors of the live tensors, which come first in each vector; extras have no errors."""
+    return [error[: flat.numel()] for flat, error in zip(packed.flats, state["residual"], strict=False)]
+
+
+def displace(live: Sequence[Tensor], room: Packed, state: State) -> None:
+    """Write anchor − x into `room`."""
+    for start, x, out in zip(room.over(state["anchor"]).views, live, room.views, strict=True):
+        torch.sub(start.to(out.device), x, out=out)
 
 
 def blend(live: Sequence[Tensor], values: Packed, keep: float) -> None:

@@ -12,9 +12,9 @@ from offbeat.base.clock import Clock, State
 from offbeat.base.draws import whole
 from offbeat.base.tensors import Gradients
 from offbeat.comm.background import Sidecar
+from offbeat.engine.agreement import checksum
 from offbeat.engine.exchange import Exchange
 from offbeat.engine.extras import Buffers
-from offbeat.engine.weights import checksum
 from offbeat.reduce import Reducer
 from offbeat.waitfree.base import Among, Waitfree
 from offbeat.waitfree.rounds import AddSteps, Handover, SumGradients

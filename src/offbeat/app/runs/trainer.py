@@ -18,7 +18,7 @@ from offbeat.base.errors import CheckpointMismatch
 from offbeat.comm.background import ThreadQueue
 from offbeat.comm.collective import nbytes, traffic
 from offbeat.comm.throttled import Throttled
-from offbeat.engine.checkpoint import weights_checksum
+from offbeat.engine.agreement import weights_checksum
 from offbeat.engine.report import Report
 from offbeat.methods.expression import method
 from offbeat.tasks import Batch, Task
