@@ -1,6 +1,7 @@
 """What every task provides: a model, its loss, batches for each worker and an evaluation."""
 
 import hashlib
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
@@ -12,9 +13,8 @@ from torch.optim import Optimizer
 
 from offbeat.base.errors import BadArgument
 
-Batch = tuple[Tensor, Tensor]
-"""Inputs and targets."""
-
+Batch = tuple[Tensor, Tensor]  # inputs and targets
+FilePath = str | os.PathLike[str]
 T = TypeVar("T")
 
 
@@ -38,16 +38,14 @@ class Batches(Iterator[Batch]):
         if batch_size < 1:
             raise BadArgument("batch_size", batch_size, "batch_size must be at least 1.", call="batches")
         self.positions, self.gather, self.augment = positions, gather, augment
-        self.rank, self.batch_size, self.seed = rank, batch_size, seed
-        self.step = 0
+        self.rank, self.batch_size, self.seed, self.step = rank, batch_size, seed, 0
 
     def __next__(self) -> Batch:
         digest = hashlib.blake2b(f"{self.seed}/{self.rank}/{self.step}".encode(), digest_size=8).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest, "big"))
-        low, high = self.positions.start, self.positions.stop
-        drawn = torch.randint(low, high, (self.batch_size,), generator=generator, device="cpu")
+        ends, shape = (self.positions.start, self.positions.stop), (self.batch_size,)
         self.step += 1
-        batch = self.gather(drawn)
+        batch = self.gather(torch.randint(*ends, shape, generator=generator, device="cpu"))
         return batch if self.augment is None else self.augment(batch, generator)
 
     def state_dict(self) -> dict[str, int]:
