@@ -1,7 +1,5 @@
 """How long a worker computes, and how often it fails."""
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import dataclass
@@ -115,7 +113,7 @@ class Recorded(Compute):
         return f"Recorded({len(self.rows)} workers, {sum(map(len, self.rows))} steps)"
 
     @classmethod
-    def read(cls, path: str | PathLike[str]) -> Recorded:
+    def read(cls, path: str | PathLike[str]) -> "Recorded":
         """Read a JSON file with one list of seconds per worker."""
         try:
             rows = json.loads(Path(path).read_text())

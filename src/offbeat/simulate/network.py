@@ -1,7 +1,5 @@
 """How long messages take in virtual seconds: links, uplinks shared by groups of workers, and latencies."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections import Counter
@@ -111,10 +109,7 @@ class Traffic:
         self._free: dict[Link, float] = {}
 
     def carry(self, kind: str, members: Sequence[int], given: int, ready: float, *, queue: bool) -> float:
-        """The time at which a collective lands whose last member began at `ready`.
-
-        It starts when all its links are free, and holds each for as long as its bytes take there.
-        """
+        """When a collective lands that is `ready` to start. It starts when all its links are free."""
         if len(members) == 1:
             return ready
         busy, start = self._busy(kind, members, given), ready
@@ -150,10 +145,8 @@ def own_bytes(algorithm: Algorithm, kind: str, size: int, given: int) -> int:
 
 def hops(algorithm: Algorithm, kind: str, counts: list[int]) -> list[float]:
     """How often a collective pays the latency of each level; the first level is the workers' own links.
-
     `counts` are the workers, then the groups that they come from on each level. In a ring each link adds its
-    own latency, twice for a mean. In a tree the groups of one level meet before those of the next.
-    """
+    own latency, twice for a mean. In a tree the groups of one level meet before those of the next."""
     ways, local, size = COLLECTIVES[kind].ways, COLLECTIVES[kind].local, counts[0]
     if algorithm == "ring" and not local:
         crossing = [count if count > 1 else 0 for count in [*counts, 1]]

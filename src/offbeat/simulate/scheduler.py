@@ -1,7 +1,5 @@
 """The threads of simulated workers, and what they can wait for: one runs at a time, the earliest first."""
 
-from __future__ import annotations
-
 import heapq
 import itertools
 import threading
@@ -78,11 +76,8 @@ class Condition:
 
 
 class Scheduler:
-    """The threads of all workers. One holds the baton and runs; the others wait for a message or their turn.
-
-    An actor is a thread: first those of the ranks, then those of their sidecars. At the same virtual time,
-    ranks act before sidecars, in order.
-    """
+    """The threads of all workers, called actors. One holds the baton and runs; the others wait for a message
+    or their turn. At the same virtual time, ranks act before sidecars, in order."""
 
     def __init__(self, workers: int, network: Network, compute: StepSeconds, failures: Failures) -> None:
         self.compute, self.traffic = compute, Traffic(network)
@@ -220,10 +215,7 @@ class Scheduler:
 
 class VirtualQueue(TaskQueue):
     """Runs jobs when a worker waits for a result, at the virtual time at which a thread would have run them.
-
-    During a job, the actor's clock is the queue's: a job starts when the one before it has ended, but not
-    before it was given.
-    """
+    During a job, the actor's clock is the queue's."""
 
     def __init__(self, scheduler: Scheduler, actor: int) -> None:
         super().__init__()

@@ -1,7 +1,5 @@
 """Runs many workers in one process, one at a time, and gives each its view of the others."""
 
-from __future__ import annotations
-
 import functools
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -146,12 +144,8 @@ def find_view(scheduler: Scheduler, path: Path, me: int, actor: int) -> Communic
 
 
 class VirtualSidecar(Sidecar):
-    """One more actor of the scheduler, with a clock of its own.
-
-    Before an actor touches shared state, all actors behind it in virtual time catch up, so changes happen in
-    the order of time. At the same time a worker acts before any sidecar: workers that need no time are never
-    late.
-    """
+    """One more actor of the scheduler, with a clock of its own. Before an actor touches shared state, all
+    actors behind it in virtual time catch up, so changes happen in the order of time."""
 
     def __init__(self, scheduler: Scheduler, path: Path, rank: int) -> None:
         self._scheduler, self._path, self._rank, self._stopped = scheduler, path, rank, False

@@ -140,9 +140,7 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """Tokens of shape (batch, time) in, logits of shape (batch, time, vocabulary) out.
 
-    Pre-norm blocks, learned positions, GELU, and the embedding matrix reused as the head. Twelve tensors per
-    block and six around them: token and position embeddings, and the weight and bias of the norms before the
-    first block and after the last.
+    Pre-norm blocks, learned positions, GELU, and the embedding matrix reused as the head.
     """
 
     def __init__(self, shape: Shape) -> None:
