@@ -1,7 +1,5 @@
 """Draw time against bandwidth, in the terminal or as SVG."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 from html import escape
@@ -13,6 +11,7 @@ _COLOURS = ("#3b6fb6", "#d1603d", "#4f9d69", "#8e6bb5", "#b0892c", "#c2557f", "#
 _MARGIN, _LEAST, _MOST = 11, 24, 120  # columns: left of the curves, fewest for curves, most in all
 _WIDTH, _HEIGHT, _LEFT, _TOP = 760, 420, 70, 20
 _INNER, _DEEP = _WIDTH - _LEFT - 20, _HEIGHT - _TOP - 50
+Axis = tuple[float, float]  # the logarithms of the first and the last value
 _SVG = """<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img">
 <title>{title}</title>
 <style>
@@ -23,10 +22,6 @@ text {{ font: 12px system-ui, sans-serif; fill: #666 }}
 {body}
 </svg>
 """
-
-
-Axis = tuple[float, float]
-"""The logarithms of the first and the last value."""
 
 
 def _make_axis(values: Iterable[float]) -> Axis:
@@ -41,10 +36,7 @@ def _place(value: float, axis: Axis) -> float:
 
 
 def chart(plan: Plan, *, width: int = 80, height: int = 16) -> str:
-    """Draw the curves as letters; `a` is the fastest method. The bar marks the plan's own link.
-
-    No line is wider than `width`, except for long names and for widths too small for a chart.
-    """
+    """Draw the curves as letters, at most `width` wide; `a` is the fastest, the bar the plan's own link."""
     curves = [p for p in plan.predictions if p.curve]
     if not curves:
         return "One worker sends nothing: there is no bandwidth to vary."
@@ -111,8 +103,8 @@ def picture(plan: Plan) -> str:
     if curves and 0 <= _place(here, x_axis) <= 1:
         x = at_x(here)
         parts.append(f'<line x1="{x}" y1="{_TOP}" x2="{x}" y2="{bottom}" class="here"/>')
-    height = _HEIGHT + 20 + 18 * len(curves)
-    return _SVG.format(width=_WIDTH, height=height, title=escape(plan.why), body="\n".join(parts))
+    size = {"width": _WIDTH, "height": _HEIGHT + 20 + 18 * len(curves)}
+    return _SVG.format(**size, title=escape(plan.why), body="\n".join(parts))
 
 
 def _decades(values: Iterable[float]) -> list[float]:

@@ -1,7 +1,5 @@
 """When everything happens in a run, how many bytes are sent, and how many seconds it takes."""
 
-from __future__ import annotations
-
 import bisect
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -53,8 +51,7 @@ class Timeline:
 def unroll(parts: list[Part], job: Job) -> Timeline:
     """All rounds of all exchanges of a run."""
     iterations = _count_iterations(parts, job)
-    acts: list[Act] = []
-    flush: list[Act] = []
+    acts, flush = list[Act](), list[Act]()
     for place, part in enumerate(parts):
         for order, (at, what, round) in enumerate(_find_acts(part, job, iterations)):
             done = bisect.bisect_left(iterations, at) + 1
@@ -66,13 +63,10 @@ def unroll(parts: list[Part], job: Job) -> Timeline:
 
 def _count_iterations(parts: list[Part], job: Job) -> list[int]:
     """After each gradient; a part may follow it with iterations that need none."""
-    extra = [part for part in parts if type(part).again is not Part.again]
-    if not extra:
-        return list(range(1, job.steps + 1))
-    completed, after = 0, []
-    for done in range(1, job.steps + 1):
+    extra, completed, after = [part for part in parts if type(part).again is not Part.again], 0, []
+    for step in range(job.steps):
         completed += 1
-        while True in [part.again(Clock(completed, 0, job.rate(done - 1))) for part in extra]:
+        while True in [part.again(Clock(completed, 0, job.rate(step))) for part in extra]:
             completed += 1
         after.append(completed)
     return after
@@ -93,11 +87,9 @@ def _find_acts(part: Part, job: Job, iterations: list[int]) -> Iterator[tuple[in
         for what in rhythm.acts(step) if step <= end else left:
             if what == "begin":
                 rhythm.begin(step)
-                advanced = False
-            elif what == "advance":
-                advanced = True
-            elif part.delay and not advanced:
+            elif what == "land" and part.delay and not advanced:
                 yield min(step, end + 1), "advance", rhythm.round - 1  # at the latest
+            advanced = what == "advance"
             yield min(step, end + 1), what, rhythm.round - 1
             if what == "land":
                 rhythm.land()
@@ -162,8 +154,7 @@ class Forecast:
         # Parts other than exchanges act at every step.
         self._constant = bool(seen.periodic or seen.waitfree)
         when = range(1, job.steps + 1) if self._constant else due
-        # What happens, and after how many gradients.
-        self._moments: list[tuple[int, tuple[Act, ...]]] = [(done, due.get(done, ())) for done in when]
+        self._moments = [(done, due.get(done, ())) for done in when]  # after so many gradients, what happens
 
     def spent(self) -> Spent:
         """Of the whole run, including its start and end."""
@@ -171,8 +162,7 @@ class Forecast:
         if price <= 2 * _SECONDS:
             clocks = self._start(self._runs)
             clocks.mark("start")
-            done = self._go(clocks, 0, len(moments))
-            clocks.compute(self._steps[done:steps])
+            clocks.compute(self._steps[self._go(clocks, 0, len(moments)) : steps])
             return self._finish(clocks)
         affordable = max(6, int(len(moments) * _SECONDS / price))
         count = min(_WINDOWS, affordable // 2, len(moments))
@@ -196,18 +186,15 @@ class Forecast:
         luck = self._cluster.compute.spread
         rows = self._runs * (self._cluster.workers if luck else 1)
         each = len(self._course.acts) / len(self._moments) + 4 * self._constant
-        draws = rows * self._job.steps * 2e-8 if luck else 0.0
-        clocks = len(self._costs.networks) * rows
+        draws, clocks = rows * self._job.steps * 2e-8 if luck else 0.0, len(self._costs.networks) * rows
         return len(self._moments) * each * 12 * (4e-6 + clocks * 1.5e-9) + draws
 
     def _window(self, first: int, last: int) -> Spent:
         """Of these moments. A few before them let workers drift apart and put messages into the air."""
-        exchanges = [(i, part) for i, part in enumerate(self._seen.sync.parts) if isinstance(part, Exchange)]
-        apart = self._constant or any(
-            part.delay or self._seen.groups(i, 0).members is not None for i, part in exchanges
-        )
+        parts = [(i, part) for i, part in enumerate(self._seen.sync.parts) if isinstance(part, Exchange)]
+        drift = any(part.delay or self._seen.groups(i, 0).members is not None for i, part in parts)
         clocks = Clocks(self._costs, self._cluster, self._runs)
-        self._go(clocks, max(0, first - 4) if apart else first, first)
+        self._go(clocks, max(0, first - 4) if drift or self._constant else first, first)
         clocks.start_here()
         self._go(clocks, first, last)
         return clocks.spent()

@@ -1,7 +1,5 @@
 """The groups of a round, and the seconds of its messages, for all groups at once."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -24,7 +22,7 @@ class Groups:
     members: Tensor | None = None
 
     @classmethod
-    def of(cls, workers: int, groups: list[list[int]] | None) -> Groups:
+    def of(cls, workers: int, groups: list[list[int]] | None) -> "Groups":
         if groups is None or len(groups) == 1:
             return cls(workers)
         longest = max(map(len, groups))
@@ -63,14 +61,11 @@ class Groups:
 
 
 class Costs:
-    """The seconds of messages, cached by kind, size and groups: [network, 1, worker].
-
-    The networks differ only in bandwidth. `alike` workers never differ, so one stands for all.
-    """
+    """The seconds of messages, cached by kind, size and groups: [network, 1, worker]. The networks differ
+    only in bandwidth. `alike` workers never differ, so one stands for all."""
 
     def __init__(self, networks: Sequence[Network], *, alike: bool) -> None:
-        self.networks, self._alike = networks, alike
-        self._known: dict[object, tuple[Tensor, Tensor]] = {}
+        self.networks, self._alike, self._known = networks, alike, dict[object, tuple[Tensor, Tensor]]()
         seconds = [network.seconds(8) for network in networks]
         self.announcement = torch.tensor(seconds, dtype=torch.float64)[:, None, None]  # of a word to everyone
 
@@ -95,15 +90,13 @@ class Costs:
         counts = [sizes]
 
         def load(size: int, inside: int, count: int) -> float:
-            if count == 1:
-                return 0.0
-            return COLLECTIVES[kind].crosses(network.reduce, Crossing(given[size], size, inside, count))
+            crossing = Crossing(given[size], size, inside, count)
+            return COLLECTIVES[kind].crosses(network.reduce, crossing) if count > 1 else 0.0
 
         for depth, level in enumerate(network.levels):
             uplinks = -(-groups.workers // level.workers)
-            pairs, inside = torch.unique(
-                groups.number * uplinks + torch.arange(groups.workers) // level.workers, return_counts=True
-            )
+            used = groups.number * uplinks + torch.arange(groups.workers) // level.workers
+            pairs, inside = torch.unique(used, return_counts=True)
             owner, uplink = pairs // uplinks, pairs % uplinks
             spanned = torch.bincount(owner)  # behind how many uplinks each group has members
             counts.append(spanned)

@@ -1,7 +1,5 @@
 """The job and the cluster of a plan, and a small model in place of the real one."""
 
-from __future__ import annotations
-
 import math
 import runpy
 from collections.abc import Callable

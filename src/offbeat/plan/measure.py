@@ -1,12 +1,11 @@
 """Measure the step of a task or a script, and the link between the workers."""
 
-from __future__ import annotations
-
 import runpy
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -35,7 +34,7 @@ class Measured:
     dtype: str
 
     @classmethod
-    def of(cls, seconds: Iterable[float], parameters: Iterable[Tensor]) -> Measured:
+    def of(cls, seconds: Iterable[float], parameters: Iterable[Tensor]) -> "Measured":
         held = list(parameters)
         return cls(tuple(seconds), sum(p.numel() for p in held), str(held[0].dtype).removeprefix("torch."))
 
@@ -46,11 +45,7 @@ class Measured:
 
 
 def measure_task(task: Task, comm: Communicator, *, steps: int = 20, batch: int | None = None) -> Measured:
-    """Time forward, backward and local step of a task, on all workers at once.
-
-    A worker that finishes early continues until all have finished: workers that share a machine slow each
-    other down, as in a real run.
-    """
+    """Time forward, backward and local step of a task, on all workers until each has made its steps."""
     model = task.model()
     optimizer = task.optimizer(model.parameters(), task.lr)
     batches = task.batches(comm.rank, comm.size, batch or task.batch_size, 0)
@@ -65,7 +60,7 @@ def measure_task(task: Task, comm: Communicator, *, steps: int = 20, batch: int 
     comm.tell([0]).wait()
     seconds = [step() for _ in range(_WARM + steps)][_WARM:]
     ready = comm.tell([0])
-    while not ready.done():
+    while not ready.done():  # workers that share a machine slow each other down, as in a real run
         step()
     ready.wait()
     return Measured.of(seconds, trainable(model).values())
@@ -79,8 +74,7 @@ def measure_script(path: str, arguments: list[str], *, steps: int = 20) -> Measu
     """Run a training script until its optimizer has made enough steps; time each from the previous one."""
     if not Path(path).is_file():
         raise ValueError(f"There is no script {path!r} to measure.")
-    marks: list[float] = []
-    found: dict[int, Tensor] = {}
+    marks, found = list[float](), dict[int, Tensor]()
 
     def note(optimizer: torch.optim.Optimizer, *_: object) -> None:
         marks.append(time.perf_counter())
@@ -91,9 +85,8 @@ def measure_script(path: str, arguments: list[str], *, steps: int = 20) -> Measu
     hook = register_optimizer_step_post_hook(note)
     before, sys.argv = sys.argv, [path, *arguments]
     try:
-        runpy.run_path(path, run_name="__main__")
-    except (_Enough, SystemExit):
-        pass
+        with suppress(_Enough, SystemExit):
+            runpy.run_path(path, run_name="__main__")
     finally:
         sys.argv = before
         hook.remove()
@@ -103,10 +96,7 @@ def measure_script(path: str, arguments: list[str], *, steps: int = 20) -> Measu
 
 
 def measure_link(comm: Communicator, *, repetitions: int = 3) -> tuple[Network, list[tuple[int, float]]]:
-    """Time all-reduces of growing size, then other collectives, and fit a network to them.
-
-    Returns the network, with the bytes that each worker sent and the seconds that took.
-    """
+    """The network fitted to all-reduces of growing size and other collectives; bytes and seconds of each."""
     points: list[tuple[int, float]] = []
     for number in _SIZES:
         tensor = torch.zeros(number)

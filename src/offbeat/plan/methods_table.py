@@ -1,7 +1,5 @@
 """A table of what every named method does and costs, read from its parts."""
 
-from __future__ import annotations
-
 import inspect
 import re
 from collections.abc import Sequence
@@ -19,8 +17,7 @@ from offbeat.plan.job import Flat, Job
 from offbeat.plan.probe import probe
 from offbeat.plan.recording import RecordingComm
 
-WORKERS = 8
-PARAMETERS = 124_000_000
+WORKERS, PARAMETERS = 8, 124_000_000
 STEPS = 4_800  # a multiple of all periods in the examples
 JOB = Job(STEPS, PARAMETERS, rate=Flat(0.01), optimizer="momentum", layers=16)
 _LEAD = 128  # steps that do not count, with the first rounds
@@ -40,8 +37,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Entry:
-    """One method. The figures are for `call` with `PARAMETERS` and `WORKERS`, after any warm-up. Schedules
-    that follow drift or loss keep their first period."""
+    """One method. The figures are for `call` after any warm-up; schedules keep their first period."""
 
     name: str
     call: str  # the example of its docstring
@@ -68,16 +64,8 @@ def _describe(name: str, base: float) -> Entry:
     sync = call(model, torch.optim.SGD(model.parameters(), lr=0.01), group=RecordingComm(WORKERS))
     per_step, copies = _measure(call)
     cited = [" ".join(paragraph.split()) for paragraph in doc.split("\n\n") if "arXiv" in paragraph]
-    return Entry(
-        name=name,
-        call=str(call),
-        summary=doc.splitlines()[0],
-        lines=tuple(map(_describe_part, sync.parts)),
-        bytes_per_step=per_step,
-        share_of_ddp=per_step / base,
-        copies=copies,
-        reference=cited[-1] if cited else "",
-    )
+    summary, lines, share = doc.splitlines()[0], tuple(map(_describe_part, sync.parts)), per_step / base
+    return Entry(name, str(call), summary, lines, per_step, share, copies, cited[-1] if cited else "")
 
 
 def _describe_part(part: Part) -> Line:

@@ -1,7 +1,5 @@
 """Predict the time and the bytes of methods: which is fastest, and why."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -74,9 +72,8 @@ def predict(expression: str, job: Job, cluster: Cluster) -> Prediction:
     course, networks = unroll(seen.sync.parts, job), _vary(cluster)
     rounds = sum(course.rounds.values())
     if not seen.periodic and not rounds:
-        raise ValueError(
-            f"{seen.sync!r}: there is no round in {job.steps} steps: shorten the period or lengthen the run."
-        )
+        why = f"there is no round in {job.steps} steps: shorten the period or lengthen the run."
+        raise ValueError(f"{seen.sync!r}: {why}")
     rounds += sum(n * seen.periodic.reports[step] for step, n in seen.periodic.count(job.steps).items())
     rounds += sum(seen.count_rushes(place, job.steps).total() for place in seen.waitfree)
     forecast = Forecast(seen, course, job, cluster, networks)
@@ -112,15 +109,13 @@ def _probe_or_sgd(call: Call, job: Job, cluster: Cluster) -> tuple[Seen, Job, tu
     except (TypeError, ValueError) as error:
         if job.optimizer != "adamw":
             raise
-        job = replace(job, optimizer="momentum")
-        notes = ["it needs SGD"]
+        job, notes = replace(job, optimizer="momentum"), ["it needs SGD"]
         try:
             seen = probe(call, job, cluster.workers)
         except (TypeError, ValueError):
             raise error from None
     for part in seen.sync.parts:
-        if isinstance(part, Exchange) and part.when.needs:
-            needs = " and ".join(sorted(part.when.needs))
+        if isinstance(part, Exchange) and (needs := " and ".join(sorted(part.when.needs))):
             notes.append(f"its period follows the {needs}; planned as it starts")
     return seen, job, tuple(dict.fromkeys(notes))
 
@@ -137,19 +132,16 @@ def _vary(cluster: Cluster) -> list[Network]:
         return [network]
     points = 13 if cluster.workers <= 10_000 else 7
     middle = 1.25e8 if math.isinf(here) else here
-    factors = [10 ** (6 * i / (points - 1) - 3) for i in range(points)]
-    return [network, *(_with_link(network, middle * factor) for factor in factors)]
-
-
-def _with_link(network: Network, bandwidth: float) -> Network:
-    """The network with another outermost link; of several links, the slowest gets this bandwidth."""
+    links = [middle * 10 ** (6 * i / (points - 1) - 3) for i in range(points)]
     if network.levels:
         *inner, outermost = network.levels
-        return replace(network, levels=(*inner, replace(outermost, bandwidth=bandwidth)))
-    if isinstance(network.bandwidth, tuple):
-        ratio = bandwidth / min(network.links)
-        return replace(network, bandwidth=tuple(link * ratio for link in network.links))
-    return replace(network, bandwidth=bandwidth)
+        uplinks = [replace(outermost, bandwidth=link) for link in links]
+        return [network, *(replace(network, levels=(*inner, uplink)) for uplink in uplinks)]
+    if isinstance(network.bandwidth, tuple):  # the slowest link gets the varied bandwidth
+        ratios = [link / here for link in links]
+        each = [tuple(own * ratio for own in network.bandwidth) for ratio in ratios]
+        return [network, *(replace(network, bandwidth=bandwidths) for bandwidths in each)]
+    return [network, *(replace(network, bandwidth=link) for link in links)]
 
 
 @dataclass(frozen=True)
@@ -177,19 +169,15 @@ def plan(methods: Sequence[str], job: Job, cluster: Cluster) -> Plan:
     return Plan(job, cluster, tuple(ranked), _why(ranked[0], ddp))
 
 
-def _compare(prediction: Prediction, ddp: Prediction) -> Prediction:
-    if prediction.method == ddp.method or not prediction.curve:
-        return prediction
-    gain = [(b, theirs / ours) for (b, ours), (_, theirs) in zip(prediction.curve, ddp.curve, strict=True)]
-    needs = _crossing(ddp.curve, prediction.seconds)
-    return replace(prediction, break_even=_crossing(gain, _SLACK), ddp_needs=needs)
+def _compare(ours: Prediction, ddp: Prediction) -> Prediction:
+    if ours.method == ddp.method:
+        return ours
+    gain = [(b, theirs / own) for (b, own), (_, theirs) in zip(ours.curve, ddp.curve, strict=True)]
+    return replace(ours, break_even=_crossing(gain, _SLACK), ddp_needs=_crossing(ddp.curve, ours.seconds))
 
 
 def _crossing(curve: Sequence[tuple[float, float]], level: float) -> float | None:
-    """The bandwidth at which a falling curve reaches a level; time goes with the inverse of bandwidth.
-
-    None if it is above the level to the end, or below it from the beginning.
-    """
+    """The bandwidth at which a falling curve crosses a level, if it does; time goes with its inverse."""
     for (left, above), (right, below) in pairwise(curve):
         if above > level >= below:
             share = (above - level) / (above - below)
@@ -205,14 +193,11 @@ def _why(best: Prediction, ddp: Prediction) -> str:
         return f"{best.method} is {ratio:.2f} times as fast as ddp(): {_reason(best, ddp)}."
     idle = (ddp.exposed + ddp.waiting) / ddp.seconds
     if idle < _LITTLE:
-        return (
-            f"{best.method} is as good as any: ddp() waits for messages in only "
-            f"{ddp.exposed / ddp.seconds:.0%} of the run, so communicating less often saves little."
-        )
-    return (
-        f"{best.method} is as good as any of these, but ddp() waits for messages or slower workers in "
-        f"{idle:.0%} of the run: a method that communicates less often may save some of it."
-    )
+        waits = f"ddp() waits for messages in only {ddp.exposed / ddp.seconds:.0%} of the run"
+        return f"{best.method} is as good as any: {waits}, so communicating less often saves little."
+    waits = f"ddp() waits for messages or slower workers in {idle:.0%} of the run"
+    advice = "a method that communicates less often may save some of it"
+    return f"{best.method} is as good as any of these, but {waits}: {advice}."
 
 
 def _reason(best: Prediction, ddp: Prediction) -> str:

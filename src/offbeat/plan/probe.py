@@ -1,7 +1,5 @@
 """Build a method on a small model among recorded workers, and observe what its parts send and hold."""
 
-from __future__ import annotations
-
 import gc
 import math
 from collections import Counter
@@ -47,12 +45,10 @@ _ELSEWHERE = (type, ModuleType, CodeType, BuiltinFunctionType, nn.Module, Watch)
 
 @dataclass(frozen=True)
 class Seen:
-    """Everything observed of one method.
-
-    `traces` has the messages of the "start"; of finish(), those that "meet" first, and the "last", or "equal"
-    if all workers are. Each exchange, by its place among the parts, adds those of a round that begins
-    ("begin"), is half-way ("advance") and lands ("land"), and those before the next is planned ("ask").
-    """
+    """Everything observed of one method. `traces` has the messages of the "start"; of finish(), those that
+    "meet" first, and the "last", or "equal" if all workers are. Each exchange, by its place among the parts,
+    adds those of a round that begins ("begin"), is half-way ("advance") and lands ("land"), and those before
+    the next is planned ("ask")."""
 
     sync: Synchronizer  # among the real number of workers, on a small model
     workers: int
@@ -107,46 +103,31 @@ def probe(build: Build, job: Job, workers: int) -> Seen:
         try:
             trace = [merge([fold(events) for events in step]) for step in steps]
         except Differ:
-            raise ValueError(
-                f"Cluster(workers={workers}): the messages of this method depend on the number of workers: "
-                f"plan it for up to {_SMALL}."
-            ) from None
-    sync = _World(build, job, workers, 8).sync
-    exchanges = {i: part for i, part in enumerate(sync.parts) if isinstance(part, Exchange)}
-    equality = {place: _measure_equality(part, job) for place, part in exchanges.items()}
-    for part in exchanges.values():
-        part.open()  # some parts pull towards its anchor
-    return Seen(
-        sync=sync,
-        workers=workers,
-        traces={key: merge([world.traces[key] for world in worlds]) for key in first.traces},
-        equality=equality,
-        periodic=find_period(trace, first.reports, first.gap),
-        waitfree={
-            i: Size(job.parameters * Packed.like(part.live.like()).flats[0].element_size())
-            for i, part in enumerate(sync.parts)
-            if isinstance(part, Waitfree)
-        },
-        copies=most,
-    )
+            why = "the messages of this method depend on the number of workers"
+            raise ValueError(f"Cluster(workers={workers}): {why}: plan it for up to {_SMALL}.") from None
+    traces = {key: merge([world.traces[key] for world in worlds]) for key in first.traces}
+    sync, equality, waitfree = _World(build, job, workers, 8).sync, {}, {}
+    for place, part in enumerate(sync.parts):
+        if isinstance(part, Exchange):
+            equality[place] = _measure_equality(part, job)
+            part.open()  # some parts pull towards its anchor
+        elif isinstance(part, Waitfree):
+            waitfree[place] = Size(job.parameters * Packed.like(part.live.like()).flats[0].element_size())
+    periodic = find_period(trace, first.reports, first.gap)
+    return Seen(sync, workers, traces, equality, periodic, waitfree, most)
 
 
 def _measure_equality(part: Exchange, job: Job) -> tuple[bool, bool]:
-    """Whether two simulated workers with different gradients are equal after a round without a delay, and
-    after a local step and `flush`."""
+    """Whether two workers with different gradients are equal after a round, and after a step and `flush`."""
 
     def train(comm: Communicator) -> tuple[int, int]:
         model = ProxyModel(job, _WIDTHS[0])
         weights, optimizer = list(model.parameters()), local_optimizer(job, model)
         for p in weights:
             p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(comm.rank)).to(p.dtype)
-        exchange = Exchange(
-            grads(model) if part.live.early else params(model),
-            when=Every(1),
-            among=World(comm),
-            reduce=None if isinstance(part.update, Reducer) else part.reduce,
-            update=part.update,
-        )
+        live = grads(model) if part.live.early else params(model)
+        reduce = None if isinstance(part.update, Reducer) else part.reduce
+        exchange = Exchange(live, when=Every(1), among=World(comm), reduce=reduce, update=part.update)
         Synchronizer(optimizer, [exchange]).step()
         after_round = checksum(weights)
         optimizer.step()
@@ -183,7 +164,13 @@ class _World:
 
     def record(self, job: Job) -> None:
         """Run some steps with all exchanges switched off, then a round of each exchange, then the end."""
-        waitfree = self._set_aside()
+        waitfree = [part for part in self.sync.parts if isinstance(part, Waitfree)]
+        for aside in waitfree:  # they are replaced by parts that do nothing
+            if aside.active:
+                aside.open_handover(-1, self._comm.sidecar())
+            self.sync.parts[self.sync.parts.index(aside)] = idle = Part()
+            idle.model, idle.peers = aside.model, aside.peers
+        held = _count_copies(self.sync, waitfree)
         self._record_steps(job)
         for place, part in enumerate(self.sync.parts):
             if isinstance(part, Exchange):
@@ -197,25 +184,15 @@ class _World:
         if not any(self.steps):  # otherwise everybody has pulled the same weights
             exchange([local(p) for p in self.sync.model.parameters()], self._comm.mean)
         self.traces["last"] = [*last, *self._log.take()]
-        self.copies += waitfree
-
-    def _set_aside(self) -> float:
-        """Replace wait-free parts by parts that do nothing. Returns how many copies they held."""
-        aside = [part for part in self.sync.parts if isinstance(part, Waitfree)]
-        for part in aside:
-            if part.active:
-                part.open_handover(-1, self._comm.sidecar())
-            self.sync.parts[self.sync.parts.index(part)] = idle = Part()
-            idle.model, idle.peers = part.model, part.peers
-        return _count_copies(self.sync, aside)
+        self.copies += held
 
     def _look(self) -> None:
         self.copies = max(self.copies, _count_copies(self.sync, self.sync.parts))
 
     def _record_steps(self, job: Job) -> None:
         """Until the parts that are not exchanges repeat themselves."""
-        told: list[object] = []
-        wanted, self.sync.on_report = 2, told.append
+        told, wanted = list[object](), 2
+        self.sync.on_report = told.append
         for part in self.sync.parts:
             if isinstance(part, Exchange):
                 part.rhythm.when = Never()
@@ -264,9 +241,7 @@ def _count_copies(sync: Synchronizer, parts: Sequence[Part]) -> float:
     theirs = [value for o in sync.optimizers for state in o.state.values() for value in state.values()]
     theirs += [tensor for p in sync.model.parameters() for tensor in (p, p.grad)]
     known = {t.untyped_storage().data_ptr() for t in theirs if isinstance(t, Tensor)}
-    held: dict[int, int] = {}
-    things: list[object] = list(parts)
-    seen = set(map(id, sync.optimizers))
+    things, seen, held = list[object](parts), set(map(id, sync.optimizers)), dict[int, int]()
     while things:
         thing = things.pop()
         if id(thing) in seen or isinstance(thing, _ELSEWHERE):
@@ -276,8 +251,7 @@ def _count_copies(sync: Synchronizer, parts: Sequence[Part]) -> float:
             storage = thing.untyped_storage()
             held[storage.data_ptr()] = storage.nbytes()
             continue
-        if isinstance(thing, Packed):
-            things += list_buffers(thing)
+        things += list_buffers(thing) if isinstance(thing, Packed) else []
         # A function's globals would lead to everything.
         things += [t for t in gc.get_referents(thing) if not (isinstance(t, dict) and "__builtins__" in t)]
     own = sum(size for pointer, size in held.items() if pointer not in known)

@@ -1,7 +1,5 @@
 """A communicator without other workers that records the messages and waits of a real run."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -15,6 +13,7 @@ from offbeat.comm.communicator import Communicator, Pending, Worker
 from offbeat.comm.presence import Departure
 
 T = TypeVar("T")
+Name = tuple[int, int]  # the step in which a message is sent (in a period, how many ago), its place there
 
 
 @dataclass(frozen=True)
@@ -26,10 +25,6 @@ class Size:
 
     def at(self, workers: int) -> int:
         return round(max(0.0, self.whole + self.cut / workers))
-
-
-Name = tuple[int, int]
-"""The step in which a message is sent (in a period, how many steps ago), and its place there."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +55,7 @@ class Beside:
 
     name: Name
     task_queue: int  # which of the worker's
-    events: Events
+    events: "Events"
 
 
 @dataclass(frozen=True)
@@ -68,7 +63,7 @@ class Repeated:
     """The same events several times in a row, such as messages that pass round a ring."""
 
     times: int
-    events: Events
+    events: "Events"
 
 
 Event = Sent | Waited | Beside | Repeated
@@ -109,16 +104,15 @@ class RecordingComm(Communicator, Worker):
     rank = 0
 
     def __init__(self, size: int, log: Log | None = None, groups: list[list[int]] | None = None) -> None:
-        self.size, self.log = size, Log() if log is None else log
-        self.groups = groups  # None: everyone
+        self.size, self.log, self.groups = size, log or Log(), groups  # no groups: everyone
         self._children: dict[tuple[int, ...], RecordingComm] = {}
 
     def run(
         self, kind: Collective, tensors: Sequence[Tensor], *, src: int = 0, control: bool = False
     ) -> Pending[list[Tensor]]:
         log, name, given = self.log, self.log.next_name(), list(tensors)
-        size = Size(nbytes(given))
-        log.events.append(Sent(name, kind.name, self.size, size, control, self.groups is None))
+        sent = Sent(name, kind.name, self.size, Size(nbytes(given)), control, self.groups is None)
+        log.events.append(sent)
 
         def wait() -> list[Tensor]:
             log.events.append(Waited(name))

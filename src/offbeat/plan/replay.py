@@ -1,7 +1,5 @@
 """Run the clocks of all workers through a method: many runs and many bandwidths at once."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -34,7 +32,7 @@ class Spent:
     exposed: Tensor
     flown: Tensor
 
-    def add(self, other: Spent, *, computing: float, rounds: float) -> None:
+    def add(self, other: "Spent", *, computing: float, rounds: float) -> None:
         """Add several windows like this one, independent of each other: for gradients, and for rounds."""
         self.mean += computing * other.computed + rounds * (other.mean - other.computed)
         self.computed += computing * other.computed
@@ -43,21 +41,17 @@ class Spent:
 
 
 class Clocks:
-    """The time of every worker: [network, run, worker], with one worker while all have the same time.
-
-    Each worker of each run draws its own step times; all networks share them. `_skewed` and `_exposed` are
-    the seconds that workers wait, on average: for slower workers, and for messages.
-    """
+    """The time of every worker: [network, run, worker], with one worker while all have the same time. Each
+    worker of each run draws its own step times. `_skewed` and `_exposed` are the mean seconds of waits for
+    slower workers and for messages."""
 
     def __init__(self, costs: Costs, cluster: Cluster, runs: int) -> None:
         self._costs, self._compute, self._runs = costs, cluster.compute, runs
-        # Workers that never differ are one worker.
-        self._width = cluster.workers if cluster.compute.spread else 1
+        self._width = cluster.workers if cluster.compute.spread else 1  # workers that never differ are one
         self._shape = (len(costs.networks), runs, self._width)
         self._now, self._free, self._sidecar = torch.zeros(3, *self._shape, dtype=torch.float64)
         self._resumed = self._now  # when they last began to compute
-        self._queues: dict[int, Tensor] = {}  # the times of their task queues
-        self._beside = False  # whether a task queue acts, whose waits do not count
+        self._queues, self._beside = dict[int, Tensor](), False  # times of task queues; whether one acts
         self._seconds = torch.zeros(4, *self._shape[:2], dtype=torch.float64)
         self._computed, self._skewed, self._exposed, self._flown = self._seconds
         self._world = Groups(cluster.workers)
@@ -78,8 +72,7 @@ class Clocks:
             self._now = self._now + seconds
             self._computed += seconds
             return
-        drawn = torch.tensor(steps)
-        rows = max(1, _CHUNK // len(steps))  # workers drawn together
+        drawn, rows = torch.tensor(steps), max(1, _CHUNK // len(steps))  # workers drawn together
         parts = zip(torch.split(self._ranks, rows), torch.split(self._offsets, rows), strict=True)
         sums = [self._compute.seconds(rank[:, None], drawn + run[:, None]).sum(-1) for rank, run in parts]
         times = torch.cat(sums).view(self._runs, self._width)
@@ -113,8 +106,7 @@ class Clocks:
             self._go(event.events, groups, key)
         now, free, air, seconds = self._now, self._free, dict(self._air), self._seconds.clone()
         self._go(event.events, groups, key)
-        rest = event.times - turns
-        if rest:
+        if rest := event.times - turns:
             self._now = self._now + rest * (self._now - now)
             self._free = self._free + rest * (self._free - free)
             self._seconds += rest * (self._seconds - seconds)
@@ -125,11 +117,10 @@ class Clocks:
     def _send(self, event: Sent, groups: Groups, key: Callable[[Name], object]) -> None:
         busy, delay = self._costs.of(event.kind, event.given, groups)
         ready = self._range()[2] if groups.members is None else groups.latest(self._now)
-        if event.control:
-            self._air[key(event.name)] = (ready, ready + busy + delay)
-            return
-        self._free = torch.maximum(ready, groups.latest(self._free)) + busy
-        self._air[key(event.name)] = (ready, self._free + delay)
+        if not event.control:
+            self._free = torch.maximum(ready, groups.latest(self._free)) + busy
+        done = ready + busy if event.control else self._free
+        self._air[key(event.name)] = (ready, done + delay)
 
     def _wait(self, key: object) -> None:
         if key not in self._air:
@@ -159,9 +150,8 @@ class Clocks:
         if not seen.rushes(place, round):
             self._sidecar = torch.maximum(self._sidecar, self._now)
             return
-        part, groups = seen.sync.parts[place], seen.groups(place, round)
+        part, groups, now = seen.sync.parts[place], seen.groups(place, round), self._now.expand(self._shape)
         assert isinstance(part, Waitfree)
-        now = self._now.expand(self._shape)
         start = torch.maximum(self._sidecar, now)
         if not part.blocking(round):
             called = now.amin(-1, keepdim=True)  # by the first to arrive
@@ -193,9 +183,8 @@ class Clocks:
 
     def mark(self, kind: object) -> None:
         """Note how far the last worker has come since the previous moment."""
-        latest = self._latest
-        self._paces.setdefault(kind, []).append(latest - self._last)
-        self._last = latest
+        before, self._last = self._last, self._latest
+        self._paces.setdefault(kind, []).append(self._last - before)
 
     def start_here(self) -> None:
         """Begin to count now."""
@@ -211,10 +200,8 @@ class Clocks:
     def spent(self) -> Spent:
         """The seconds since the start."""
         ends = self._latest - self._origin
-        variance = torch.zeros_like(ends[:, 0])
-        if self._runs > 1:
-            variance = ends.var(1)
-        elif self._compute.spread:  # with one run, moments of the same kind are the sample
+        variance = ends.var(1) if self._runs > 1 else torch.zeros_like(ends[:, 0])
+        if self._runs == 1 and self._compute.spread:  # with one run, moments of the same kind are the sample
             for paces in self._paces.values():
                 if len(paces) > 1:
                     variance += torch.stack(paces).var(0)[:, 0] * len(paces)

@@ -1,16 +1,12 @@
 """From the messages of small models among few workers to those of the real model among all workers."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from offbeat.plan.recording import Beside, Event, Events, Name, Repeated, Sent, Size, Waited
 
-Worlds = Sequence[tuple[int, int]]
-"""The number of workers and the width of the model of each recording."""
-
+Worlds = Sequence[tuple[int, int]]  # the number of workers and the width of the model of each recording
 _LONGEST_BLOCK = 64  # events that repeat within a step
 _LONGEST_PERIOD = 256  # steps
 
@@ -20,11 +16,8 @@ class Differ(Exception):
 
 
 def combine(worlds: Worlds, recordings: Sequence[Sequence[Event]], width: float, workers: int) -> Events:
-    """The events of a model of this width among so many workers, from one recording of each world.
-
-    A layer's bytes are at most quadratic in the width (a mean sends the whole matrix, a low-rank code its
-    edges), so a parabola through three widths gives any other. The turns of a ring grow with the workers.
-    """
+    """The events of a model of this width among so many workers, from one recording of each world. A layer's
+    bytes are at most quadratic in the width. The turns of a ring grow with the workers."""
     kinds = [[(type(e), e.kind if isinstance(e, Sent) else "") for e in events] for events in recordings]
     if any(other != kinds[0] for other in kinds):
         raise Differ
@@ -70,11 +63,8 @@ def split_by_workers(values: dict[int, float]) -> tuple[float, float]:
 
 
 def fold(events: Sequence[Event]) -> Events:
-    """Replace the turns of a ring by one `Repeated` event.
-
-    A worker that waits for a message and at once sends one like it passes the message on. All messages of
-    such a chain get the name of the first, so that every turn looks the same.
-    """
+    """Replace the turns of a ring by one `Repeated` event. A worker that waits for a message and at once
+    sends one like it passes it on. All messages of such a chain get the name of the first."""
     heads: dict[Name, Sent] = {}  # the first message of the chain that each message belongs to
     renamed: list[Event] = []
     for event in events:
@@ -88,26 +78,20 @@ def fold(events: Sequence[Event]) -> Events:
             head = head if replace(event, name=head.name) == head else event
             heads[event.name] = event = head
         renamed.append(event)
-    return tuple(_fold_turns(renamed))
-
-
-def _fold_turns(events: Sequence[Event]) -> list[Event]:
-    """Replace every block that is repeated at once, beginning with the shortest."""
-    folded: list[Event] = []
-    start = 0
-    while start < len(events):
-        for length in range(2, min(_LONGEST_BLOCK, (len(events) - start) // 2) + 1):
-            block, times = events[start : start + length], 1
-            while events[start + times * length : start + (times + 1) * length] == block:
+    folded, start = list[Event](), 0
+    while start < len(renamed):  # fold every block that is repeated at once, beginning with the shortest
+        for length in range(2, min(_LONGEST_BLOCK, (len(renamed) - start) // 2) + 1):
+            block, times = renamed[start : start + length], 1
+            while renamed[start + times * length : start + (times + 1) * length] == block:
                 times += 1
             if times > 1:
                 folded.append(Repeated(times, tuple(block)))
                 start += times * length
                 break
         else:
-            folded.append(events[start])
+            folded.append(renamed[start])
             start += 1
-    return folded
+    return tuple(folded)
 
 
 @dataclass(frozen=True)

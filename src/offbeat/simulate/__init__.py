@@ -14,16 +14,6 @@ from offbeat.simulate.network import Level, Network
 from offbeat.simulate.virtual import Virtual, simulate
 
 __all__ = [
-    "Compute",
-    "Constant",
-    "Failures",
-    "HeavyTailed",
-    "Jittered",
-    "Level",
-    "Network",
-    "Recorded",
-    "Stragglers",
-    "Uneven",
-    "Virtual",
-    "simulate",
-]
+    "Compute", "Constant", "Failures", "HeavyTailed", "Jittered", "Level", "Network", "Recorded",
+    "Stragglers", "Uneven", "Virtual", "simulate",
+]  # fmt: skip

@@ -1,11 +1,10 @@
 """How long a worker computes, and how often it fails."""
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate, count
 from os import PathLike
 from pathlib import Path
 
@@ -51,7 +50,6 @@ class Constant(Compute):
     """Every step of every worker takes the same time."""
 
     step: float
-
     spread = False
 
     def __post_init__(self) -> None:
@@ -115,7 +113,7 @@ class Recorded(Compute):
         return f"Recorded({len(self.rows)} workers, {sum(map(len, self.rows))} steps)"
 
     @classmethod
-    def read(cls, path: str | PathLike[str]) -> Recorded:
+    def read(cls, path: str | PathLike[str]) -> "Recorded":
         """Read a JSON file with one list of seconds per worker."""
         try:
             rows = json.loads(Path(path).read_text())
@@ -128,12 +126,11 @@ class Recorded(Compute):
         Path(path).write_text(json.dumps(self.rows))
 
     def seconds(self, ranks: Tensor, steps: Tensor) -> Tensor:
-        lengths = torch.tensor([len(row) for row in self.rows])
+        lengths, row = torch.tensor([len(row) for row in self.rows]), ranks % len(self.rows)
         flat = torch.tensor([time for row in self.rows for time in row], dtype=torch.float64)
-        starts = lengths.cumsum(0) - lengths
-        row, lap = ranks % len(self.rows), ranks // len(self.rows)
-        shift = (uniforms(ranks, torch.tensor(0), 0, "recorded") * lengths[row]).long() * (lap > 0)
-        return flat[starts[row] + (steps + shift) % lengths[row]]
+        shift = (uniforms(ranks, torch.tensor(0), 0, "recorded") * lengths[row]).long()
+        shift *= ranks >= len(self.rows)
+        return flat[(lengths.cumsum(0) - lengths)[row] + (steps + shift) % lengths[row]]
 
 
 @dataclass(frozen=True)
@@ -209,25 +206,23 @@ class Failures:
 
     def gap(self, rank: int, number: int) -> float:
         """Seconds of work before failure `number` of a worker, since the one before."""
-        if not self.per_hour:
-            return math.inf
-        return -math.log1p(-uniform(self.seed, rank, number, "failure")) * 3600 / self.per_hour
+        drawn = -math.log1p(-uniform(self.seed, rank, number, "failure")) * 3600
+        return drawn / self.per_hour if self.per_hour else math.inf
 
 
 class Uptime:
     """The failures of one worker over time."""
 
     def __init__(self, failures: Failures, rank: int) -> None:
-        self._failures, self._rank = failures, rank
-        self._worked, self._number, self._next = 0.0, 0, failures.gap(rank, 0)
+        self._failures, self._worked = failures, 0.0
+        self._times = accumulate(failures.gap(rank, number) for number in count())
+        self._next = next(self._times)
 
     def lose(self, seconds: float) -> float:
         """Seconds lost to failures during the next `seconds` of work."""
         self._worked += seconds
-        lost = 0.0
+        lost, every = 0.0, self._failures.checkpoint
         while self._next <= self._worked:
-            again = self._next % self._failures.checkpoint if self._failures.checkpoint else 0.0
-            lost += self._failures.restart + again
-            self._number += 1
-            self._next += self._failures.gap(self._rank, self._number)
+            lost += self._failures.restart + (self._next % every if every else 0.0)
+            self._next = next(self._times)
         return lost

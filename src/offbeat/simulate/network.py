@@ -1,7 +1,5 @@
 """How long messages take in virtual seconds: links, uplinks shared by groups of workers, and latencies."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections import Counter
@@ -15,9 +13,7 @@ from offbeat.comm.collective import COLLECTIVES, Algorithm, Crossing
 from offbeat.simulate.compute import require
 
 _ALGORITHMS: tuple[str, ...] = get_args(Algorithm)
-
-Link = tuple[int, int]
-"""A level, 0 for the workers' own links, and the worker or group it belongs to."""
+Link = tuple[int, int]  # a level, 0 for the workers' own links, and the worker or group it belongs to
 
 
 @dataclass(frozen=True)
@@ -60,13 +56,12 @@ class Network:
 
     def __post_init__(self) -> None:
         require(self.latency >= 0, self, "latency", "must not be negative")
-        positive = all(bandwidth > 0 for bandwidth in self.links)
-        require(bool(self.links) and positive, self, "bandwidth", "must be positive")
-        known = ", ".join(map(repr, _ALGORITHMS))
+        positive = bool(self.links) and all(bandwidth > 0 for bandwidth in self.links)
+        require(positive, self, "bandwidth", "must be positive")
+        known, kinds = (", ".join(map(repr, names)) for names in (_ALGORITHMS, COLLECTIVES))
         require(self.reduce in _ALGORITHMS, self, "reduce", f"must be one of {known}")
+        rule = f"are pairs of one of {kinds} and a number above 0 and at most 1"
         for kind, share in self.shares:
-            kinds = ", ".join(map(repr, COLLECTIVES))
-            rule = f"are pairs of one of {kinds} and a number above 0 and at most 1"
             require(kind in COLLECTIVES and 0 < share <= 1, self, "shares", rule)
         for inner, outer in itertools.pairwise(self.levels):
             if outer.workers % inner.workers or outer.workers <= inner.workers:
@@ -114,14 +109,10 @@ class Traffic:
         self._free: dict[Link, float] = {}
 
     def carry(self, kind: str, members: Sequence[int], given: int, ready: float, *, queue: bool) -> float:
-        """The time at which a collective lands whose last member began at `ready`.
-
-        It starts when all its links are free, and holds each for as long as its bytes take there.
-        """
+        """When a collective lands that is `ready` to start. It starts when all its links are free."""
         if len(members) == 1:
             return ready
-        busy = self._busy(kind, members, given)
-        start = ready
+        busy, start = self._busy(kind, members, given), ready
         if queue:
             start = max([ready, *(self._free.get(link, 0.0) for link in busy)])
             for link, seconds in busy.items():
@@ -147,23 +138,16 @@ class Traffic:
 
 
 def own_bytes(algorithm: Algorithm, kind: str, size: int, given: int) -> int:
-    """Bytes each of `size` workers sends over its own link, and receives, for `given` bytes.
-
-    A tree sends everything up and down; a ring keeps the worker's own share.
-    """
-    if algorithm == "tree" and COLLECTIVES[kind].ways == 2 and size > 1:
-        return 2 * given
-    return COLLECTIVES[kind].sent(size, given)
+    """Bytes each of `size` workers sends over its own link, and receives. A ring keeps the worker's share."""
+    up_and_down = algorithm == "tree" and COLLECTIVES[kind].ways == 2 and size > 1
+    return 2 * given if up_and_down else COLLECTIVES[kind].sent(size, given)
 
 
 def hops(algorithm: Algorithm, kind: str, counts: list[int]) -> list[float]:
     """How often a collective pays the latency of each level; the first level is the workers' own links.
-
     `counts` are the workers, then the groups that they come from on each level. In a ring each link adds its
-    own latency, twice for a mean. In a tree the groups of one level meet before those of the next.
-    """
-    ways, local = COLLECTIVES[kind].ways, COLLECTIVES[kind].local
-    size = counts[0]
+    own latency, twice for a mean. In a tree the groups of one level meet before those of the next."""
+    ways, local, size = COLLECTIVES[kind].ways, COLLECTIVES[kind].local, counts[0]
     if algorithm == "ring" and not local:
         crossing = [count if count > 1 else 0 for count in [*counts, 1]]
         edges = [below - above for below, above in itertools.pairwise(crossing)]

@@ -1,7 +1,5 @@
 """The threads of simulated workers, and what they can wait for: one runs at a time, the earliest first."""
 
-from __future__ import annotations
-
 import heapq
 import itertools
 import threading
@@ -9,7 +7,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TypeVar
 from weakref import WeakSet
 
 import torch
@@ -24,9 +22,9 @@ from offbeat.simulate.compute import Failures, Uptime
 from offbeat.simulate.network import Network, Traffic
 
 T = TypeVar("T")
-
 # A communicator's members, after those of the communicators it was made from; (−n,) is its nth duplicate.
 Path = tuple[tuple[int, ...], ...]
+StepSeconds = Callable[[int, int], float]  # by rank and step
 
 
 @dataclass
@@ -56,10 +54,10 @@ class Call:
     def resolve(self, src: int, traffic: Traffic, *, queue: bool) -> None:
         """Work out the results once all members have posted."""
         posts = [self.posts[rank] for rank in self.members]
-        first, texts = posts[0], [str(post) for post in posts]
-        for rank, text in zip(self.members, texts, strict=True):
-            if text != texts[0]:
-                self.error = f"Workers disagree: rank {self.members[0]} sends {texts[0]}, rank {rank} {text}."
+        first, what = posts[0], str(posts[0])
+        for rank, post in zip(self.members, posts, strict=True):
+            if (other := str(post)) != what:
+                self.error = f"Workers disagree: rank {self.members[0]} sends {what}, rank {rank} {other}."
                 return
         with torch.no_grad():
             self.results = first.kind.results([post.tensors for post in posts], src, range(len(posts)))
@@ -78,15 +76,10 @@ class Condition:
 
 
 class Scheduler:
-    """The threads of all workers. One holds the baton and runs; the others wait for a message or their turn.
+    """The threads of all workers, called actors. One holds the baton and runs; the others wait for a message
+    or their turn. At the same virtual time, ranks act before sidecars, in order."""
 
-    An actor is a thread: first those of the ranks, then those of their sidecars. At the same virtual time,
-    ranks act before sidecars, in order.
-    """
-
-    def __init__(
-        self, workers: int, network: Network, compute: Callable[[int, int], float], failures: Failures
-    ) -> None:
+    def __init__(self, workers: int, network: Network, compute: StepSeconds, failures: Failures) -> None:
         self.compute, self.traffic = compute, Traffic(network)
         self.uptimes = [Uptime(failures, rank) for rank in range(workers)]
         self.calls: dict[tuple[Path, str, int], Call] = {}
@@ -98,8 +91,7 @@ class Scheduler:
         self.on_exit: dict[int, list[Callable[[], None]]] = {rank: [] for rank in range(workers)}
         self.threads: list[threading.Thread] = []
         self.current = 0  # the actor that holds the baton
-        # Of every actor.
-        self.clocks: list[float] = []
+        self.clocks: list[float] = []  # of every actor, as what follows
         self.waiting: dict[int, Call | Condition | None] = {}  # None: can run
         self.task_queues: dict[int, list[VirtualQueue]] = {}
         self._ranks: list[int] = []
@@ -140,8 +132,9 @@ class Scheduler:
         """Give the baton away until the call is complete, then move this actor's clock to its landing."""
         task_queues = self.task_queues.get(actor, [])
         if call.missing and not any(task_queue.busy for task_queue in task_queues):
-            for task_queue in task_queues:
-                task_queue.catch_up()
+            for task_queue in task_queues:  # other workers may wait for its jobs; errors are raised later
+                with suppress(BaseException):
+                    task_queue.close()
         if call.missing:
             self.waiting[actor] = call
             self.catch_up(actor)
@@ -198,16 +191,15 @@ class Scheduler:
         able = []
         for actor, what in self.waiting.items():
             if isinstance(what, Condition):
-                if (due := what.due) is not None:
-                    able.append((max(due, self.clocks[actor]), actor))
+                if what.due is not None:
+                    able.append((max(what.due, self.clocks[actor]), actor))
             elif what is None or not what.missing or not what.missing.isdisjoint(self.departures):
                 able.append((self.clocks[actor], actor))
         return min(able, default=None)
 
     def _explain_standstill(self) -> BaseException:
         """The error when nobody can move: workers are in different places, or wait for each other."""
-        apart = find_disagreement(sorted(self.tracks, key=lambda track: track.rank))
-        if apart is not None:
+        if (apart := find_disagreement(sorted(self.tracks, key=lambda track: track.rank))) is not None:
             return Disagreement(apart)
         waits = []
         for rank, what in self.waiting.items():
@@ -223,22 +215,17 @@ class Scheduler:
 
 class VirtualQueue(TaskQueue):
     """Runs jobs when a worker waits for a result, at the virtual time at which a thread would have run them.
-
-    During a job, the actor's clock is the queue's: a job starts when the one before it has ended, but not
-    before it was given.
-    """
+    During a job, the actor's clock is the queue's."""
 
     def __init__(self, scheduler: Scheduler, actor: int) -> None:
         super().__init__()
-        self._clocks, self._actor = scheduler.clocks, actor
-        self._now, self.busy = 0.0, False
+        self._clocks, self._actor, self._now, self.busy = scheduler.clocks, actor, 0.0, False
         self._open: deque[Callable[[], None]] = deque()
         scheduler.task_queues.setdefault(actor, []).append(self)
 
     def give(self, job: Callable[[], T]) -> Pending[T]:
-        clocks, actor = self._clocks, self._actor
+        clocks, actor, result = self._clocks, self._actor, list[T]()
         given, done = clocks[actor], [0.0]
-        result: list[Any] = []
 
         def run() -> None:
             worker, self.busy = clocks[actor], True
@@ -256,16 +243,10 @@ class VirtualQueue(TaskQueue):
                     raise self._error
                 self._open.popleft()()
             clocks[actor] = max(clocks[actor], done[0])
-            value: T = result[0]
-            return value
+            return result[0]
 
         self._open.append(run)
         return Pending(wait, lambda: bool(result) and done[0] <= clocks[actor], lambda: done[0])
-
-    def catch_up(self) -> None:
-        """Run the waiting jobs, since other workers may wait for them. Errors are raised later."""
-        with suppress(BaseException):
-            self.close()
 
     def close(self) -> None:
         while self._open and self._error is None:

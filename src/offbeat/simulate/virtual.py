@@ -1,11 +1,10 @@
 """Runs many workers in one process, one at a time, and gives each its view of the others."""
 
-from __future__ import annotations
-
 import functools
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -16,10 +15,9 @@ from offbeat.comm.communicator import Communicator, Pending, Worker
 from offbeat.comm.presence import Departure, Track
 from offbeat.simulate.compute import Failures
 from offbeat.simulate.network import Network
-from offbeat.simulate.scheduler import Call, Condition, Path, Post, Scheduler, VirtualQueue
+from offbeat.simulate.scheduler import Call, Condition, Path, Post, Scheduler, StepSeconds, VirtualQueue
 
 T = TypeVar("T")
-
 _ANNOUNCEMENT = 8  # bytes
 
 
@@ -28,14 +26,13 @@ def simulate(
     workers: int,
     *,
     network: Network | None = None,
-    compute: Callable[[int, int], float] | None = None,
+    compute: StepSeconds | None = None,
     failures: Failures | None = None,
 ) -> list[T]:
     """Run `worker(comm)` for every rank in one process, and return the results in rank order.
 
     Exactly one worker runs at a time, and workers switch only where one waits for a message, so a run is a
-    pure function of its inputs. Each worker has its own state of torch's random numbers, initially the
-    caller's.
+    pure function of its inputs. Each worker has torch random numbers of its own, which start as the caller's.
 
     Reports are in virtual seconds. `compute(rank, step)` is the time that a worker needs for the gradient
     after `step` iterations: a function, or a value such as `Jittered(0.2)`. `network` says how long messages
@@ -50,11 +47,9 @@ def simulate(
     """
     if workers < 1:
         raise ValueError(f"simulate(workers={workers}): workers must be at least 1.")
-    rng = torch.get_rng_state()
-    network = network or Network()
+    rng, network, results = torch.get_rng_state(), network or Network(), dict[int, T]()
     network.check(workers)
     scheduler = Scheduler(workers, network, compute or (lambda rank, step: 0.0), failures or Failures(0.0))
-    results: list[Any] = [None] * workers
 
     def work(rank: int) -> None:
         departure = Departure("has returned")
@@ -75,7 +70,7 @@ def simulate(
     torch.set_rng_state(rng)
     if scheduler.failure is not None:
         raise scheduler.failure
-    return results
+    return [results[rank] for rank in range(workers)]
 
 
 class Virtual(Communicator, Worker):
@@ -83,10 +78,8 @@ class Virtual(Communicator, Worker):
 
     def __init__(self, scheduler: Scheduler, path: Path, me: int, actor: int) -> None:
         self._scheduler, self._path, self._me, self._actor = scheduler, path, me, actor
-        self._members = path[-1]
+        self._members, self._number, self._duplicates, self._runs = path[-1], Counter[str](), 0, 0
         self.rank, self.size = self._members.index(me), len(self._members)
-        self._number = {"data": 0, "control": 0}
-        self._duplicates = self._runs = 0
 
     def run(
         self, kind: Collective, tensors: Sequence[Tensor], *, src: int = 0, control: bool = False
@@ -108,8 +101,7 @@ class Virtual(Communicator, Worker):
         return Pending(wait, lambda: scheduler.has_landed(self._actor, call), lambda: call.lands)
 
     def split(self, groups: Sequence[Sequence[int]]) -> Communicator:
-        mine = next(group for group in groups if self.rank in group)
-        members = tuple(self._members[rank] for rank in mine)
+        members = tuple(self._members[rank] for group in groups if self.rank in group for rank in group)
         return find_view(self._scheduler, (*self._path, members), self._me, self._actor)
 
     @property
@@ -152,18 +144,13 @@ def find_view(scheduler: Scheduler, path: Path, me: int, actor: int) -> Communic
 
 
 class VirtualSidecar(Sidecar):
-    """One more actor of the scheduler, with a clock of its own.
-
-    Before an actor touches shared state, all actors behind it in virtual time catch up, so changes happen in
-    the order of time. At the same time a worker acts before any sidecar: workers that need no time are never
-    late.
-    """
+    """One more actor of the scheduler, with a clock of its own. Before an actor touches shared state, all
+    actors behind it in virtual time catch up, so changes happen in the order of time."""
 
     def __init__(self, scheduler: Scheduler, path: Path, rank: int) -> None:
-        self._scheduler, self._path, self._rank = scheduler, path, rank
+        self._scheduler, self._path, self._rank, self._stopped = scheduler, path, rank, False
         self._actor = scheduler.add(rank, scheduler.clocks[rank])
         self.comm = find_view(scheduler, path, rank, self._actor)
-        self._stopped = False
         self._error: BaseException | None = None
         scheduler.on_exit[rank].append(self.stop)
 
@@ -192,13 +179,10 @@ class VirtualSidecar(Sidecar):
 
     def until(self, ready: Callable[[], bool], what: str, seconds: float | None = None) -> bool:
         scheduler, me = self._scheduler, self._scheduler.current
-        now = scheduler.clocks[me]
+        now, told = scheduler.clocks[me], f"rank {self._rank} waits for {what}"
         scheduler.wake(now)
-        wait = Condition(
-            lambda: ready() or self._stopped or self._error is not None,
-            f"rank {self._rank} waits for {what}",
-            due=None if seconds is None else now + seconds,
-        )
+        due = None if seconds is None else now + seconds
+        wait = Condition(lambda: ready() or self._stopped or self._error is not None, told, due)
         if not wait.ready():
             scheduler.waiting[me] = wait
             scheduler.catch_up(me)
@@ -214,15 +198,16 @@ class VirtualSidecar(Sidecar):
     def announce(self, number: int) -> None:
         scheduler = self._scheduler
         arrival = scheduler.clocks[scheduler.current] + scheduler.traffic.network.seconds(_ANNOUNCEMENT)
-        scheduler.heard[self._path, self._rank] = max(self.heard, number)
-        for rank in self._path[-1]:
-            if rank != self._rank:
-                scheduler.post(arrival, functools.partial(self._deliver, rank, number))
+        heard, path = scheduler.heard, self._path
 
-    def _deliver(self, rank: int, number: int, when: float) -> None:
-        heard, key = self._scheduler.heard, (self._path, rank)
-        heard[key] = max(heard.get(key, -1), number)
-        self._scheduler.wake(when)
+        def deliver(rank: int, when: float) -> None:
+            heard[path, rank] = max(heard.get((path, rank), -1), number)
+            scheduler.wake(when)
+
+        heard[path, self._rank] = max(self.heard, number)
+        for rank in path[-1]:
+            if rank != self._rank:
+                scheduler.post(arrival, functools.partial(deliver, rank))
 
     def check(self) -> None:
         if self._error is not None:

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from offbeat.base.errors import BadArgument
-
-FilePath = str | os.PathLike[str]
+from offbeat.tasks.task import FilePath as FilePath
 
 SUFFIXES = {".jpg", ".jpeg", ".png"}
 HELD_OUT = 10  # one picture in ten, if there is no folder of test pictures
@@ -71,20 +70,18 @@ def _open(path: Path) -> Iterator[tuple[list[str], Callable[[str], bytes], list[
 
 def _find_pictures(names: Sequence[str], data: str) -> list[tuple[str, str, bool]]:
     """Name, class, and whether it is held out, of each picture in train/CLASS, test/CLASS or val/CLASS."""
+    paths = [(name, path) for name in names if (path := PurePosixPath(name)).suffix.lower() in SUFFIXES]
     found = [
         (name, path.parts[-2], path.parts[-3] != "train")
-        for name, path in zip(names, map(PurePosixPath, names), strict=True)
-        if path.suffix.lower() in SUFFIXES
-        and not path.name.startswith(".")
-        and path.parts[-3:-2] in [("train",), ("test",), ("val",)]
+        for name, path in paths
+        if not path.name.startswith(".") and path.parts[-3:-2] in [("train",), ("test",), ("val",)]
     ]
     classes = {label for _, label, held_out in found if not held_out}
     if len(classes) < 2:
         count = f"{len(classes)} folder{'' if len(classes) == 1 else 's'} train/CLASS"
         raise _refuse(data, f"found {count} with .jpg or .png files; use at least two")
-    for name, label, _ in found:
-        if label not in classes:
-            raise _refuse(data, f"{name!r} has a class that train/ does not have")
+    if new := next((name for name, label, _ in found if label not in classes), None):
+        raise _refuse(data, f"{new!r} has a class that train/ does not have")
     return found
 
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from offbeat.base.errors import BadArgument
-from offbeat.tasks.task import Batch, Batches, Task, cross_entropy, find_size, predict_all, shard
+from offbeat.tasks.task import Batch, Batches, FilePath, Task, cross_entropy, find_size, predict_all, shard
 
 
 @dataclass(frozen=True)
@@ -38,11 +38,7 @@ EVALUATED = 64  # windows, evenly spaced over the held-out part
 
 
 def bytes_task(
-    size: str = "small",
-    *,
-    data: str | os.PathLike[str] | None = None,
-    context: int | None = None,
-    seed: int = 0,
+    size: str = "small", *, data: FilePath | None = None, context: int | None = None, seed: int = 0
 ) -> Task:
     """Predict the next byte of a text with a GPT. Losses are in nats per byte; guessing gives ln 256 ≈ 5.55.
 
@@ -61,9 +57,9 @@ def bytes_task(
     if context is not None and context < 1:
         raise ValueError(f"bytes_task(context={context}): context must be at least 1.")
     if data is not None and not os.path.isfile(data):
-        reason = "data must be the path of an existing file."
-        raise BadArgument("data", os.fspath(data), reason, call="bytes_task")
-    shape = shape if context is None else replace(shape, context=context)
+        bad = "data must be the path of an existing file."
+        raise BadArgument("data", os.fspath(data), bad, call="bytes_task")
+    shape = replace(shape, context=context or shape.context)
     text = Text(standard_library() if data is None else Path(data).read_bytes(), context=shape.context)
     return Task(
         name=f"bytes-{size}",
@@ -83,13 +79,11 @@ class Text:
     def __init__(self, content: bytes, *, context: int) -> None:
         held_out = len(content) // HELD_OUT
         if held_out <= context:
-            raise ValueError(
-                f"bytes_task(context={context}): the data has {len(content)} bytes and needs at least "
-                f"{HELD_OUT * (context + 1)} to hold out one window; give more data or a smaller context."
-            )
-        self.context = context
+            needs = f"needs at least {HELD_OUT * (context + 1)} to hold out one window"
+            why = f"the data has {len(content)} bytes and {needs}; give more data or a smaller context."
+            raise ValueError(f"bytes_task(context={context}): {why}")
+        self.context, self.trained = context, len(content) - held_out
         self.bytes = torch.frombuffer(bytearray(content), dtype=torch.uint8)
-        self.trained = len(content) - held_out
 
     def batches(self, rank: int, workers: int, batch_size: int, seed: int) -> Batches:
         """Random windows from this rank's part of the training bytes."""
@@ -116,10 +110,7 @@ class Text:
 
 
 def standard_library() -> bytes:
-    """The first 4 MB of the standard library's single-file modules.
-
-    Packages are left out: they hold the tests and generated tables.
-    """
+    """The first 4 MB of the standard library's single-file modules. Packages hold tests and tables."""
     folder = Path(sysconfig.get_path("stdlib"))
     # The set leaves out generated modules that depend on the machine.
     modules = sorted(path for path in folder.glob("*.py") if path.stem in sys.stdlib_module_names)
@@ -133,11 +124,9 @@ class Block(nn.Module):
         super().__init__()
         width, self.heads = shape.width, shape.heads
         self.attention_norm = nn.LayerNorm(width)
-        self.qkv = nn.Linear(width, 3 * width)
-        self.attention_out = nn.Linear(width, width)
+        self.qkv, self.attention_out = nn.Linear(width, 3 * width), nn.Linear(width, width)
         self.mlp_norm = nn.LayerNorm(width)
-        self.mlp_in = nn.Linear(width, 4 * width)
-        self.mlp_out = nn.Linear(4 * width, width)
+        self.mlp_in, self.mlp_out = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
         qkv = self.qkv(self.attention_norm(x)).unflatten(-1, (3, self.heads, -1))
@@ -151,9 +140,7 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """Tokens of shape (batch, time) in, logits of shape (batch, time, vocabulary) out.
 
-    Pre-norm blocks, learned positions, GELU, and the embedding matrix reused as the head. Twelve tensors per
-    block and six around them: token and position embeddings, and the weight and bias of the norms before the
-    first block and after the last.
+    Pre-norm blocks, learned positions, GELU, and the embedding matrix reused as the head.
     """
 
     def __init__(self, shape: Shape) -> None:

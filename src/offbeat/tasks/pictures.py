@@ -16,7 +16,6 @@ DIGITS = {"tiny": (8, 16, 32), "small": (16, 32, 64), "medium": (32, 64, 256), "
 # Blocks per width, then the widths.
 IMAGES = {"tiny": (1, 8, 16), "small": (1, 16, 32, 64), "medium": (3, 16, 32, 64), "large": (2, 64, 128, 256)}
 HELD_OUT = 5  # one digit in five
-SHIFT = 4  # pixels at most, of 32
 EVALUATED = 1000  # held-out pictures, evenly spaced
 AT_ONCE = 250  # pictures per forward pass
 
@@ -64,10 +63,7 @@ def images_task(
 
 
 class Labelled:
-    """Pictures as bytes (count, channels, height, width) and labels. The first `trained` are for training.
-
-    A worker's part is contiguous, so the caller shuffles them first.
-    """
+    """Shuffled pictures as bytes (count, channels, height, width) and labels; `trained` are for training."""
 
     def __init__(self, pictures: Tensor, labels: Tensor, trained: int, *, augmented: bool = False) -> None:
         self.pictures, self.labels, self.trained, self.augmented = pictures, labels, trained, augmented
@@ -94,8 +90,7 @@ class Labelled:
         part = shard(self.trained, rank=rank, workers=workers)
         if workers > self.trained:
             reason = f"there are {self.trained} training pictures, and each worker needs at least one; "
-            advice = "use fewer workers or more data."
-            raise BadArgument("workers", workers, reason + advice, call="batches")
+            raise BadArgument("workers", workers, f"{reason}use fewer workers or more data.", call="batches")
         change = augment if self.augmented else None
         return Batches(part, self.take, rank=rank, batch_size=batch_size, seed=seed, augment=change)
 
@@ -134,7 +129,7 @@ def augment(batch: Batch, generator: torch.Generator) -> Batch:
     """Mirror half of the pictures, and shift each by up to an eighth of its width. Gaps are black."""
     pictures, labels = batch
     count, side = len(pictures), pictures.shape[-1]
-    margin = max(1, SHIFT * side // 32)
+    margin = max(1, side // 8)
     mirrored = torch.rand(count, generator=generator, device="cpu") < 0.5
     pictures = torch.where(mirrored[:, None, None, None], pictures.flip(-1), pictures)
     down, right = torch.randint(0, 2 * margin + 1, (2, count), generator=generator, device="cpu")

@@ -1,8 +1,9 @@
 """What every task provides: a model, its loss, batches for each worker and an evaluation."""
 
 import hashlib
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Protocol, TypeVar
 
 import torch
@@ -12,12 +13,12 @@ from torch.optim import Optimizer
 
 from offbeat.base.errors import BadArgument
 
-Batch = tuple[Tensor, Tensor]
-"""Inputs and targets."""
-
+Batch = tuple[Tensor, Tensor]  # inputs and targets
+FilePath = str | os.PathLike[str]
 T = TypeVar("T")
 
 
+@dataclass(eq=False, repr=False)
 class Batches(Iterator[Batch]):
     """One worker's endless batches, drawn with replacement from its own positions in the data.
 
@@ -25,29 +26,25 @@ class Batches(Iterator[Batch]):
     `gather` turns drawn positions into a batch. `augment` changes it at random, with the same generator.
     """
 
-    def __init__(
-        self,
-        positions: range,
-        gather: Callable[[Tensor], Batch],
-        *,
-        rank: int,
-        batch_size: int,
-        seed: int,
-        augment: Callable[[Batch, torch.Generator], Batch] | None = None,
-    ) -> None:
-        if batch_size < 1:
-            raise BadArgument("batch_size", batch_size, "batch_size must be at least 1.", call="batches")
-        self.positions, self.gather, self.augment = positions, gather, augment
-        self.rank, self.batch_size, self.seed = rank, batch_size, seed
-        self.step = 0
+    positions: range
+    gather: Callable[[Tensor], Batch]
+    _: KW_ONLY
+    rank: int
+    batch_size: int
+    seed: int
+    augment: Callable[[Batch, torch.Generator], Batch] | None = None
+    step: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
+        if self.batch_size < 1:
+            raise BadArgument("batch_size", self.batch_size, "batch_size must be at least 1.", call="batches")
 
     def __next__(self) -> Batch:
         digest = hashlib.blake2b(f"{self.seed}/{self.rank}/{self.step}".encode(), digest_size=8).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest, "big"))
-        low, high = self.positions.start, self.positions.stop
-        drawn = torch.randint(low, high, (self.batch_size,), generator=generator, device="cpu")
+        ends, shape = (self.positions.start, self.positions.stop), (self.batch_size,)
         self.step += 1
-        batch = self.gather(drawn)
+        batch = self.gather(torch.randint(*ends, shape, generator=generator, device="cpu"))
         return batch if self.augment is None else self.augment(batch, generator)
 
     def state_dict(self) -> dict[str, int]:
