@@ -1,4 +1,15 @@
-"""Errors of workers that train together. Bad arguments raise ValueError or TypeError where they are given."""
+"""Errors of workers that train together.
+
+OffbeatError (a RuntimeError)
+├── Disagreement        workers differ in model, method, step or learning rate
+├── NotFinite           a worker would send NaN or infinity through a code that cannot represent them
+├── PeerLost            a worker left, failed or stopped responding while others waited for it
+├── Deadlock            in a simulation, no worker can continue
+└── CheckpointMismatch  a checkpoint is damaged, or belongs to another run, method, rank or world size
+
+Bad arguments raise ValueError or TypeError where they are passed. BadArgument is a ValueError that keeps the
+argument's name, value and reason separate. The command line prints them as `--option value: reason`.
+"""
 
 from __future__ import annotations
 
