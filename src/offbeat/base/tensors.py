@@ -30,7 +30,7 @@ def is_sharded(tensor: Tensor) -> TypeGuard[DTensor]:
 def local(tensor: Tensor) -> Tensor:
     """This worker's shard of a tensor, detached and real-valued. Shares memory with the original."""
     tensor = tensor.detach()
-    if is_sharded(tensor):
+    if type(tensor) is not Tensor and is_sharded(tensor):
         tensor = tensor.to_local()
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 

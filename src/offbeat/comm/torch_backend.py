@@ -88,9 +88,12 @@ class Message(Pending[list[Tensor]]):
         return self._result
 
     def done(self) -> bool:
-        if not self._seen and all(work.is_completed() for _, _, work in self.calls):
+        if not self._seen:
+            for _, _, work in self.calls:
+                if not work.is_completed():
+                    return False
             self._seen = time.perf_counter()
-        return self._seen > 0
+        return True
 
     def arrived(self) -> float:
         self.done()
@@ -167,7 +170,8 @@ class Torch(Communicator, Worker):
         calls, result = list[Call](), list(tensors)
         if kind.in_place:
             method, root = ("broadcast", (src,)) if kind.name == "broadcast" else ("allreduce", ())
-            calls = [(method, (tensor, *root)) for tensor in tensors]
+            for tensor in tensors:
+                calls.append((method, (tensor, *root)))
         elif kind.name == "exchange":
             calls, result = _exchange_calls(self.rank, self.size, tensors)
         else:
@@ -202,7 +206,9 @@ class Torch(Communicator, Worker):
     def computed(self, step: int) -> None:
         """Note what arrived during the computation: times of arrival are as fine as steps."""
         for connection in self._connections.values():
-            connection.air -= {message for message in list(connection.air) if message.done()}
+            for message in list(connection.air):
+                if message.done():
+                    connection.air.discard(message)
         for child in self._children.values():
             child.computed(step)
 

@@ -15,12 +15,12 @@ from torch.profiler import record_function
 
 from offbeat.base.checks import is_whole
 from offbeat.base.clock import Clock, State
-from offbeat.base.errors import Disagreement
+from offbeat.base.errors import Disagreement, PeerLost
 from offbeat.base.packed import Packed
 from offbeat.comm.communicator import Communicator, Metered, Pending, arrived
 from offbeat.comm.presence import BATCHES
 from offbeat.engine.agreement import copy_state
-from offbeat.engine.report import Report, naming
+from offbeat.engine.report import Report
 from offbeat.reduce.code import Staged
 from offbeat.when import Schedule
 
@@ -197,8 +197,11 @@ class Round:
         """Work on this round, as a range in a profile. If a worker is lost, the error names the round."""
         # A range that nobody records would cost as much as ten small sums.
         recorded = record_function(name) if torch._C._autograd._profiler_enabled() else nullcontext()
-        with recorded, naming(self.clock):
-            yield
+        with recorded:
+            try:
+                yield
+            except PeerLost as error:
+                raise error.during(self.clock.round, self.clock.step) from error.__cause__
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
