@@ -7,6 +7,7 @@ import functools
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent import futures
 from dataclasses import dataclass, field
@@ -38,17 +39,21 @@ _counts: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
 
 @dataclass(eq=False)
 class Connection:
-    """One backend, the number of calls begun on it, and the messages that may still be in the air."""
+    """One backend, the number of calls begun on it, and those that may still be in the air.
+
+    The last one stays until the next: gloo's thread must not be the last to hold a call and its tensors, since
+    it would free them while the interpreter ends, which aborts the process.
+    """
 
     name: str
     backend: Any
     begun: int = 0
-    air: set[Message] = field(default_factory=set)
+    air: deque[dist.Work] = field(default_factory=deque)
 
     def __del__(self, keep: Callable[[Any], None] = ctypes.pythonapi.Py_IncRef) -> None:
         # gloo's destructor holds the interpreter until all messages have arrived. After a failure they never
         # do, so such a backend is kept as long as the process lives.
-        if not all(message.done() for message in self.air):
+        if not all(work.is_completed() for work in self.air):
             keep(ctypes.py_object(self.backend))
 
 
@@ -82,8 +87,6 @@ class Message(Pending[list[Tensor]]):
                     watch = Watch(self._lookout, connection.name, number, self.describe())
                     self._lookout.arrive(connection.name, connection.begun)
                 watch.look()
-        for connection, _, _ in self.calls:
-            connection.air.discard(self)
         self.done()
         return self._result
 
@@ -128,6 +131,7 @@ class Torch(Communicator, Worker):
         self._connections: dict[str, Connection] = {}
         self._children: dict[tuple[int, ...], Torch] = {}
         self._beside: WeakSet[Torch] = WeakSet()  # duplicates and sidecars
+        self._air: WeakSet[Message] = WeakSet()  # messages whose time of arrival is not known yet
         self._made_beside, self._left = 0, False
         # gloo connects all ranks with all, and hangs if one is missing: connect now, while everyone is here.
         for connection in connections:
@@ -194,7 +198,10 @@ class Torch(Communicator, Worker):
                 raise self._lookout.lost(message.describe(), error) from error
             message.calls.append((connection, connection.begun, work))
             connection.begun += 1
-            connection.air.add(message)
+            while connection.air and connection.air[0].is_completed():
+                connection.air.popleft()
+            connection.air.append(work)
+        self._air.add(message)
         return message
 
     def split(self, groups: Sequence[Sequence[int]]) -> Communicator:
@@ -205,10 +212,9 @@ class Torch(Communicator, Worker):
 
     def computed(self, step: int) -> None:
         """Note what arrived during the computation: times of arrival are as fine as steps."""
-        for connection in self._connections.values():
-            for message in list(connection.air):
-                if message.done():
-                    connection.air.discard(message)
+        for message in list(self._air):
+            if message.done():
+                self._air.discard(message)
         for child in self._children.values():
             child.computed(step)
 

@@ -13,7 +13,6 @@ from torch.optim import Optimizer
 
 from offbeat.among import Group, Peers, World
 from offbeat.base.clock import Clock, State
-from offbeat.base.packed import Packed
 from offbeat.base.tensors import Gradients, Live, Share
 from offbeat.comm.communicator import Communicator
 from offbeat.engine.agreement import OWN, copy_state
@@ -25,7 +24,7 @@ from offbeat.engine.round import NO_WEIGHT, Delay, Rhythm, Round
 from offbeat.reduce import Mean, Reducer
 from offbeat.reduce.code import Staged
 from offbeat.reduce.rounded import send
-from offbeat.update.update import Replace, Update
+from offbeat.update.update import Anchor, Replace, Update
 from offbeat.when import Schedule
 
 
@@ -246,10 +245,11 @@ class Exchange(Part):
             self._ledger.emit(round.report())
 
     @property
-    def anchor(self) -> Packed | None:
+    def anchor(self) -> Anchor | None:
         """The weights that workers set out from; None without an anchor, or before the first period."""
         flats = self._states["update"].get("anchor")
-        return None if flats is None else self.payload.own.over(flats)
+        workers = self._scope if self.update.anchors == "shared" else 0
+        return None if flats is None else Anchor(self.payload.own.over(flats), workers)
 
     @property
     def _scope(self) -> int:
@@ -259,11 +259,8 @@ class Exchange(Part):
     @torch.no_grad()
     def follow(self, landing: Landing) -> None:
         """A message in the air still belongs to the old anchor, which then stays."""
-        scope = self._scope if self.update.anchors == "shared" else 0
-        if scope < landing.workers and self._round is None and (anchor := self.anchor) is not None:
-            for name, start, x in zip(anchor.names, anchor.views, self.live.tensors(), strict=True):
-                if name in landing.names:
-                    start.copy_(x)
+        if self._round is None and (anchor := self.anchor) is not None:
+            anchor.follow(self.live.tensors(), landing.names, landing.workers)
 
     def state_dict(self) -> State:
         air = None if self._round is None else self._round.state_dict()  # first: arrivals change states

@@ -89,5 +89,5 @@ class PseudoSync(Part):
                 f"PseudoSync(warmup={self.warmup}): {self.exchange.when!r} has no anchor yet, because its "
                 "first period begins later: give both the same warm-up."
             )
-        for x, a, lr in zip(live.tensors(), anchor.views, self._rates, strict=True):
+        for x, a, lr in zip(live.tensors(), anchor.packed.views, self._rates, strict=True):
             x.lerp_(a.to(x.device, x.dtype), min(1.0, lr * self.eta / self.p))

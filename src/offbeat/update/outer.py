@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from offbeat.base.clock import Clock, State
 from offbeat.base.packed import Packed
 from offbeat.comm.communicator import Communicator
-from offbeat.update.update import Anchored, blend, displace, square_distance
+from offbeat.update.update import Anchor, Anchored, blend, square_distance
 
 Factory = Callable[[list[Tensor]], Optimizer]
 
@@ -192,7 +192,7 @@ class Eager(Anchored):
     def close(self, live: Sequence[Tensor], room: Packed, comm: Communicator, state: State) -> None:
         if state["anchor"] is None:
             return
-        displace(live, room, state)
+        Anchor.of(room, state).displace(live, room)
         comm.mean(room.flats).wait()
         for mean, own, flat in zip(state["mean"], state["own"], room.flats, strict=True):
             mean.add_(flat).sub_(own, alpha=1 / comm.size)

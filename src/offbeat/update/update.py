@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -108,6 +108,29 @@ class Correct(Update):
 
 
 @dataclass(frozen=True)
+class Anchor:
+    """The weights that workers set out from, and how many workers share them: 0 if each has its own."""
+
+    packed: Packed
+    workers: float = 0
+
+    @classmethod
+    def of(cls, room: Packed, state: State) -> Anchor:
+        return cls(room.over(state["anchor"]))
+
+    def displace(self, live: Sequence[Tensor], room: Packed) -> None:
+        """Write anchor − x into `room`."""
+        for start, x, out in zip(self.packed.views, live, room.views, strict=True):
+            torch.sub(start.to(out.device), x, out=out)
+
+    def follow(self, live: Sequence[Tensor], names: Collection[str], workers: float) -> None:
+        """Move to the live tensors of these names, which landed on so many workers, if these are more."""
+        for name, start, x in zip(self.packed.names, self.packed.views, live, strict=True):
+            if workers > self.workers and name in names:
+                start.copy_(x)
+
+
+@dataclass(frozen=True)
 class Anchored(Update):
     """Base of updates with an anchor, whose vectors are in `state["anchor"]`. It sends displacements."""
 
@@ -128,7 +151,7 @@ class Anchored(Update):
         return None if state["anchor"] is None else room.over(state["anchor"]).views
 
     def outgoing(self, live: Sequence[Tensor], room: Packed, clock: Clock, state: State) -> None:
-        displace(live, room, state)
+        Anchor.of(room, state).displace(live, room)
 
     def distances(self, live: Sequence[Tensor], mean: Packed, state: State) -> tuple[float, float | None]:
         """The length of the change is unknown: it would cost one more copy of the model."""
@@ -208,7 +231,7 @@ class Detached(Anchored, Reducer):
     def close(self, live: Sequence[Tensor], room: Packed, comm: Communicator, state: State) -> None:
         if state["residual"] is None:
             return
-        displace(live, room, state)
+        Anchor.of(room, state).displace(live, room)
         for flat, error in zip(room.flats, _errors(room, state), strict=True):
             flat.add_(error, alpha=1 - self.lam)
             error.zero_()
@@ -221,12 +244,6 @@ class Detached(Anchored, Reducer):
 def _errors(packed: Packed, state: State) -> list[Tensor]:
     """Return the errors of the live tensors, which come first in each vector; extras have no errors."""
     return [error[: flat.numel()] for flat, error in zip(packed.flats, state["residual"], strict=False)]
-
-
-def displace(live: Sequence[Tensor], room: Packed, state: State) -> None:
-    """Write anchor − x into `room`."""
-    for start, x, out in zip(room.over(state["anchor"]).views, live, room.views, strict=True):
-        torch.sub(start.to(out.device), x, out=out)
 
 
 def blend(live: Sequence[Tensor], values: Packed, keep: float) -> None:
