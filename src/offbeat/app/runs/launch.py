@@ -111,8 +111,9 @@ def _watch(crew: Process, caught: Sequence[int]) -> None:
     passed, deadline = False, math.inf
     while not crew.join(LOOK):
         if caught and not passed:
+            passed = True
             crew.interrupt()
-            passed, deadline = True, min(deadline, time.monotonic() + SAVING)
+            deadline = min(deadline, time.monotonic() + SAVING)
         if any(code not in (0, STOPPED) for code, _ in _read_ended(crew).values()):
             deadline = min(deadline, time.monotonic() + LAST_WORDS)
         if len(caught) > 1 or time.monotonic() > deadline:
