@@ -16,8 +16,7 @@ from test_resume import Run
 from torch import Tensor, nn
 
 import offbeat
-from offbeat.app.runs.checkpoints import CheckpointStore
-from offbeat.app.runs.folder import prepare
+from offbeat.app.runs.folder import CheckpointStore, prepare
 from offbeat.app.runs.launch import launch
 from offbeat.app.runs.setting import Setting, check
 

@@ -15,7 +15,7 @@ from rich.progress import Progress
 import offbeat
 from offbeat.app.cli import main, show
 from offbeat.app.cli.app import run
-from offbeat.app.cli.monitor import line_columns
+from offbeat.app.cli.show import line_columns
 from offbeat.plan import methods_table as methods_table
 from offbeat.plan.methods_table import without_warmup
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 import offbeat
 from offbeat import Communicator
-from offbeat.app.runs.watch import Watched
+from offbeat.app.runs.trainer import Watched
 from offbeat.comm.collective import COLLECTIVES, traffic
 from offbeat.comm.presence import Departure, Track
 from offbeat.plan.recording import RecordingComm, Sent

@@ -15,7 +15,6 @@ import offbeat
 import offbeat.app.cli.app
 import offbeat.app.cli.compare
 import offbeat.app.cli.lab
-import offbeat.app.cli.study
 import offbeat.app.cli.train
 from offbeat import methods
 from offbeat.lab import Lab
@@ -77,7 +76,7 @@ def test_an_option_is_read_or_refused_in_a_sentence(
     option: str,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    for module in (offbeat.app.cli.train, offbeat.app.cli.compare, offbeat.app.cli.study):
+    for module in (offbeat.app.cli.train, offbeat.app.cli.compare):
         monkeypatch.setattr(module, "launch", ready)
     monkeypatch.setattr(offbeat.app.runs.setting, "_check_method", lambda setting, task: None)  # it is slow
     monkeypatch.setattr(offbeat.app.cli.lab, "Lab", Unopened)

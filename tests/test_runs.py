@@ -16,16 +16,15 @@ import torch
 from test_pictures import pictures
 
 import offbeat
+from offbeat.app.cli.compare import with_period
 from offbeat.app.cli.report import caption
-from offbeat.app.cli.study import with_period
 from offbeat.app.report.page import collect, render
 from offbeat.app.runs import summary
-from offbeat.app.runs.checkpoints import CheckpointStore
-from offbeat.app.runs.folder import Record, cut, entries, log_path, prepare
+from offbeat.app.runs.folder import CheckpointStore, Record, cut, entries, log_path, prepare
 from offbeat.app.runs.launch import launch
+from offbeat.app.runs.loop import LOOK, Stop
 from offbeat.app.runs.setting import Setting, check
-from offbeat.app.runs.stop import LOOK, Stop
-from offbeat.app.runs.watch import Stopwatch, Watched
+from offbeat.app.runs.trainer import Stopwatch, Watched
 from offbeat.tasks import digits_task
 
 
@@ -132,7 +131,7 @@ def test_a_rank_in_a_long_step_answers_and_a_dead_one_is_named(
     assert stops[0].after(7), "rank 1 has said 7 from within its step"
     assert stops[1].after(7)
     stops[1].forget()
-    monkeypatch.setattr("offbeat.app.runs.stop.PATIENCE", 0.1)
+    monkeypatch.setattr("offbeat.app.runs.loop.PATIENCE", 0.1)
     with pytest.raises(offbeat.PeerLost, match=r"^Ctrl-C: ranks \[1\] have not answered within 0.1 s.$"):
         stops[0].after(8)
     stops[0].forget()

@@ -19,8 +19,7 @@ import pytest
 import torch
 import warm
 
-from offbeat.app.runs.checkpoints import CheckpointStore
-from offbeat.app.runs.folder import entries, finished, log_path
+from offbeat.app.runs.folder import CheckpointStore, entries, finished, log_path
 from offbeat.app.runs.summary import read
 from offbeat.lab import unavailable
 

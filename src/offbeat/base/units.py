@@ -1,7 +1,5 @@
 """Numbers with units, as people type them: 124M, 100mbit, 20ms, share=0.1,delay=300ms."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from decimal import Decimal
@@ -19,11 +17,6 @@ _THOUSANDS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _COUNTS = _THOUSANDS | {"b": 10**9}
 _BITS = _THOUSANDS | {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
-_TIME = "a time is a number and perhaps a unit, such as 0.25, 5us, 20ms, 0.5s, 10min or 2h."
-_COUNT = "a count is a number and perhaps a unit, such as 350000, 124M or 1.3B."
-_RATE = "a rate is a number and a unit of tc, such as '100mbit', or '12.5mbps' in bytes."
-_LINK = "a link is a rate and perhaps a latency, such as 100mbit or 100mbit,20ms."
-_LEVEL = "a level is the workers in a group and their uplink, such as 8:100gbit,5us."
 _STRAGGLER = "write rank=1,delay=300ms,every=4 for one worker, or share=0.1,delay=300ms for any"
 
 
@@ -58,8 +51,8 @@ def parse_seconds(text: str, name: str = "time", *, within: str | None = None) -
     >>> parse_seconds("20ms"), parse_seconds("2h"), parse_seconds("0.25")
     (0.02, 7200.0, 0.25)
     """
+    reason = "a time is a number and perhaps a unit, such as 0.25, 5us, 20ms, 0.5s, 10min or 2h."
     match = re.fullmatch(rf"\s*((?:{_NUMBER})(?:e[+-]?[0-9]{{1,4}})?)\s*([a-z]*)\s*", text)
-    reason = _TIME
     if match is not None and match[2] in _SECONDS:
         seconds = float(match[1]) * _SECONDS[match[2]]
         if seconds <= LONGEST:
@@ -76,7 +69,7 @@ def parse_count(text: str, name: str = "count") -> int:
     """
     match = re.fullmatch(rf"\s*({_NUMBER})\s*([a-zA-Z]?)\s*", text.replace("_", ""))
     if match is None or match[2].lower() not in _COUNTS:
-        raise BadArgument(name, text, _COUNT)
+        raise BadArgument(name, text, "a count is a number and perhaps a unit, such as 350000, 124M or 1.3B.")
     count = round(Decimal(match[1]) * _COUNTS[match[2].lower()])
     if count > MOST:
         raise BadArgument(name, text, "a count must be at most 1000T.")
@@ -94,7 +87,8 @@ def parse_rate(text: str, name: str = "rate") -> int:
     """
     if not isinstance(text, str):
         raise TypeError(f"{name}={text!r}: a rate is text, such as '100mbit'.")
-    return _parse_bits(text, name, text, _RATE)
+    form = "a rate is a number and a unit of tc, such as '100mbit', or '12.5mbps' in bytes."
+    return _parse_bits(text, name, text, form)
 
 
 def parse_link(text: str, name: str = "link", *, within: str | None = None) -> Link:
@@ -104,9 +98,9 @@ def parse_link(text: str, name: str = "link", *, within: str | None = None) -> L
     Link(rate=12500000.0, latency=0.02)
     """
     rate, comma, latency = text.partition(",")
-    whole = within or text
-    bits = _parse_bits(rate.strip(), name, whole, _LINK)
-    return Link(bits / 8, parse_seconds(latency, name, within=whole) if comma else 0.0)
+    form = "a link is a rate and perhaps a latency, such as 100mbit or 100mbit,20ms."
+    bits = _parse_bits(rate.strip(), name, within or text, form)
+    return Link(bits / 8, parse_seconds(latency, name, within=within or text) if comma else 0.0)
 
 
 def parse_level(text: str, name: str = "level") -> tuple[int, Link]:
@@ -117,7 +111,8 @@ def parse_level(text: str, name: str = "level") -> tuple[int, Link]:
     """
     match = re.fullmatch(r"\s*([0-9]{1,9})\s*:(.+)", text)
     if match is None:
-        raise BadArgument(name, text, _LEVEL)
+        reason = "a level is the workers in a group and their uplink, such as 8:100gbit,5us."
+        raise BadArgument(name, text, reason)
     return int(match[1]), parse_link(match[2], name, within=text)
 
 
@@ -130,10 +125,9 @@ def parse_straggler(text: str, name: str = "straggler", *, workers: int | None =
     pairs = [item.partition("=")[::2] for item in text.replace(" ", "").split(",")]
     given = dict(pairs)
     whole = {key: given[key] for key in ("rank", "every", "seed") if key in given}
+    known = given.keys() <= {"rank", "delay", "every", "share", "seed"} and len(given) == len(pairs)
     reason = ""
-    if not given.keys() <= {"rank", "delay", "every", "share", "seed"} or len(given) < len(pairs):
-        reason = f"{_STRAGGLER}."
-    elif "delay" not in given or ("rank" in given) == ("share" in given):
+    if not known or "delay" not in given or ("rank" in given) == ("share" in given):
         reason = f"{_STRAGGLER}."
     elif any(not re.fullmatch(r"[0-9]{1,9}", value) for value in whole.values()):
         reason = f"{_STRAGGLER}; rank, every and seed are whole numbers."
@@ -160,8 +154,9 @@ def as_time(seconds: float) -> str:
 
 
 def as_bytes(number: float) -> str:
-    number = number if number >= 1e3 else round(number)
-    return _scale(number, {"TB": 1e12, "GB": 1e9, "MB": 1e6, "kB": 1e3}, "B")
+    return _scale(
+        number if number >= 1e3 else round(number), {"TB": 1e12, "GB": 1e9, "MB": 1e6, "kB": 1e3}, "B"
+    )
 
 
 def _scale(number: float, units: dict[str, float], smallest: str, *, least: float = 1) -> str:

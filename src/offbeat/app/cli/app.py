@@ -10,13 +10,12 @@ from typing import Annotated, Any
 import typer
 
 import offbeat
-from offbeat.app.cli.compare import compare
+from offbeat.app.cli.compare import compare, study
 from offbeat.app.cli.lab import lab
 from offbeat.app.cli.methods import methods
+from offbeat.app.cli.options import Refused
 from offbeat.app.cli.plan import plan_command
-from offbeat.app.cli.refusal import Refused
 from offbeat.app.cli.report import report
-from offbeat.app.cli.study import study
 from offbeat.app.cli.train import train
 from offbeat.base.errors import OffbeatError
 

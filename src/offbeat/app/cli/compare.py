@@ -1,23 +1,31 @@
-"""`offbeat compare`"""
+"""`offbeat compare` and `offbeat study`"""
 
+import statistics
 import sys
 import time
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from rich.console import Console
+from rich.progress import track
 
-from offbeat.app.cli import options
-from offbeat.app.cli.monitor import show_progress
-from offbeat.app.cli.refusal import Refused, reading
+from offbeat.app.cli import options, show
+from offbeat.app.cli.options import Refused, reading
 from offbeat.app.cli.report import show_runs
+from offbeat.app.report.page import write_page
 from offbeat.app.runs import folder as folders
 from offbeat.app.runs.launch import launch
-from offbeat.app.runs.setting import Setting, check
+from offbeat.app.runs.setting import MOST, Setting, check
+from offbeat.app.runs.summary import Logged, read
 from offbeat.base.checks import check_whole
+from offbeat.base.errors import BadArgument
 from offbeat.base.units import parse_seconds
 from offbeat.lab import unavailable
+from offbeat.methods.expression import method as read_method
+from offbeat.tasks import Task
 
 
 def compare(
@@ -73,10 +81,15 @@ def compare(
             compute=parse_seconds(compute, "compute"),
         )  # fmt: skip
         place = out or Path("runs") / f"compare-{time.strftime('%Y%m%d-%H%M%S')}"
-        found = _prepare(place, first, list(dict.fromkeys(methods)), seeds)
-    missing = [folder for folder in found if not folders.finished(folder)]
-    if missing:
-        with show_progress(missing):
+        runs = {}  # everything is checked before anything is written
+        for seed, (number, method) in product(range(seeds), enumerate(dict.fromkeys(methods))):
+            setting = replace(first, method=method, seed=seed)
+            found = setting.find_task(folders.cache_of(place / "any"))
+            full = check(setting, found) if seed == 0 else setting.fill(found)
+            runs[f"{number:02d}-{folders.slug(full.method)}-seed{seed}"] = full, found
+        prepared = folders.prepare_all(place, runs)
+    if missing := [folder for folder in prepared if not folders.finished(folder)]:
+        with show.follow_progress(missing):
             try:
                 finished = launch(missing, resume=True)
             except KeyboardInterrupt:
@@ -84,16 +97,123 @@ def compare(
         if not finished:
             print(f"offbeat: stopped; to run the rest, repeat with --out {place}", file=sys.stderr)
             return 130
-    return show_runs(found, place / "report.html", json=json)
+    show_runs(prepared, place / "report.html", json=json)
+    return 0
 
 
-def _prepare(place: Path, first: Setting, methods: list[str], seeds: int) -> list[Path]:
-    """A folder for every run. Everything is checked before anything is written."""
-    runs = {}
-    for seed in range(seeds):
-        for number, method in enumerate(methods):
-            setting = replace(first, method=method, seed=seed)
-            task = setting.find_task(folders.cache_of(place / "any"))
-            full = check(setting, task) if seed == 0 else setting.fill(task)
-            runs[f"{number:02d}-{folders.slug(full.method)}-seed{seed}"] = full, task
-    return folders.prepare_all(place, runs)
+def study(
+    methods: Annotated[list[str], typer.Argument(help="Methods; those that take every= get each period.")],
+    task: options.Task = "digits",
+    model: options.Model = None,
+    data: options.Data = None,
+    workers: Annotated[str, typer.Option(help="Numbers of workers, separated by commas.")] = "2,4,8",
+    every: Annotated[str, typer.Option(help="Periods, separated by commas.")] = "1,4,16,64",
+    samples: Annotated[int, typer.Option(help="Samples of each run, over all of its workers.")] = 20_000,
+    batch: options.Batch = None,
+    lr: options.Rate = None,
+    optimizer: options.Optimizer = None,
+    seed: options.Seed = 0,
+    out: options.Out = None,
+    json: options.Json = False,
+) -> int:
+    """Simulate a grid of methods, workers and periods: what does less communication cost?
+
+    All runs train on the same number of samples. Prints a table and writes report.html, which plots accuracy
+    against communication. Repeat the command to continue after Ctrl-C.
+
+    Examples:
+
+        offbeat study local_sgd 'slowmo(momentum=0.5)' --workers 2,4,8 --every 1,4,16,64
+
+        offbeat study ddp local_sgd diloco --task bytes --model tiny --samples 40000 --out runs/study
+    """
+    with reading():
+        place = out or Path("runs") / "study"
+        check_whole("samples", samples, 1, 10**12)
+        if batch is not None:
+            check_whole("batch", batch, 1, MOST["batch"])
+        first = Setting(
+            method=methods[0], task=task, model=model, data=data, batch=batch, lr=lr, optimizer=optimizer,
+            seed=seed, evaluations=1, where="simulation",
+        )  # fmt: skip
+        found = first.find_task(folders.cache_of(place / "any"))
+        counts = _parse_list("workers", workers, MOST["workers"])
+        cells = _cells(first, found, methods, counts, _parse_list("every", every, MOST["steps"]), samples)
+        runs = {name: (check(setting, found), found) for name, (setting, *_) in cells.items()}
+        prepared = folders.prepare_all(place, runs)
+    missing = [folder for folder in prepared if not folders.finished(folder)]
+    console = Console(stderr=True)
+    try:
+        for folder in track(missing, "runs", console=console, disable=not console.is_terminal):
+            launch([folder])
+    except KeyboardInterrupt:
+        print("offbeat: stopped; repeat the command to run the rest", file=sys.stderr)
+        return 130
+    logged = [read(folder) for folder in prepared]
+    given = [(method, every) for _, method, every in cells.values()]
+    _show(given, logged, place / "report.html", json=json)
+    return 0
+
+
+def _parse_list(name: str, text: str, most: int) -> list[int]:
+    try:
+        numbers = [int(word) for word in text.split(",")]
+    except ValueError:
+        raise BadArgument(name, text, "must be whole numbers, separated by commas.") from None
+    for number in numbers:
+        check_whole(name, number, 1, most)
+    return numbers
+
+
+def _cells(
+    first: Setting, task: Task, methods: list[str], workers: list[int], periods: list[int], samples: int
+) -> dict[str, tuple[Setting, str, int | None]]:
+    """By name, each run of the grid with its method as given, and its period if that takes one."""
+    batch = first.batch or task.batch_size
+    cells = {}
+    for given, count, every in product(methods, workers, periods):
+        steps = samples // (count * batch)
+        if steps < 1:
+            reason = f"one step of {count} workers with batches of {batch} needs {count * batch}."
+            raise BadArgument("samples", samples, reason)
+        varied = with_period(given, every)
+        setting = replace(first, method=varied or given, workers=count, steps=steps).fill(task)
+        name = f"{folders.slug(setting.method)}-workers{count}"
+        cells[name] = setting, given, every if varied else None
+    return cells
+
+
+def with_period(expression: str, every: int) -> str | None:
+    """The method with this period; None if it does not take one.
+
+    >>> with_period("slowmo(momentum=0.5)", 8)
+    'slowmo(momentum=0.5, every=8)'
+    """
+    call = read_method(expression)
+    return str(call.but(every=every)) if call.takes("every") else None
+
+
+def _show(given: list[tuple[str, int | None]], runs: list[Logged], page: Path, *, json: bool) -> None:
+    """Write the page, with a curve per method and number of workers, and print the table."""
+    rows: list[dict[str, Any]] = []
+    curves: dict[str, list[list[Any]]] = {}
+    for (name, every), run in zip(given, runs, strict=True):
+        workers, loss, accuracy = run.setting.workers, run.evals[-1]["loss"], run.evals[-1].get("accuracy")
+        sent = statistics.mean(end["sent"] for end in run.ends) / 1e6
+        row = {"method": name, "workers": workers, "every": every, "steps": run.setting.steps, "loss": loss}
+        rows.append(row | {"accuracy": accuracy, "rounds": run.ends[0]["rounds"], "megabytes": sent})
+        curve = curves.setdefault(f"{name}, {show.count(workers, 'worker')}", [])
+        curve.append([sent, loss, accuracy, every])
+    write_page(runs, page, curves=[{"name": name, "points": sorted(curves[name])} for name in curves])
+    if json:
+        show.print_json(rows)
+        return
+    columns = {"method": "fold", **dict.fromkeys(list(rows[0])[1:], "right")}
+    formats = {"loss": "{:.4f}", "accuracy": "{:.1%}", "megabytes": "{:.2f}"}
+    table = [
+        ["" if value is None else formats.get(name, "{}").format(value) for name, value in row.items()]
+        for row in rows
+    ]
+    console = show.console()
+    show.print_table(console, f"{runs[0].setting.task}, the same samples for all", columns, table)
+    console.print(f"report: {page}", soft_wrap=True)

@@ -9,7 +9,6 @@ from typing import Annotated
 import typer
 
 from offbeat.app.cli import options, show
-from offbeat.app.cli.refusal import Refused, reading
 from offbeat.base.checks import check_number
 from offbeat.base.units import LONGEST
 from offbeat.lab import Job, Lab, unavailable
@@ -36,18 +35,17 @@ def lab(
 
         sudo offbeat lab --workers 2 --json -- python -m offbeat train 'local_sgd(every=8)' --steps 100
     """
-    with reading():
+    with options.reading():
         if reason := unavailable():
-            raise Refused(reason)
+            raise options.Refused(reason)
         if shutil.which(command[0]) is None:
-            raise Refused(f"The command {command[0]!r} does not exist.")
+            raise options.Refused(f"The command {command[0]!r} does not exist.")
         cluster = Lab(workers, rate=rate)
         if timeout is not None:
             check_number("timeout", timeout, LONGEST, "a positive number of seconds")
     with cluster:
         job = cluster.start(command)
-        ended = _follow(job, quiet=json, timeout=timeout)
-        if not ended:
+        if not (ended := _follow(job, quiet=json, timeout=timeout)):
             job.kill()
         runs = job.wait()
     for run in runs:

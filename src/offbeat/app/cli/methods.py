@@ -10,9 +10,12 @@ import typer
 
 from offbeat import methods as named
 from offbeat.app.cli import options, show
-from offbeat.app.cli.refusal import Refused
-from offbeat.plan.methods_table import PARAMETERS, WORKERS, Entry, Line, methods_table
+from offbeat.plan.methods_table import PARAMETERS, WORKERS, Entry, methods_table
 
+COLUMNS = {
+    "method": "fold", "when": "fold", "with whom": "fold", "what is sent": "fold",
+    "how it is applied": "fold", "delay": "right", "bytes": "right", "copies": "right", "reference": "fold",
+}  # fmt: skip
 ALIKE = ("among", "sent", "applied", "delay")
 
 
@@ -36,7 +39,7 @@ def methods(
         offbeat methods --json
     """
     if name is not None and name not in named.__all__:
-        raise Refused(f"There is no method {name!r}: name one of {', '.join(named.__all__)}.")
+        raise options.Refused(f"There is no method {name!r}: name one of {', '.join(named.__all__)}.")
     console = show.console()
     torch.set_num_threads(1)  # small tensors are slower with more
     with console.status("computing bytes and memory", spinner="dots"):
@@ -44,38 +47,23 @@ def methods(
     if json:
         show.print_json([asdict(entry) for entry in entries])
         return
-    columns = {
-        "method": "fold", "when": "fold", "with whom": "fold", "what is sent": "fold",
-        "how it is applied": "fold", "delay": "right", "bytes": "right", "copies": "right",
-        "reference": "fold",
-    }  # fmt: skip
     title = (
         f"Bytes per step relative to ddp, and copies of the model in memory, for {PARAMETERS / 1e6:.0f} M "
         f"parameters on {WORKERS} workers, after the warm-up"
     )
-    show.print_table(console, title, columns, [_row(entry) for entry in entries], lines=True)
+    show.print_table(console, title, COLUMNS, [_row(entry) for entry in entries], lines=True)
     if name is not None:
         console.print("\n" + (inspect.getdoc(getattr(named, name)) or ""), markup=False)
 
 
 def _row(entry: Entry) -> list[str]:
-    lines = _merge_lines(entry.lines)
+    """The cells. Parts that differ only in when they act, such as fragments, become one line."""
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for line in map(asdict, entry.lines):
+        groups.setdefault(tuple(line[field] for field in ALIKE), []).append(line["when"])
+    lines = [(f"{w[0]}, {len(w)} in turn" if len(w) > 1 else w[0], *alike) for alike, w in groups.items()]
     number = re.search(r"arXiv \d+\.\d+", entry.reference)
-    return [
-        entry.call,
-        *["\n".join(line[field] for line in lines) for field in ("when", *ALIKE)],
-        f"{entry.share_of_ddp:.3g}",
-        f"{entry.copies:.1f}".removesuffix(".0"),
-        f"{entry.reference.split(', ')[0]}, {number[0]}" if number else entry.reference,
-    ]
-
-
-def _merge_lines(lines: tuple[Line, ...]) -> list[dict[str, str]]:
-    """Parts that differ only in when they act, such as fragments, become one line."""
-    groups: dict[tuple[str, ...], list[dict[str, str]]] = {}
-    for line in map(asdict, lines):
-        groups.setdefault(tuple(line[field] for field in ALIKE), []).append(line)
-    return [
-        first | {"when": f"{first['when']}, {len(more) + 1} in turn"} if more else first
-        for first, *more in groups.values()
-    ]
+    reference = f"{entry.reference.split(', ')[0]}, {number[0]}" if number else entry.reference
+    copies = f"{entry.copies:.1f}".removesuffix(".0")
+    cells = map("\n".join, zip(*lines, strict=True))
+    return [entry.call, *cells, f"{entry.share_of_ddp:.3g}", copies, reference]

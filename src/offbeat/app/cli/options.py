@@ -1,17 +1,20 @@
-"""Options that several commands share."""
+"""Options that several commands share, and bad input: one sentence, and exit code 2."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from offbeat.base.errors import BadArgument, show
 
 Task = Annotated[
     str, typer.Option(help="digits, bytes, images, or a Python file whose function `task` returns a Task.")
 ]
 Model = Annotated[str | None, typer.Option("--model", help="Model size: tiny, small, medium or large.")]
 Data = Annotated[
-    str | None,
-    typer.Option(help="A text file for bytes; a folder or zip of train/CLASS/*.jpg for images."),
+    str | None, typer.Option(help="A text file for bytes; a folder or zip of train/CLASS/*.jpg for images.")
 ]
 Workers = Annotated[int, typer.Option(help="Number of workers.")]
 Steps = Annotated[int, typer.Option(help="Local steps of each worker.")]
@@ -23,12 +26,8 @@ Evaluations = Annotated[int, typer.Option(help="How many times to measure the he
 Link = Annotated[
     str | None, typer.Option(help="Emulate a link with this rate and latency: 100mbit or 100mbit,20ms.")
 ]
-Straggler = Annotated[
-    list[str] | None,
-    typer.Option(
-        help="Make one worker late: rank=1,delay=300ms,every=4; or any worker: share=0.1,delay=300ms."
-    ),
-]
+STRAGGLER = "Make one worker late: rank=1,delay=300ms,every=4; or any worker: share=0.1,delay=300ms."
+Straggler = Annotated[list[str] | None, typer.Option(help=STRAGGLER)]
 Netns = Annotated[
     bool,
     typer.Option("--netns", help="Run workers in network namespaces on real shaped links (Linux, root)."),
@@ -39,3 +38,25 @@ Simulate = Annotated[
 Compute = Annotated[str, typer.Option(help="With --simulate: the time of one step, such as 20ms.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 Out = Annotated[Path | None, typer.Option(help="Folder for logs and report.html; runs/... by default.")]
+
+RENAMED = {"size": "model", "hosts": "workers", "per_hour": "failures"}  # arguments with other options
+
+
+class Refused(Exception):
+    """The user's input cannot be used. The message is one sentence."""
+
+
+@contextmanager
+def reading(option: str = "", value: object = None) -> Iterator[None]:
+    """Turn errors about the user's input into `Refused`, which names the option and its value if given."""
+    typed = f"{option} {show(value)}"
+    try:
+        yield
+    except BadArgument as error:
+        name = RENAMED.get(error.name, error.name).replace("_", "-")
+        raise Refused(f"{typed if option else f'--{name} {show(error.value)}'}: {error.reason}") from error
+    except (ValueError, TypeError) as error:
+        raise Refused(f"{typed}: {error}" if option else str(error)) from error
+    except OSError as error:
+        where = f" {error.filename!r}" if error.filename else ""
+        raise Refused(f"{error.strerror or error}:{where}.") from error

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from offbeat.app.cli import options, show
-from offbeat.app.cli.refusal import reading
+from offbeat.app.cli.options import reading
 from offbeat.app.report.page import write_page
 from offbeat.app.runs.folder import find, setting_of
 from offbeat.app.runs.summary import Logged, Row, read, reference_of, summarize
@@ -25,7 +25,7 @@ def report(
     runs: Annotated[list[Path], typer.Argument(help="Folders of runs, or folders that contain them.")],
     out: Annotated[Path, typer.Option(help="The HTML file to write.")] = Path("report.html"),
     json: options.Json = False,
-) -> int:
+) -> None:
     """Print the table and write the report of earlier runs, from their logs.
 
     The report is one HTML file that needs no network. It shows where the time went on each rank, how the loss
@@ -43,10 +43,10 @@ def report(
         folders = find(runs)
         for folder in folders:
             setting_of(folder)
-    return show_runs(folders, out, json=json)
+    show_runs(folders, out, json=json)
 
 
-def show_runs(folders: Sequence[Path], page: Path, *, json: bool) -> int:
+def show_runs(folders: Sequence[Path], page: Path, *, json: bool) -> None:
     """Write the page of these runs, and print their table."""
     runs = [read(folder) for folder in folders]
     write_page(runs, page)
@@ -54,16 +54,18 @@ def show_runs(folders: Sequence[Path], page: Path, *, json: bool) -> int:
         show.print_json([asdict(row) for row in summarize(runs)])
     else:
         show_table(runs, caption(runs), f"report: {page}")
-    return 0
 
 
 def show_table(runs: Sequence[Logged], title: str, note: str) -> None:
-    """Print the table of these runs, and a note below it."""
-    rows = [_format(row) for row in summarize(runs)]
-    headings = [name for name in HEADINGS if name not in OPTIONAL or any(row[name] for row in rows)]
-    columns = {name: "fold" if name == "method" else "right" for name in headings}
+    """Print the table of these runs, without empty optional columns, and a note below it."""
+    rows = [dict(zip(HEADINGS, _format(row), strict=True)) for row in summarize(runs)]
+    columns = {
+        name: "fold" if name == "method" else "right"
+        for name in HEADINGS
+        if name not in OPTIONAL or any(row[name] for row in rows)
+    }
     console = show.console()
-    show.print_table(console, title, columns, [[row[name] for name in headings] for row in rows])
+    show.print_table(console, title, columns, [[row[name] for name in columns] for row in rows])
     console.print(note, soft_wrap=True)
 
 
@@ -83,16 +85,12 @@ def caption(runs: Sequence[Logged]) -> str:
     return f"{', '.join(words)}; the reference is {reference_of(runs)}{left}"
 
 
-def _format(row: Row) -> dict[str, str]:
+def _format(row: Row) -> list[str]:
     spread = "" if row.spread is None else f" ± {row.spread:.4f}"
-    cells = [
-        row.method,
-        f"{row.loss:.4f}{spread}",
-        "" if row.accuracy is None else f"{row.accuracy:.1%}",
+    return [
+        row.method, f"{row.loss:.4f}{spread}", "" if row.accuracy is None else f"{row.accuracy:.1%}",
         *[f"{value:.2f}" for value in (row.seconds, row.exposed, row.hidden, row.megabytes)],
-        f"{row.rounds:g}",
-        "" if row.kernel_megabytes is None else f"{row.kernel_megabytes:.2f}",
+        f"{row.rounds:g}", "" if row.kernel_megabytes is None else f"{row.kernel_megabytes:.2f}",
         "never" if row.reached is None else f"{row.reached:.2f}",
         "" if row.speedup is None else f"{row.speedup:.2f}×",
-    ]
-    return dict(zip(HEADINGS, cells, strict=True))
+    ]  # fmt: skip

@@ -14,11 +14,9 @@ import torch.distributed as dist
 import typer
 
 from offbeat.app.cli import options, show
-from offbeat.app.cli.monitor import show_progress
-from offbeat.app.cli.refusal import Refused, reading
+from offbeat.app.cli.options import Refused, reading
 from offbeat.app.cli.report import show_table
 from offbeat.app.runs import folder as folders
-from offbeat.app.runs.checkpoints import CheckpointStore
 from offbeat.app.runs.launch import launch
 from offbeat.app.runs.setting import MOST, Setting, check
 from offbeat.app.runs.summary import read, summarize
@@ -68,29 +66,32 @@ def train(
 
         torchrun --nproc-per-node 4 -m offbeat train 'qsr(alpha=0.02)' --task images --data cifar10.zip
     """
+    torchrun = "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    leads = not torchrun or os.environ["RANK"] == "0"  # prints, and writes the folder
     with reading():
-        if under_torchrun():
+        if torchrun:
             dist.init_process_group("gloo")
             workers = dist.get_world_size()
         check_whole("checkpoint_every", checkpoint_every, 0, MOST["checkpoint_every"])
         if resume and checkpoint_dir is None:
             raise Refused("--resume: name the run's folder with --checkpoint-dir.")
-        place = checkpoint_dir or Path("runs") / f"{folders.slug(method)}-{_start_time()}"
+        place = checkpoint_dir or Path("runs") / f"{folders.slug(method)}-{_start_time(torchrun)}"
         setting = Setting(
             method=method, task=task, model=model, data=data, workers=workers, steps=steps, batch=batch,
             lr=lr, optimizer=optimizer, seed=seed, evaluations=evaluations, link=link,
             straggler=tuple(straggler or ()), checkpoint_every=checkpoint_every or None,
         )  # fmt: skip
-        _prepare(place, setting, resume=resume)
+        _prepare(place, setting, resume=resume, leads=leads)
         if tensorboard and importlib.util.find_spec("tensorboard") is None:
             raise Refused("--tensorboard: TensorBoard is not installed: pip install tensorboard")
-    finished = _run(place, resume=resume)
-    if not _leads():
+    with show.follow_progress([place]) if leads else nullcontext():
+        finished = _join(place, resume=resume) if torchrun else launch([place], resume=resume)
+    if not leads:
         return 0 if finished else 130
     if tensorboard:
         _write_tensorboard(place)
     if not finished:
-        saved = CheckpointStore(place / "checkpoints", rank=0, workers=workers).steps()
+        saved = folders.CheckpointStore(place / "checkpoints", rank=0, workers=workers).steps()
         where = f"the last checkpoint is at step {saved[-1]}" if saved else "there is no checkpoint yet"
         print(f"offbeat: stopped; {where}: continue with --checkpoint-dir {place} --resume", file=sys.stderr)
         return 130
@@ -103,62 +104,49 @@ def train(
     return 0
 
 
-def under_torchrun() -> bool:
-    """Whether torchrun, or something like it, started this process as one of several."""
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
-
-
-def _leads() -> bool:
-    """Whether this process prints and writes the folder: under torchrun, only rank 0 does."""
-    return not under_torchrun() or os.environ["RANK"] == "0"
-
-
-def _start_time() -> str:
+def _start_time(torchrun: bool) -> str:
     """Under torchrun, the time of rank 0: the clocks of ranks differ."""
     digits = torch.tensor(int(time.strftime("%Y%m%d%H%M%S")))
-    if under_torchrun():
+    if torchrun:
         dist.broadcast(digits, src=0)
     return "{}-{:06}".format(*divmod(int(digits), 10**6))
 
 
-def _prepare(place: Path, setting: Setting, *, resume: bool) -> None:
+def _prepare(place: Path, setting: Setting, *, resume: bool, leads: bool) -> None:
     """Check the run and write its setting. To resume, the setting must be the same as before."""
     task = setting.find_task(folders.cache_of(place))
     full = check(setting, task)
     exists = (place / folders.SETTING).exists()
+    if resume and not exists:
+        raise Refused(f"--resume: there is no run in {str(place)!r}.")
     if resume:
-        if not exists:
-            raise Refused(f"--resume: there is no run in {str(place)!r}.")
         before = asdict(folders.setting_of(place))
         if changed := [name for name, value in asdict(full).items() if value != before[name]]:
             values = ", ".join(f"{name} was {before[name]!r}" for name in changed)
             raise Refused(f"--resume: the run in {str(place)!r} has another setting: {values}.")
-    elif exists and os.environ.get("RANK", "0") == "0":
+    elif exists and leads:
         raise Refused(f"There is a run in {str(place)!r} already: add --resume, or name another folder.")
-    if _leads():
+    if leads:
         folders.prepare(place, full, task)
 
 
-def _run(place: Path, *, resume: bool) -> bool:
-    with show_progress([place]) if _leads() else nullcontext():
-        if not under_torchrun():
-            return launch([place], resume=resume)
-        deadline = time.monotonic() + 60
-        while not (place / folders.SETTING).exists() and time.monotonic() < deadline:
-            time.sleep(0.1)  # until rank 0 has written it
-        try:
-            return work([place], resume=resume)
-        finally:
-            dist.destroy_process_group()
+def _join(place: Path, *, resume: bool) -> bool:
+    """Train as one of torchrun's workers, once rank 0 has written the setting."""
+    deadline = time.monotonic() + 60
+    while not (place / folders.SETTING).exists() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    try:
+        return work([place], resume=resume)
+    finally:
+        dist.destroy_process_group()
 
 
 def _write_tensorboard(place: Path) -> None:
-    """Write the logs of all ranks as scalars."""
     from torch.utils.tensorboard import SummaryWriter
 
     for rank, entries in enumerate(read(place).ranks):
         with SummaryWriter(str(place / "tensorboard" / f"rank-{rank}")) as writer:
             for entry in entries:
-                values = {key: v for key, v in entry.items() if isinstance(v, int | float) and key != "step"}
-                for key, value in values.items():
-                    writer.add_scalar(f"{entry['kind']}/{key}", value, entry["step"], walltime=entry["t"])
+                for key, value in entry.items():
+                    if isinstance(value, int | float) and key != "step":
+                        writer.add_scalar(f"{entry['kind']}/{key}", value, entry["step"], walltime=entry["t"])

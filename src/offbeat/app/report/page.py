@@ -1,7 +1,5 @@
 """The report: one HTML file with the data of the logs and the script that draws it."""
 
-from __future__ import annotations
-
 import json
 import shlex
 from collections.abc import Sequence
@@ -10,24 +8,21 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from offbeat.app.runs.folder import write_whole
+from offbeat.app.runs.folder import Entry, write_whole
 from offbeat.app.runs.summary import Logged, labels, reference_of, summarize
 from offbeat.base.checks import replace_nonfinite
-
-Curve = dict[str, Any]
-"""A name, and points of (megabytes sent, loss, accuracy, period)."""
 
 BARS = 60  # steps of each rank in the timeline
 POINTS = 400  # rounds of a run in a chart, at most
 
 
-def write_page(runs: Sequence[Logged], path: Path, *, curves: Sequence[Curve] = ()) -> None:
-    """Write the page of these runs, in one piece."""
+def write_page(runs: Sequence[Logged], path: Path, *, curves: Sequence[dict[str, Any]] = ()) -> None:
+    """Write the page of these runs, in one piece. Curves have a name, and points as a study collects them."""
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, render(runs, curves=curves))
 
 
-def render(runs: Sequence[Logged], *, curves: Sequence[Curve] = ()) -> str:
+def render(runs: Sequence[Logged], *, curves: Sequence[dict[str, Any]] = ()) -> str:
     """The page as text."""
     folder = files("offbeat.app.report")
     page, style, script = ((folder / f"page.{kind}").read_text() for kind in ("html", "css", "js"))
@@ -36,7 +31,7 @@ def render(runs: Sequence[Logged], *, curves: Sequence[Curve] = ()) -> str:
     return page.replace("/*STYLE*/", style).replace("/*SCRIPT*/", script).replace("/*DATA*/", data)
 
 
-def collect(runs: Sequence[Logged], *, curves: Sequence[Curve] = ()) -> dict[str, Any]:
+def collect(runs: Sequence[Logged], *, curves: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
     """The data of the page. A study passes curves, which the page shows instead of single runs."""
     return {
         "rows": [asdict(row) for row in summarize(runs)],
@@ -49,43 +44,31 @@ def collect(runs: Sequence[Logged], *, curves: Sequence[Curve] = ()) -> dict[str
 
 
 def _run(run: Logged, label: str) -> dict[str, Any]:
+    """A run, with the rounds of rank 0: when each began, the steps since the one before, and the drift."""
     workers = run.setting.workers
+    begun = [e for rank in run.ranks[:1] for e in rank if e["kind"] == "round"]
+    before = [0, *[e["begun_after"] for e in begun]]
+    rounds = [[e["began"], e["begun_after"] - b, e["drift"]] for e, b in zip(begun, before, strict=False)]
     return {
-        "method": label,
-        "seed": run.setting.seed,
-        "workers": workers,
-        "folder": run.folder.name,
-        "complete": run.complete,
+        "method": label, "seed": run.setting.seed, "workers": workers,
+        "folder": run.folder.name, "complete": run.complete,
         "evals": [[e["t"], e["units"] * workers, e["sent"], e["loss"], e["step"]] for e in run.evals],
-        "rounds": _rounds(run),
-        "ranks": _timeline(run),
+        "rounds": rounds[:: max(1, -(-len(rounds) // POINTS))],
+        "ranks": [timeline for entries in run.ranks if (timeline := _timeline(entries))],
+    }  # fmt: skip
+
+
+def _timeline(entries: list[Entry]) -> dict[str, Any]:
+    """Steps of a rank from the middle of the run, and the messages in the air during them."""
+    steps = [e for e in entries if e["kind"] == "steps"]
+    middle = steps[max(0, len(steps) // 2 - BARS // 2) :][:BARS]
+    if not middle:
+        return {}
+    low, high = middle[0]["t"] - middle[0]["seconds"], middle[-1]["t"]
+    flights = [[e["began"], e["began"] + e["air"]] for e in entries if e["kind"] == "round"]
+    return {
+        "steps": [[e["t"], e["seconds"], e["exposed"]] for e in middle],
+        "flights": [[a, b] for a, b in flights if b >= low and a <= high],
+        "seconds": sum(e["seconds"] for e in steps),
+        "exposed": sum(e["exposed"] for e in steps),
     }
-
-
-def _rounds(run: Logged) -> list[list[Any]]:
-    """When each round of rank 0 began, the steps since the round before it, and the drift."""
-    entries = [e for rank in run.ranks[:1] for e in rank if e["kind"] == "round"]
-    before = [0, *[e["begun_after"] for e in entries]]
-    rounds = [[e["began"], e["begun_after"] - b, e["drift"]] for e, b in zip(entries, before, strict=False)]
-    return rounds[:: max(1, -(-len(rounds) // POINTS))]
-
-
-def _timeline(run: Logged) -> list[dict[str, Any]]:
-    """For each rank, steps from the middle of the run and the messages in the air during them."""
-    ranks = []
-    for entries in run.ranks:
-        steps = [e for e in entries if e["kind"] == "steps"]
-        middle = steps[max(0, len(steps) // 2 - BARS // 2) :][:BARS]
-        if not middle:
-            continue
-        low, high = middle[0]["t"] - middle[0]["seconds"], middle[-1]["t"]
-        flights = [[e["began"], e["began"] + e["air"]] for e in entries if e["kind"] == "round"]
-        ranks.append(
-            {
-                "steps": [[e["t"], e["seconds"], e["exposed"]] for e in middle],
-                "flights": [[a, b] for a, b in flights if b >= low and a <= high],
-                "seconds": sum(e["seconds"] for e in steps),
-                "exposed": sum(e["exposed"] for e in steps),
-            }
-        )
-    return ranks

@@ -1,13 +1,15 @@
 """The folder of a run: its setting, its origin, one log per rank, checkpoints."""
 
-from __future__ import annotations
-
 import json
 import os
+import pickle
 import platform
 import re
+import shutil
 import sys
 import time
+import zipfile
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -17,11 +19,15 @@ import torch
 
 import offbeat
 from offbeat.app.runs.setting import Setting
-from offbeat.base.errors import BadArgument
+from offbeat.base.errors import BadArgument, CheckpointMismatch
 from offbeat.tasks import Task
 
 SETTING, ORIGIN = "setting.json", "origin.json"
+KEPT = 2  # checkpoints
 LINES = 2000  # of steps in a log, at most; in a longer run, each covers several steps
+_DAMAGED = (
+    zipfile.BadZipFile, zlib.error, EOFError, pickle.UnpicklingError, RuntimeError, ValueError, OSError
+)  # fmt: skip
 
 Entry = dict[str, Any]
 
@@ -38,15 +44,11 @@ def prepare(folder: Path, setting: Setting, task: Task, *, command: Sequence[str
     folder.mkdir(parents=True, exist_ok=True)
     origin = {
         "command": list(command or ["offbeat", *sys.argv[1:]]),
-        "started": time.strftime("%Y-%m-%d %H:%M:%S %z"),
-        "offbeat": offbeat.__version__,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "system": platform.platform(),
-        "cores": os.cpu_count(),
-        "unit": task.unit,
+        "started": time.strftime("%Y-%m-%d %H:%M:%S %z"), "offbeat": offbeat.__version__,
+        "torch": torch.__version__, "python": platform.python_version(), "system": platform.platform(),
+        "cores": os.cpu_count(), "unit": task.unit,
         "parameters": sum(p.numel() for p in task.model().parameters()),
-    }
+    }  # fmt: skip
     write_whole(folder / ORIGIN, json.dumps(origin, indent=1))
     write_whole(folder / SETTING, json.dumps(asdict(setting), indent=1))
 
@@ -71,8 +73,7 @@ def setting_of(folder: Path) -> Setting:
 
 
 def origin_of(folder: Path) -> dict[str, Any]:
-    values: dict[str, Any] = json.loads((folder / ORIGIN).read_text())
-    return values
+    return dict(json.loads((folder / ORIGIN).read_text()))
 
 
 def find(roots: Sequence[Path]) -> list[Path]:
@@ -119,10 +120,7 @@ def entries(path: Path) -> Iterator[Entry]:
 
 
 class Record:
-    """The log of a rank, with one JSON object per line.
-
-    Each line is written at once, so a killed process loses at most its last.
-    """
+    """The log of a rank: JSON lines, each written at once, so a killed process loses at most its last."""
 
     def __init__(self, path: Path, *, steps: int = 0) -> None:
         self._file = path.open("a", buffering=1)
@@ -159,3 +157,64 @@ def cut(path: Path, *, after: int) -> None:
     """Drop the lines after a step; the resumed run writes them again."""
     kept = [entry for entry in entries(path) if entry["step"] <= after and entry["kind"] != "end"]
     write_whole(path, "".join(json.dumps(entry) + "\n" for entry in kept))
+
+
+class CheckpointStore:
+    """The checkpoints of all ranks of a run. One is complete once every rank has written its file."""
+
+    def __init__(self, folder: Path, *, rank: int, workers: int) -> None:
+        self.folder, self.rank, self.workers = folder, rank, workers
+
+    def save(self, step: int, state: dict[str, Any]) -> None:
+        """Write this rank's file in one piece, and delete all but the last two checkpoints."""
+        place = self._path(step)
+        place.mkdir(parents=True, exist_ok=True)
+        beside = place / f".rank-{self.rank}.{os.getpid()}"
+        with beside.open("wb") as file:
+            torch.save(state, file)
+            file.flush()
+            os.fsync(file.fileno())
+        beside.replace(place / f"rank-{self.rank}.pt")
+        if self.rank == 0:
+            for old in self.steps()[:-KEPT]:
+                shutil.rmtree(self._path(old), ignore_errors=True)
+
+    def steps(self) -> list[int]:
+        """The steps with a complete checkpoint, in order."""
+        whole = {f"rank-{rank}.pt" for rank in range(self.workers)}
+        files = {step: {path.name for path in place.glob("rank-*.pt")} for step, place in self._places()}
+        return sorted(step for step, names in files.items() if names == whole)
+
+    def delete_after(self, step: int) -> None:
+        """Delete what an earlier start of the run has left: this rank's later files, and torn ones."""
+        for saved, place in self._places():
+            for path in place.glob(f".rank-{self.rank}.*"):
+                path.unlink()
+            if saved > step:
+                (place / f"rank-{self.rank}.pt").unlink(missing_ok=True)
+
+    def load(self, step: int) -> dict[str, Any]:
+        """This rank's state. Checks the checksums in the file first, which torch does not do."""
+        path = self._path(step) / f"rank-{self.rank}.pt"
+        try:
+            with zipfile.ZipFile(path) as file:
+                if bad := file.testzip():
+                    raise zipfile.BadZipFile(f"wrong checksum of {bad}")
+                # torch writes none. Checksums do not cover them, and a folder would be read as nothing.
+                if any(entry.external_attr for entry in file.infolist()):
+                    raise zipfile.BadZipFile("wrong attributes")
+            state: dict[str, Any] = torch.load(path, weights_only=True)
+        except _DAMAGED as error:
+            reason = str(error).partition("\n")[0]
+            advice = f"delete the folder {str(path.parent)!r} to continue from the checkpoint before it."
+            sentence = f"Rank {self.rank}'s checkpoint {str(path)!r} is damaged ({reason}): {advice}"
+            raise CheckpointMismatch(sentence) from error
+        return state
+
+    def _path(self, step: int) -> Path:
+        return self.folder / f"step-{step:09d}"
+
+    def _places(self) -> list[tuple[int, Path]]:
+        """The folders of checkpoints, complete or not, each with its step."""
+        places = [(place.name.removeprefix("step-"), place) for place in self.folder.glob("step-*")]
+        return [(int(step), place) for step, place in places if step.isdecimal()]

@@ -1,10 +1,7 @@
 """Starts the workers of runs: processes on this machine, hosts of a lab, or a simulation.
 
-It does not use torch's elastic launcher, whose rendezvous listens on every interface and unpickles what it
-gets.
+It avoids torch's elastic launcher, whose rendezvous listens on every interface and unpickles what it gets.
 """
-
-from __future__ import annotations
 
 import json
 import math
@@ -39,8 +36,7 @@ LOOK = 0.05  # seconds between looks at the workers
 SAVING = 120.0  # seconds to save after Ctrl-C; the slowest rank has to catch up first
 LAST_WORDS = 10.0  # seconds the others have to report after a worker has failed
 
-Ended = dict[int, tuple[int, str]]
-"""By rank, in the order of their end: a worker's exit code, and what it wrote to standard error."""
+Ended = dict[int, tuple[int, str]]  # by rank, in the order of their end: exit code and standard error
 
 
 def launch(folders: Sequence[Path], *, resume: bool = False) -> bool:
@@ -67,16 +63,12 @@ def _run_processes(folders: Sequence[Path], setting: Setting, *, resume: bool) -
     port = server.getsockname()[1]
     store = TCPStore(HERE, port, is_master=True, wait_for_workers=False, master_listen_fd=server.detach())
     environment = {
-        "OMP_NUM_THREADS": "1",
-        **os.environ,
-        "MASTER_ADDR": HERE,
-        "MASTER_PORT": str(store.port),
+        "OMP_NUM_THREADS": "1", **os.environ, "MASTER_ADDR": HERE, "MASTER_PORT": str(store.port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",  # this process holds the store, so it outlives rank 0
         # The loopback interface: lo on Linux, lo0 on a Mac.
         "GLOO_SOCKET_IFNAME": next(name for _, name in socket.if_nameindex() if name in ("lo", "lo0")),
-        "WORLD_SIZE": str(setting.workers),
-        "LOCAL_WORLD_SIZE": str(setting.workers),
-    }
+        "WORLD_SIZE": str(setting.workers), "LOCAL_WORLD_SIZE": str(setting.workers),
+    }  # fmt: skip
     command = _command(folders, resume, "--fork", str(setting.workers))
     with _catch_signals() as caught:
         crew = Process(command, environment, stdin=subprocess.PIPE)
@@ -115,10 +107,7 @@ def _catch_signals() -> Iterator[list[int]]:
 
 
 def _watch(crew: Process, caught: Sequence[int]) -> None:
-    """Wait until all workers have ended. Pass a signal on to them; return at once on a second one.
-
-    After a worker has failed, the others get a little time to report.
-    """
+    """Wait for all workers, or after a failure a little longer. Pass on a signal; a second one ends this."""
     passed, deadline = False, math.inf
     while not crew.join(LOOK):
         if caught and not passed:

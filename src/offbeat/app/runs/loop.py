@@ -1,27 +1,28 @@
-"""The loop of one run on one rank."""
-
-from __future__ import annotations
+"""The loop of one run on one rank, and Ctrl-C, after which all ranks stop at the same step."""
 
 import hashlib
 import logging
-import threading
+import signal
 import time
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
+from threading import Event, Lock, Thread, current_thread, main_thread
 from typing import Any
 
 import torch
 
-from offbeat.app.runs.checkpoints import CheckpointStore
-from offbeat.app.runs.folder import Record, cut, log_path
+from offbeat.app.runs.folder import CheckpointStore, Record, cut, log_path, write_whole
 from offbeat.app.runs.setting import TORCH_DDP, Setting
-from offbeat.app.runs.stop import Stop
-from offbeat.app.runs.trainer import Costs, TorchDDP, Trainer
-from offbeat.app.runs.watch import Stopwatch, Watched
-from offbeat.base.errors import OffbeatError
+from offbeat.app.runs.trainer import Costs, Stopwatch, TorchDDP, Trainer, Watched
+from offbeat.base.errors import OffbeatError, PeerLost
 from offbeat.comm.communicator import Communicator
 from offbeat.lab.network import INTERFACE
 from offbeat.tasks import Task
+
+LOOK = 0.05  # seconds between looks for the files of the others
+PATIENCE = 120.0  # seconds to wait for a file; a live rank needs about 0.1, even during a long step
+STATES = ("model", "optimizer", "schedule", "batches")  # attributes of a loop that a checkpoint holds
 
 
 class Loop:
@@ -32,13 +33,7 @@ class Loop:
     """
 
     def __init__(
-        self,
-        comm: Communicator,
-        setting: Setting,
-        task: Task,
-        folder: Path,
-        *,
-        called: threading.Event | None = None,
+        self, comm: Communicator, setting: Setting, task: Task, folder: Path, called: Event | None = None
     ) -> None:
         assert setting.batch is not None
         self.comm, self.setting, self.task, self.folder = Watched(comm), setting, task, folder
@@ -49,11 +44,10 @@ class Loop:
         self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, setting.rate)
         self.batches = task.batches(comm.rank, comm.size, setting.batch, setting.seed)
         kind: Any = TorchDDP if setting.method == TORCH_DDP else Trainer
-        self.trainer = kind(setting, task, self.model, self.optimizer, self.comm)
+        self.trainer: Trainer | TorchDDP = kind(setting, task, self.model, self.optimizer, self.comm)
         self.store = CheckpointStore(folder / "checkpoints", rank=self.rank, workers=comm.size)
         self.stop = Stop(folder, rank=self.rank, workers=comm.size, called=called)
-        self.step = 0
-        self.clock = Stopwatch(comm.now)
+        self.step, self.clock = 0, Stopwatch(comm.now)
         self.earlier = Costs()  # in earlier processes of this run
         self.uncounted = Costs()  # of evaluations and the start, in this process
 
@@ -62,10 +56,11 @@ class Loop:
         saved = (self.store.steps() if resume else [])[-1:]
         first = saved[0] if saved else -1
         self.store.delete_after(first)
-        log = log_path(self.folder, self.rank)
-        cut(log, after=first)
+        cut(log := log_path(self.folder, self.rank), after=first)
         self.record = Record(log, steps=self.setting.steps)
-        try:
+        with ExitStack() as stack:
+            stack.callback(self.record.close)
+            stack.push(self.trainer.leave)
             if self.real:
                 self.stop.clear()
                 self._meet()
@@ -74,13 +69,8 @@ class Loop:
                 self._load(self.store.load(first))
             else:
                 self._evaluate()
-            return self._train()
-        except BaseException as error:
-            self.trainer.leave(error)
-            raise
-        finally:
-            self.trainer.close()
-            self.record.close()
+            finished = self._train()
+        return finished
 
     def _train(self) -> bool:
         setting = self.setting
@@ -126,7 +116,7 @@ class Loop:
     def _evaluate(self, *, last: bool = False) -> None:
         """Log the loss of the consensus. Rank 0 evaluates; the others wait, and the clock is stopped."""
         with self.clock.stopped():
-            before, scores = self.trainer.costs(), {}
+            before, scores, kernel = self.trainer.costs(), {}, {}
             with self.trainer.averaged():
                 if self.rank == 0:
                     scores["loss"] = self.task.evaluate(self.model)
@@ -134,27 +124,22 @@ class Loop:
                         scores["accuracy"] = self.task.accuracy(self.model)
             # All continue at the time of the last to arrive: waiting here replaces waiting in a round.
             clocks = self.comm.tell([round(self.clock.read() * 1e9)]).wait()
-            self.clock.put(max(clock[0] for clock in clocks) / 1e9)
+            self.clock.elapsed = max(clock[0] for clock in clocks) / 1e9
             self._log_rounds(self.clock.read())
             self.uncounted += self.trainer.costs() - before
             values = {"step": self.step, "t": self.clock.read(), "units": self.record.units}
             values |= asdict(self._costs())
             if self.rank == 0:
                 self.record.write("eval", **values, **scores)
+            if last and self.kernel_sent is not None:  # all bytes sent by this process, as both counted
+                sent = (read_kernel_sent() or 0) - self.kernel_sent
+                kernel = {"sent_in_all": self.trainer.costs().sent, "kernel_sent": sent}
             if last:
-                self.record.write("end", **values, weights=self._checksum(), **self._kernel_bytes())
+                self.record.write("end", **values, weights=self._checksum(), **kernel)
 
     def _costs(self) -> Costs:
         """The costs of training, without evaluations and the start."""
-        now: Costs = self.trainer.costs()
-        return self.earlier + now - self.uncounted
-
-    def _kernel_bytes(self) -> dict[str, int]:
-        """In a lab: all bytes this process reported as sent, and those that the kernel counted."""
-        if self.kernel_sent is None:
-            return {}
-        sent = (read_kernel_sent() or 0) - self.kernel_sent
-        return {"sent_in_all": self.trainer.costs().sent, "kernel_sent": sent}
+        return self.earlier + self.trainer.costs() - self.uncounted
 
     def _checksum(self) -> str:
         """A checksum of the weights. Equal runs end with equal weights."""
@@ -174,26 +159,18 @@ class Loop:
                 logging.getLogger("offbeat").info("no checkpoint after step %d: %s", self.step, error)
                 return False
             self.record.write_steps(self.step, self.clock.read())
-            state = {
+            state: dict[str, Any] = {
                 "step": self.step,
                 "elapsed": self.clock.read(),
                 "units": self.record.units,
-                "costs": asdict(self._costs()),
-                "model": self.model.state_dict(),
-                "optimizer": self.optimizer.state_dict(),
-                "schedule": self.schedule.state_dict(),
-                "batches": self.batches.state_dict(),
-                "rng": torch.get_rng_state(),
-                "sync": sync,
             }
-            self.store.save(self.step, state)
+            state |= {"costs": asdict(self._costs()), "rng": torch.get_rng_state(), "sync": sync}
+            self.store.save(self.step, state | {name: getattr(self, name).state_dict() for name in STATES})
             return True
 
     def _load(self, state: dict[str, Any]) -> None:
-        self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.schedule.load_state_dict(state["schedule"])
-        self.batches.load_state_dict(state["batches"])
+        for name in STATES:
+            getattr(self, name).load_state_dict(state[name])
         self.trainer.load_state_dict(state["sync"])
         torch.set_rng_state(state["rng"])
         self.step, self.earlier = state["step"], Costs(*state["costs"].values())
@@ -210,3 +187,69 @@ def read_kernel_sent() -> int | None:
         if name.strip() == INTERFACE:
             return int(counters.split()[8])
     return None
+
+
+class Stop:
+    """Agrees on the last step. Each rank writes the number of steps it has begun; the largest is the last.
+
+    A thread writes the file once the signal comes or another rank has written its own, so a rank in the
+    middle of a step or a round answers at once. The number is never changed, and no step begins while the
+    thread writes it: `after` begins the next step under the same lock.
+    """
+
+    def __init__(self, folder: Path, *, rank: int, workers: int, called: Event | None = None) -> None:
+        self._files = [folder / f".stop-{other}" for other in range(workers)]
+        self._mine = self._files[rank]
+        self._begun, self._written = 0, False
+        self._called = called or Event()  # shared by all runs of a process
+        self._lock, self._over = Lock(), Event()
+        self._thread = Thread(target=self._watch, daemon=True)
+
+    def clear(self) -> None:
+        """Delete the file of an earlier process. All ranks do so before any of them listens."""
+        self._mine.unlink(missing_ok=True)
+
+    def listen(self, step: int) -> None:
+        """Listen for Ctrl-C and SIGTERM; `step` steps are done, and the next one has begun."""
+        self._begun = step + 1
+        if current_thread() is main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                signal.signal(number, self.call)
+        self._thread.start()
+
+    def call(self, *signal: object) -> None:
+        """Ask all ranks to stop."""
+        self._called.set()
+
+    def _watch(self) -> None:
+        while not self._over.wait(LOOK):
+            if self._called.is_set() or any(file.exists() for file in self._files):
+                with self._lock:
+                    self._write()
+                return
+
+    def _write(self) -> None:
+        if not self._written:
+            write_whole(self._mine, str(self._begun))
+            self._written = True
+
+    def after(self, step: int) -> bool:
+        """Whether the step just completed is the last one. If not, the next one begins."""
+        with self._lock:
+            if not (self._called.is_set() or self._written):
+                self._begun = step + 1
+                return False
+            self._write()
+        deadline = time.monotonic() + PATIENCE
+        while silent := [rank for rank, file in enumerate(self._files) if not file.exists()]:
+            if time.monotonic() > deadline:
+                raise PeerLost(f"Ctrl-C: ranks {silent} have not answered within {PATIENCE:g} s.")
+            time.sleep(0.01)
+        return step >= max(int(file.read_text()) for file in self._files)
+
+    def forget(self) -> None:
+        """Stop listening and delete the file, which everybody has read."""
+        self._over.set()
+        if self._thread.is_alive():
+            self._thread.join()
+        self.clear()

@@ -1,7 +1,5 @@
 """The setting of one run: everything that decides its outcome, as plain values."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -51,14 +49,11 @@ class Setting:
     def find_task(self, cache: Path | None = None) -> Task:
         return find_task(self.task, size=self.model, data=self.data, seed=self.seed, cache=cache)
 
-    def fill(self, task: Task) -> Setting:
+    def fill(self, task: Task) -> "Setting":
         """The setting with the task's defaults filled in and the method written as a call."""
-        return replace(
-            self,
-            method=self.method.strip() + ("" if "(" in self.method else "()"),
-            batch=self.batch or task.batch_size,
-            lr=task.lr if self.lr is None else self.lr,
-        )
+        call = self.method.strip() + ("" if "(" in self.method else "()")
+        lr = task.lr if self.lr is None else self.lr
+        return replace(self, method=call, batch=self.batch or task.batch_size, lr=lr)
 
     def optimizer_of(self, task: Task, model: nn.Module) -> Optimizer:
         assert self.lr is not None
@@ -89,8 +84,7 @@ class Setting:
 def check(setting: Setting, task: Task) -> Setting:
     """The setting with the task's defaults filled in. Raises if the run cannot be made; starts nothing."""
     for name, most in MOST.items():
-        value = getattr(setting, name)
-        if value is not None:
+        if (value := getattr(setting, name)) is not None:
             check_whole(name, value, 1, most)
     if abs(setting.seed) >= 2**63:
         raise BadArgument("seed", setting.seed, "seed must be below 2**63 in size.")

@@ -1,7 +1,5 @@
 """The table of a comparison, computed from the logs."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Sequence
@@ -75,9 +73,8 @@ def labels(runs: Sequence[Logged]) -> list[str]:
     differ = [name for name in names if len({getattr(run.setting, name) for run in runs}) > 1]
 
     def describe(name: str, value: Any) -> str:
-        if name == "workers":
-            return f" × {value}"
-        return f", {name} {' and '.join(value) or None if isinstance(value, tuple) else value}"
+        text = " and ".join(value) or None if isinstance(value, tuple) else value
+        return f" × {value}" if name == "workers" else f", {name} {text}"
 
     settings = [run.setting for run in runs]
     return [s.method + "".join(describe(name, getattr(s, name)) for name in differ) for s in settings]
@@ -100,34 +97,28 @@ def _row(method: str, runs: Sequence[Logged], base: Sequence[Logged]) -> Row:
     times = [reach(run.evals, target) if math.isfinite(run.evals[-1]["loss"]) else None for run in runs]
     counted = all("kernel_sent" in end for run in runs for end in run.ends)
     return Row(
-        method=method,
-        seeds=len(runs),
-        loss=statistics.mean(losses),
+        method=method, seeds=len(runs), loss=statistics.mean(losses), seconds=seconds,
         spread=statistics.stdev(losses) if len(losses) > 1 else None,
         accuracy=statistics.mean(right) if right else None,
-        seconds=seconds,
-        exposed=_mean(runs, "exposed"),
+        exposed=_mean(runs, "exposed"), megabytes=_mean(runs, "sent") / 1e6, rounds=_mean(runs, "rounds"),
         hidden=statistics.mean(max(0.0, end["air"] - end["exposed"]) for run in runs for end in run.ends),
-        megabytes=_mean(runs, "sent") / 1e6,
-        rounds=_mean(runs, "rounds"),
         reached=None if None in times else statistics.mean(time for time in times if time is not None),
         speedup=_mean(base, "t") / seconds if base and seconds else None,
         kernel_megabytes=_mean(runs, "kernel_sent") / 1e6 if counted else None,
         reported_megabytes=_mean(runs, "sent_in_all") / 1e6 if counted else None,
-    )
+    )  # fmt: skip
 
 
 def reach(evals: Sequence[Entry], target: float) -> float | None:
     """When the loss first reached the target, interpolated between evaluations."""
-    before: Entry | None = None
-    for entry in evals:
-        if entry["loss"] <= target:
-            if before is None or not math.isfinite(before["loss"]) or before["loss"] == entry["loss"]:
-                return float(entry["t"])
-            share = (before["loss"] - target) / (before["loss"] - entry["loss"])
-            return float(before["t"] + share * (entry["t"] - before["t"]))
-        before = entry
-    return None
+    index = next((i for i, entry in enumerate(evals) if entry["loss"] <= target), None)
+    if index is None:
+        return None
+    before, entry = evals[max(0, index - 1)], evals[index]
+    if not math.isfinite(before["loss"]) or before["loss"] == entry["loss"]:
+        return float(entry["t"])
+    share = (before["loss"] - target) / (before["loss"] - entry["loss"])
+    return float(before["t"] + share * (entry["t"] - before["t"]))
 
 
 def _mean(runs: Sequence[Logged], name: str) -> float:
