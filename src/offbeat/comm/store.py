@@ -1,7 +1,9 @@
-"""The process group's store, used without blocking a worker."""
+"""The process group's store, used without blocking a worker, and backends that connect through it."""
 
 from __future__ import annotations
 
+import functools
+import os
 import queue
 import threading
 import weakref
@@ -9,6 +11,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as Late
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -99,3 +102,24 @@ def start(call: Callable[[], T], name: str) -> Future[T]:
     answer: Future[T] = Future()
     threading.Thread(target=_answer, args=(call, answer), name=name, daemon=True).start()
     return answer
+
+
+@functools.cache
+def _devices(process: int) -> list[Any]:
+    """The devices of gloo's connections. Each has a thread that never ends and that no fork inherits."""
+    if names := os.environ.get("GLOO_SOCKET_IFNAME"):
+        return [dist.ProcessGroupGloo.create_device(interface=name) for name in names.split(",")]
+    return [dist.ProcessGroupGloo.create_default_device()]
+
+
+def open_backend(kind: str, store: Store, rank: int, size: int, timeout: float) -> Any:
+    """Connect this rank to all others, and return the backend that holds the connections."""
+    if kind == "gloo":
+        settings = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        settings._devices, settings._timeout = _devices(os.getpid()), timedelta(seconds=timeout)
+        return dist.ProcessGroupGloo(store, rank, size, settings)
+    if kind == "nccl":
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timedelta(seconds=timeout)
+        return dist.ProcessGroupNCCL(store, rank, size, options)
+    raise ValueError(f"The process group runs on {kind}: Offbeat supports gloo and nccl.")

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import functools
-import os
 import threading
 import time
 from collections import deque
@@ -18,14 +16,14 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import PrefixStore, Store, get_backend_config
+from torch.distributed.distributed_c10d import PrefixStore, get_backend_config
 
 from offbeat.comm.background import Sidecar, TaskQueue, ThreadQueue, ThreadSidecar
 from offbeat.comm.collective import Collective, nbytes
 from offbeat.comm.communicator import Communicator, Pending, PendingList, Tensors, Worker
 from offbeat.comm.lookout import Lookout, Watch
 from offbeat.comm.presence import Departure, Track
-from offbeat.comm.store import bulletin, start
+from offbeat.comm.store import bulletin, open_backend, start
 
 _GLANCE = 0.25  # seconds between two looks at the store while waiting
 _GRACE = 5.0  # seconds by which torch gives up after us: we can say who is missing
@@ -41,8 +39,8 @@ _counts: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
 class Connection:
     """One backend, the number of calls begun on it, and those that may still be in the air.
 
-    The last one stays until the next: gloo's thread must not be the last to hold a call and its tensors, since
-    it would free them while the interpreter ends, which aborts the process.
+    The last one stays until the next. If gloo's thread were the last to hold it, that thread would free its
+    tensors, perhaps while the interpreter ends, which aborts the process.
     """
 
     name: str
@@ -156,7 +154,7 @@ class Torch(Communicator, Worker):
         def make() -> Any:
             with lookout.bulletin.lend(shared=True) as client:
                 store = PrefixStore(f"{lookout.key}/{name}", client)
-                return _open(kind, store, self.rank, self.size, lookout.timeout + _GRACE)
+                return open_backend(kind, store, self.rank, self.size, lookout.timeout + _GRACE)
 
         lookout.arrive(name, 0)
         connecting = start(make, "offbeat-connect")
@@ -249,27 +247,6 @@ class Torch(Communicator, Worker):
         other = self._make(f"{kind} {self._made_beside}", range(self.size), connections)
         self._beside.add(other)
         return other
-
-
-@functools.cache
-def _devices(process: int) -> list[Any]:
-    """The devices of gloo's connections. Each has a thread that never ends and that no fork inherits."""
-    if names := os.environ.get("GLOO_SOCKET_IFNAME"):
-        return [dist.ProcessGroupGloo.create_device(interface=name) for name in names.split(",")]
-    return [dist.ProcessGroupGloo.create_default_device()]
-
-
-def _open(kind: str, store: Store, rank: int, size: int, timeout: float) -> Any:
-    """Connect this rank to all others, and return the backend that holds the connections."""
-    if kind == "gloo":
-        settings = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        settings._devices, settings._timeout = _devices(os.getpid()), timedelta(seconds=timeout)
-        return dist.ProcessGroupGloo(store, rank, size, settings)
-    if kind == "nccl":
-        options = dist.ProcessGroupNCCL.Options()
-        options._timeout = timedelta(seconds=timeout)
-        return dist.ProcessGroupNCCL(store, rank, size, options)
-    raise ValueError(f"The process group runs on {kind}: Offbeat supports gloo and nccl.")
 
 
 def _exchange_calls(rank: int, size: int, chunks: Tensors) -> tuple[list[Call], list[Tensor]]:

@@ -192,7 +192,7 @@ class Eager(Anchored):
     def close(self, live: Sequence[Tensor], room: Packed, comm: Communicator, state: State) -> None:
         if state["anchor"] is None:
             return
-        Anchor.of(room, state).displace(live, room)
+        Anchor(room.over(state["anchor"])).displace(live, room)
         comm.mean(room.flats).wait()
         for mean, own, flat in zip(state["mean"], state["own"], room.flats, strict=True):
             mean.add_(flat).sub_(own, alpha=1 / comm.size)

@@ -114,10 +114,6 @@ class Anchor:
     packed: Packed
     workers: float = 0
 
-    @classmethod
-    def of(cls, room: Packed, state: State) -> Anchor:
-        return cls(room.over(state["anchor"]))
-
     def displace(self, live: Sequence[Tensor], room: Packed) -> None:
         """Write anchor − x into `room`."""
         for start, x, out in zip(self.packed.views, live, room.views, strict=True):
@@ -151,7 +147,7 @@ class Anchored(Update):
         return None if state["anchor"] is None else room.over(state["anchor"]).views
 
     def outgoing(self, live: Sequence[Tensor], room: Packed, clock: Clock, state: State) -> None:
-        Anchor.of(room, state).displace(live, room)
+        Anchor(room.over(state["anchor"])).displace(live, room)
 
     def distances(self, live: Sequence[Tensor], mean: Packed, state: State) -> tuple[float, float | None]:
         """The length of the change is unknown: it would cost one more copy of the model."""
@@ -231,7 +227,7 @@ class Detached(Anchored, Reducer):
     def close(self, live: Sequence[Tensor], room: Packed, comm: Communicator, state: State) -> None:
         if state["residual"] is None:
             return
-        Anchor.of(room, state).displace(live, room)
+        Anchor(room.over(state["anchor"])).displace(live, room)
         for flat, error in zip(room.flats, _errors(room, state), strict=True):
             flat.add_(error, alpha=1 - self.lam)
             error.zero_()
