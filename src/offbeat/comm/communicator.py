@@ -157,6 +157,9 @@ class Wrapped(Communicator, Worker):
     def wrap(self, comm: Communicator) -> Communicator:
         """The same wrapper around a communicator made from the inner one."""
 
+    def run(self, kind: Collective, tensors: Tensors, *, src: int = 0, control: bool = False) -> PendingList:
+        return self.comm.run(kind, tensors, src=src, control=control)
+
     def split(self, groups: Sequence[Sequence[int]]) -> Communicator:
         part = self.comm.split(groups)
         if id(part) not in self._children:

@@ -140,7 +140,7 @@ class Gossip(Anchored):
     Anchors differ between workers, so it sends weights, not displacements.
     """
 
-    anchors = "own"
+    anchors, sends = "own", "weights"
     unset = ("outer",)
     optimizer: Factory
 
@@ -167,7 +167,6 @@ class Eager(Anchored):
     """
 
     anchors = "own"
-    sends = "displacements"
     unset = ("outer",)
     zeros = ("own", "mean")
     optimizer: Factory
@@ -217,7 +216,7 @@ class Overlap(Anchored):
     with r as in `SlowMo`; where the rate is 0: v ← momentum·v, and x is sent.
     """
 
-    anchors = "own"
+    anchors, sends = "own", "weights"
     unset = ("rates",)
     zeros = ("momentum",)
     pull: float = 0.6

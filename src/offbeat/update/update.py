@@ -25,11 +25,7 @@ class Update:
     """
 
     anchors: ClassVar[Literal["none", "own", "shared"]] = "none"
-
-    @property
-    def sends(self) -> Literal["weights", "displacements"]:
-        """What the update sends. A lossy code may round displacements, but not weights."""
-        return "displacements" if self.anchors == "shared" else "weights"
+    sends: ClassVar[Literal["weights", "displacements"]] = "weights"  # a lossy code would round weights
 
     def init(self) -> State:
         return {}
@@ -107,12 +103,11 @@ class Correct(Update):
         return drift, self.gain**2 * drift
 
 
-@dataclass(frozen=True)
 class Anchor:
     """The weights that workers set out from, and how many workers share them: 0 if each has its own."""
 
-    packed: Packed
-    workers: float = 0
+    def __init__(self, packed: Packed, workers: float = 0) -> None:
+        self.packed, self.workers = packed, workers
 
     def displace(self, live: Sequence[Tensor], room: Packed) -> None:
         """Write anchor − x into `room`."""
@@ -131,6 +126,7 @@ class Anchored(Update):
     """Base of updates with an anchor, whose vectors are in `state["anchor"]`. It sends displacements."""
 
     anchors: ClassVar[Literal["none", "own", "shared"]] = "shared"
+    sends: ClassVar[Literal["weights", "displacements"]] = "displacements"
     unset: ClassVar[tuple[str, ...]] = ()  # further keys of the state, which start as None
     zeros: ClassVar[tuple[str, ...]] = ()  # names of further vectors in the state, which start at zero
 
