@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -103,11 +103,11 @@ class Correct(Update):
         return drift, self.gain**2 * drift
 
 
-class Anchor:
+class Anchor(NamedTuple):
     """The weights that workers set out from, and how many workers share them: 0 if each has its own."""
 
-    def __init__(self, packed: Packed, workers: float = 0) -> None:
-        self.packed, self.workers = packed, workers
+    packed: Packed
+    workers: float = 0
 
     def displace(self, live: Sequence[Tensor], room: Packed) -> None:
         """Write anchor − x into `room`."""
