@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import offbeat
 from offbeat import Exchange, Subgroups, params
 
-UNWEIGHED = ("ssd_sgd", "od_sgd", "wagma", "eager_sgd", "def_sgd", "a2sgd")
+UNWEIGHED = ("ssd_sgd", "od_sgd", "wagma", "eager_sgd", "eager_diloco", "def_sgd", "a2sgd")
 WEIGHED = [row for row in METHODS if not row.startswith(UNWEIGHED)]
 
 
@@ -90,6 +90,16 @@ def test_closed_forms() -> None:
     assert walks("diloco(every=1, lr=2.0, momentum=0.0)", [1], [3]) == [[6.5], [6.5]]
     # Delayed by a step: x ← x + (mean − sent). Rank 0: 2 + 3.25 − 1; rank 1: 8 + 3.25 − 4.
     assert walks("local_sgd(every=2, delay=1)", [0, 1, 5], [0, 3, 5])[0][1:] == [2.0, 3 + 6.5 - 2]
+
+
+def test_samples_of_a_warmup_do_not_count_after_it() -> None:
+    """Two steps of ddp, in which rank 0 has all samples; then rounds in which both have one."""
+
+    def worker(comm: offbeat.Communicator) -> list[float]:
+        return walk(comm, "diloco(every=2, lr=1.0, momentum=0.0, warmup=2)", [[5, 5, 1, 1], [0, 0, 1, 1]])
+
+    # Two steps of 1, then steps of 1 and of 4, whose mean is 2.5 each.
+    assert offbeat.simulate(worker, 2) == [[1.0, 2.0, 3.0, 7.0], [1.0, 2.0, 6.0, 7.0]]
 
 
 def test_weights_count_within_a_subgroup() -> None:

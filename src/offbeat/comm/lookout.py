@@ -105,18 +105,19 @@ class Lookout:
         with suppress(dist.DistError, Silent):
             if departure := self.bulletin.ask(lambda store: self.find_leaver(store, what), _ANSWER):
                 return departure
-        for _ in range(_LOOKS):
+        gone: dict[int, RuntimeError] = {}
+        for _ in range(_LOOKS if any(level.gloo for level in self._levels()) else 0):
             if gone := self.closed():
                 break
             time.sleep(_PAUSE)  # one of a rank's connections may close before the others
-        if not gone and isinstance(error, dist.DistError):
+        if not gone and isinstance(error, dist.DistNetworkError | dist.DistStoreError):
             return PeerLost(f"Waiting for {what}: rank {self.name} {STORE_GONE}.")
         reason = str(next(iter(gone.values()), error)).splitlines()[0].split("] ", 1)[-1].split(". ")[0]
         whose = f"the connection to {list_ranks(list(gone))}" if gone else "a connection"
         return PeerLost(f"Waiting for {what}: rank {self.name} lost {whose} ({reason}).")
 
     def closed(self) -> dict[int, RuntimeError]:
-        """The dead ranks, and those that closed a connection: gloo refuses to send. Others never read it."""
+        """The dead ranks, and those that closed a connection: gloo refuses to send. Live ranks read nothing."""
         gone = {}
         # A communicator that is not yet connected asks the one it was made from.
         level = next((level for level in self._levels() if level.gloo), self)

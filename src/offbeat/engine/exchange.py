@@ -71,7 +71,7 @@ class Exchange(Part):
         self._landed_at, self.opened, self._rates_digest = -1, False, 0
         self._rates: tuple[float, ...] = ()  # of every live tensor in the last step, that of its own group
         self._weight = NO_WEIGHT  # of this worker's contribution: samples since the last round
-        self.weighs = self.reduce.agrees and not isinstance(self.update, Reducer)
+        self.weighs = self.reduce.agrees and self.update.weighs
 
     def __repr__(self) -> str:
         return (
@@ -103,6 +103,7 @@ class Exchange(Part):
             rhythm.plan(self._ledger.update(clock))
             if rhythm.planned is not None and not self.opened:
                 self.open()
+                self._weight = NO_WEIGHT if clock.samples is None else clock.samples  # not of the warm-up
         if clock.step + 1 in (rhythm.planned, rhythm.lands):
             self.snapshot_rates()
 

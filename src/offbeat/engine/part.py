@@ -35,7 +35,7 @@ class Part:
     peers: Peers
     follows: Part | None = None  # the part that must stand directly before it in the list
     outside: Metered | None = None  # carries messages that no report covers; their bytes go into the totals
-    weighs: bool = True  # whether its rounds weigh workers by their samples, or it has none
+    weighs: bool = False  # whether its rounds weigh workers by their samples, or it has no rounds
     saved_every: int = 1  # its state can be saved after every so many steps
 
     def bind(self, index: int, optimizers: Sequence[Optimizer], report: Emit) -> None:

@@ -206,7 +206,7 @@ class Synchronizer:
         return {**agreement.origin(self.method, self._comm), **place, "weights": weights, "parts": parts}
 
     def load_state_dict(self, state: State) -> None:
-        """Continue from a agreement. Every rank loads its own; the caller loads model and optimizer.
+        """Continue from a checkpoint. Every rank loads its own; the caller loads model and optimizer.
 
         Raises if the weights are not those saved with it, at the latest when the next step begins.
         """

@@ -40,8 +40,6 @@ class PushPull(Part):
         PushPull(params(model), every=5, warmup=500, local=GLU(alpha=2.0, beta=0.5))
     """
 
-    weighs = False
-
     def __init__(
         self,
         live: Live,
@@ -210,7 +208,9 @@ class PushPull(Part):
             "shard": self.shard.state_dict(),
             "watch": self._watch.state_dict(),
             "pull": None if pull is None else pull.state_dict(),
-            "round": [round.clock.step, round.clock.round, round.since],
+            "step": round.clock.step,
+            "round": round.clock.round,
+            "since": round.since,
             "bytes": [round.comm.sent, self._transport.comms[0].sent],
         }
 
@@ -219,12 +219,11 @@ class PushPull(Part):
         self.slots = []
         if not state["open"]:
             return
-        step, number, since = state["round"]
-        self._prepare(Clock(step=step, round=number, lr=0.0))
+        self._prepare(Clock(step=state["step"], round=state["round"], lr=0.0))
         self.replica.load_state_dict(state["replica"])
         self.shard.load_state_dict(state["shard"])
         self._watch.load_state_dict(state["watch"])
-        comm, base, self._round.since = self._round.comm, self.replica.base, since
+        comm, base, self._round.since = self._round.comm, self.replica.base, state["since"]
         comm.sent, self._transport.comms[0].sent = state["bytes"]
         comm.received = comm.sent
         if state["pull"] is not None:

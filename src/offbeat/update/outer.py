@@ -166,7 +166,7 @@ class Eager(Anchored):
     each has used the sum of all mean displacements.
     """
 
-    anchors = "own"
+    anchors, weighs = "own", False
     unset = ("outer",)
     zeros = ("own", "mean")
     optimizer: Factory
@@ -191,7 +191,7 @@ class Eager(Anchored):
     def close(self, live: Sequence[Tensor], room: Packed, comm: Communicator, state: State) -> None:
         if state["anchor"] is None:
             return
-        Anchor(room.over(state["anchor"])).displace(live, room)
+        Anchor(room.over(state["anchor"])).write_displacement(live, room)
         comm.mean(room.flats).wait()
         for mean, own, flat in zip(state["mean"], state["own"], room.flats, strict=True):
             mean.add_(flat).sub_(own, alpha=1 / comm.size)
@@ -213,7 +213,8 @@ class Overlap(Anchored):
 
         x ← (1 − pull)·x + pull·z        v ← momentum·r·v + (z − x)        send z − v: its mean is the next z
 
-    with r as in `SlowMo`; where the rate is 0: v ← momentum·v, and x is sent.
+    with r as in `SlowMo`; where the rate is 0: v ← momentum·v, and x is sent. A larger `pull` keeps workers
+    closer together.
     """
 
     anchors, sends = "own", "weights"

@@ -26,6 +26,7 @@ class Update:
 
     anchors: ClassVar[Literal["none", "own", "shared"]] = "none"
     sends: ClassVar[Literal["weights", "displacements"]] = "weights"  # a lossy code would round weights
+    weighs: ClassVar[bool] = True  # whether its rule holds for a weighted mean
 
     def init(self) -> State:
         return {}
@@ -109,7 +110,7 @@ class Anchor(NamedTuple):
     packed: Packed
     workers: float = 0
 
-    def displace(self, live: Sequence[Tensor], room: Packed) -> None:
+    def write_displacement(self, live: Sequence[Tensor], room: Packed) -> None:
         """Write anchor − x into `room`."""
         for start, x, out in zip(self.packed.views, live, room.views, strict=True):
             torch.sub(start.to(out.device), x, out=out)
@@ -143,7 +144,7 @@ class Anchored(Update):
         return None if state["anchor"] is None else room.over(state["anchor"]).views
 
     def outgoing(self, live: Sequence[Tensor], room: Packed, clock: Clock, state: State) -> None:
-        Anchor(room.over(state["anchor"])).displace(live, room)
+        Anchor(room.over(state["anchor"])).write_displacement(live, room)
 
     def distances(self, live: Sequence[Tensor], mean: Packed, state: State) -> tuple[float, float | None]:
         """The length of the change is unknown: it would cost one more copy of the model."""
@@ -193,6 +194,7 @@ class Detached(Anchored, Reducer):
     """
 
     lossy = remembers = True
+    weighs = False
     code: Code
     lam: float = 0.3
 
@@ -223,7 +225,7 @@ class Detached(Anchored, Reducer):
     def close(self, live: Sequence[Tensor], room: Packed, comm: Communicator, state: State) -> None:
         if state["residual"] is None:
             return
-        Anchor(room.over(state["anchor"])).displace(live, room)
+        Anchor(room.over(state["anchor"])).write_displacement(live, room)
         for flat, error in zip(room.flats, _errors(room, state), strict=True):
             flat.add_(error, alpha=1 - self.lam)
             error.zero_()

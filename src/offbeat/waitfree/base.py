@@ -50,7 +50,6 @@ class Waitfree(Part):
     those are more.
     """
 
-    weighs = False
     sidecars = False  # whether sidecars also run the blocking rounds
     handover: Handover
 

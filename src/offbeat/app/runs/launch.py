@@ -23,7 +23,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from offbeat.app.runs.folder import cache_of, finished, setting_of
 from offbeat.app.runs.loop import Loop
 from offbeat.app.runs.setting import Setting
-from offbeat.app.runs.worker import LOST, STOPPED
+from offbeat.app.runs.worker import ENDED, LOST, STOPPED
 from offbeat.base.errors import OffbeatError
 from offbeat.base.units import parse_link
 from offbeat.comm.communicator import Communicator
@@ -123,7 +123,8 @@ def _watch(crew: Process, caught: Sequence[int]) -> None:
 def _read_ended(crew: Process) -> Ended:
     """How the workers that have ended so far did so, from the lines of the process that forked them."""
     lines = crew.stdout().rpartition("\n")[0].splitlines()
-    return {rank: (code, stderr) for rank, code, stderr in map(json.loads, lines)}
+    ends = [json.loads(line.removeprefix(ENDED)) for line in lines if line.startswith(ENDED)]
+    return {rank: (code, stderr) for rank, code, stderr in ends}
 
 
 def _check(ended: Ended) -> bool:

@@ -34,6 +34,7 @@ from offbeat.comm.throttled import Throttled
 from offbeat.comm.torch_backend import Torch
 
 STOPPED = 3  # exit code: Ctrl-C, and the checkpoint is saved
+ENDED = "offbeat worker ended: "  # begins the lines of the forking process; imports may print others
 LOST = 4  # exit code: another worker was lost, and that one knows why
 SLOW = ("torch._dynamo", "sklearn.datasets")  # imports of every optimizer and of the digits
 
@@ -79,7 +80,7 @@ def fork(workers: int) -> None:
         rank, stderr = crew.pop(process)
         stderr.seek(0)
         text = stderr.read().decode(errors="replace")
-        print(json.dumps([rank, os.waitstatus_to_exitcode(status), text]), flush=True)
+        print(ENDED + json.dumps([rank, os.waitstatus_to_exitcode(status), text]), flush=True)
     sys.exit(0)
 
 
