@@ -117,7 +117,7 @@ class Lookout:
         return PeerLost(f"Waiting for {what}: rank {self.name} lost {whose} ({reason}).")
 
     def closed(self) -> dict[int, RuntimeError]:
-        """The dead ranks, and those that closed a connection: gloo refuses to send. Live ranks read nothing."""
+        """The ranks that are dead or closed a connection: gloo refuses to send to them. Others ignore it."""
         gone = {}
         # A communicator that is not yet connected asks the one it was made from.
         level = next((level for level in self._levels() if level.gloo), self)
