@@ -14,6 +14,8 @@ from torch.distributed.tensor import DTensor
 
 import offbeat
 
+pytestmark = pytest.mark.slow  # real processes, many of them
+
 METHODS = [
     "ddp()",
     "local_sgd(every=2)",

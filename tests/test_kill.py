@@ -23,6 +23,8 @@ import offbeat
 from offbeat.comm.presence import Departure
 from offbeat.comm.store import Bulletin, Silent
 
+pytestmark = pytest.mark.slow  # real processes, many of them
+
 STEPS = 12
 QUICK = "local_sgd(every=3, delay=2)"
 

@@ -126,6 +126,7 @@ def test_the_plan_is_nearly_what_the_simulation_does(expression: str, compute: C
     assert abs(told.rounds - rounds) <= 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("expression", ["ssd_sgd(every=4, warmup=4)", "od_sgd(warmup=3)"])
 def test_messages_round_a_ring_are_planned_for_any_number_of_workers(expression: str) -> None:
     """A push takes as many turns as there are workers. More than 16 workers are derived from 8 and 16."""
@@ -165,7 +166,7 @@ def test_runs_that_differ_are_foretold_with_their_spread(expression: str, comput
 @pytest.mark.parametrize(
     ("peak", "steps", "warmup", "base", "alpha", "rounds"),
     [
-        (0.008, 93_600, 10_000, 4, 0.0175, 9_711),
+        pytest.param(0.008, 93_600, 10_000, 4, 0.0175, 9_711, marks=pytest.mark.slow),
         (0.008, 93_600, 10_000, 8, 0.0175, 6_461),
         pytest.param(0.8, 62_400, 1_560, 2, 0.2, 24_792, marks=pytest.mark.slow),
         pytest.param(0.8, 62_400, 1_560, 4, 0.25, 12_539, marks=pytest.mark.slow),

@@ -28,6 +28,8 @@ import offbeat
 from offbeat import GroupReport
 from offbeat.waitfree.rounds import Rounds
 
+pytestmark = pytest.mark.slow  # real processes, many of them
+
 PERIODS = 10  # delay patterns in a run: at each global round all meet, and another begins
 
 
