@@ -22,7 +22,7 @@ from offbeat.lab import Lab, parse_rate, unavailable
 from offbeat.lab.lab import exit_on_signals, hold_signals
 
 # Every new lab removes what killed processes have left: one process runs all tests with labs.
-pytestmark = pytest.mark.xdist_group("lab")
+pytestmark = [pytest.mark.xdist_group("lab"), pytest.mark.slow]  # hosts take long to begin
 NAMES = Path("/run/netns")
 PYTHON = [sys.executable, "-c"]
 _marks = itertools.count()
