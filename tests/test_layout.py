@@ -10,6 +10,7 @@ from sentences import says
 from torch import Tensor, nn
 
 import offbeat
+from offbeat.base.packed import Packed
 
 METHODS = [
     "local_sgd(every=2, drift=False)",
@@ -54,6 +55,28 @@ def trained(comm: offbeat.Communicator, expression: str, flat: bool) -> tuple[di
     memories = {flat.untyped_storage().data_ptr() for flat in part.payload.packed.flats}
     sync.finish()
     return snapshot(net), net.body[0].weight.untyped_storage().data_ptr() in memories
+
+
+@pytest.mark.parametrize("expression", METHODS)
+def test_a_payload_in_pieces_arrives_as_in_one(expression: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several pieces of growing length in each dtype; buffers lie behind the parameters."""
+    whole, lengths = offbeat.simulate(lambda comm: trained(comm, expression, False), 4), []
+    monkeypatch.setattr("offbeat.reduce.rounded._HEAD", 8)
+    monkeypatch.setattr("offbeat.reduce.rounded._GROWTH", 2)
+    pieces = Packed.pieces
+
+    def counted(self: Packed, size: int, growth: int) -> list[tuple[Tensor, list[int]]]:
+        found = list(pieces(self, size, growth))
+        lengths.append([len(piece) for piece, _ in found])
+        return found
+
+    monkeypatch.setattr(Packed, "pieces", counted)
+    for (a, _), (b, _) in zip(
+        whole, offbeat.simulate(lambda comm: trained(comm, expression, False), 4), strict=True
+    ):
+        assert same(a, b)
+    assert all(len(found) > 3 for found in lengths)
+    assert bool(lengths) == (not expression.startswith("diloco"))
 
 
 @pytest.mark.parametrize("expression", METHODS)

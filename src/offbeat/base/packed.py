@@ -115,16 +115,19 @@ class Packed:
         part._in_place = self._in_place
         return part
 
-    def pieces(self, size: int) -> Iterator[tuple[Tensor, list[int]]]:
-        """Slices of the vectors and the tensors inside: whole ones, at least `size` values in each slice."""
+    def pieces(self, size: int, growth: int) -> Iterator[tuple[Tensor, list[int]]]:
+        """Slices of the vectors and the tensors inside: whole ones, at least `size` values in the first slice.
+
+        Each slice after it is at least `growth` times as long as the one before; the last one is the rest.
+        """
         for i, flat in enumerate(self.flats):
-            sent, inside = 0, list[int]()
+            sent, least, inside = 0, size, list[int]()
             for j, (which, start, n) in enumerate(self.spans):
                 if which == i:
                     inside.append(j)
-                    if start + n - sent >= size:
+                    if start + n - sent >= least:
                         yield flat[sent : start + n], inside
-                        sent, inside = start + n, []
+                        sent, least, inside = start + n, least * growth, []
             if sent < flat.numel():
                 yield flat[sent:], inside
 

@@ -16,7 +16,7 @@ from offbeat.base.packed import Packed
 from offbeat.comm.communicator import Communicator, Pending
 from offbeat.reduce.code import Code, Messages, Residual, Vector
 
-_LONG = 2**24  # values; on loopback gloo moves one long vector faster than many short ones
+_HEAD, _GROWTH = 2**18, 64  # values of the first piece of a payload; how much longer the next one is
 _NARROW = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 _TILE = 2**18  # values processed at a time, so that they stay in the cache between two passes
 _TINY = 2.0**-126  # the smallest scale: division by less is not exact enough
@@ -66,18 +66,17 @@ class Mean(Code):
 def send(payload: Packed, comm: Communicator, live: Sequence[Tensor] = ()) -> Pending[Packed]:
     """Send a payload; its exact mean arrives. `live` are packed first, as its first entries.
 
-    A large payload goes in pieces: one is packed while others travel.
+    A long payload goes in pieces, and the next one is packed while the first travels. It is much longer:
+    gloo moves one long vector faster than many short ones, and memory is faster than the network.
     """
-    flats = payload.flats
-    if sum(map(torch.numel, flats)) < _LONG:
-        if live:
-            payload.cut(len(live))[0].read(live)
-        return comm.total(flats).then(lambda _: payload.scaled(1 / comm.size))
-    packed, messages = payload.cut(len(live))[0].is_memory_of(live), []
-    for piece, inside in payload.pieces(_LONG):
-        own = [i for i in inside if i < len(live) and not packed]
-        if own:
-            torch._foreach_copy_([payload.views[i] for i in own], [live[i] for i in own])
+    own, short = payload.cut(len(live))[0], sum(map(torch.numel, payload.flats)) < 4 * _HEAD
+    if short or own.is_memory_of(live):
+        own.read(live)
+        return comm.total(payload.flats).then(lambda _: payload.scaled(1 / comm.size))
+    messages = []
+    for piece, inside in payload.pieces(_HEAD, _GROWTH):
+        if packed := [i for i in inside if i < len(live)]:
+            torch._foreach_copy_([payload.views[i] for i in packed], [live[i] for i in packed])
         messages.append(comm.total([piece]))
 
     def wait() -> Packed:
