@@ -120,12 +120,13 @@ def _serve(rank: int, port: int, pipe: Connection) -> None:
     dist.destroy_process_group()
 
 
-@pytest.hookimpl(tryfirst=True)  # xdist reads the marks in the same hook
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+@pytest.hookimpl(wrapper=True)  # before that of xdist, which reads the marks
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
     """With several test processes, one of them has the pool, and one the run that others are compared to."""
     for item in items:
-        for shared in {"pool", "whole"}.intersection(getattr(item, "fixturenames", ())):
+        for shared in {"pool", "whole", "entries"}.intersection(getattr(item, "fixturenames", ())):
             item.add_marker(pytest.mark.xdist_group(shared))
+    yield
 
 
 def pytest_collection_finish() -> None:
