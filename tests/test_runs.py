@@ -382,6 +382,9 @@ def test_methods_that_diverged_are_not_close() -> None:
         "a loss of 0.5."
     )
     assert verdict([], None) == ""
+    seeds = [replace(r, seeds=2, loss=0.4) for r in rows]
+    told = "Nothing reached a loss of 0.5 with all seeds; the closest was ddp(), with 0.4000."
+    assert verdict(seeds, "ddp()", to_loss=0.5) == told, "one seed did, and the mean did"
 
 
 def test_a_run_that_did_not_finish_is_not_in_the_table(tmp_path: Path) -> None:
@@ -397,7 +400,7 @@ def test_a_run_that_did_not_finish_is_not_in_the_table(tmp_path: Path) -> None:
         ("ddp()", True),
         ("local_sgd()", False),
     ]
-    assert part["unfinished"] == ["local_sgd(), seed 0 (10 of 10 steps)"]
+    assert part["unfinished"] == ["local_sgd(), seed 0 (1 of 10 steps)"]
     other = replace(torn, setting=replace(torn.setting, lr=0.5, steps=10), ranks=([], []))
     assert summary.unfinished([whole, other]) == ["local_sgd(), lr 0.5, seed 0 (0 of 10 steps)"]
 

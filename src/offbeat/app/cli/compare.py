@@ -69,7 +69,7 @@ def compare(
 
         offbeat compare torch_ddp 'local_sgd(every=8)' 'diloco(every=32)' --link 100mbit
 
-        offbeat compare ddp 'local_sgd(every=8, delay=4)' --simulate --lr 0.003,0.01,0.03 --to-loss 0.2
+        offbeat compare ddp 'local_sgd(every=8, delay=4)' --simulate --lr 0.05,0.1,0.2 --to-loss 0.2
 
         offbeat compare ddp 'cocod(every=8, delay=4)' --task bytes --seeds 3 --straggler share=0.1,delay=200ms
 

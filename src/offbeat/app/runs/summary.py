@@ -102,7 +102,7 @@ def unfinished(runs: Sequence[Logged]) -> list[str]:
     found = []
     for run, label in zip(runs, labels(runs), strict=True):
         if not run.complete:
-            step = max((entry["step"] for rank in run.ranks[:1] for entry in rank), default=0)
+            step = min(max((entry["step"] for entry in rank), default=0) for rank in run.ranks)
             rate = f", lr {run.setting.lr:g}" if many else ""
             found.append(f"{label}{rate}, seed {run.setting.seed} ({step} of {run.setting.steps} steps)")
     return found

@@ -51,6 +51,7 @@ def _nobody(base: Row, others: Sequence[Row], goal: str, to_loss: float | None) 
     if left:
         near = min(left, key=lambda row: row.loss)
         closest = f"; the closest was {near.method}, with {near.loss:.4f}"
+    goal += " with all seeds" if base.seeds > 1 else ""
     if to_loss is None:
         return f"Nothing else reached {goal}{closest and f'{closest} instead of {base.loss:.4f}'}."
     if alone:
