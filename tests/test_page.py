@@ -132,7 +132,7 @@ def test_unlike_runs_have_parts_of_their_own(tmp_path: Path) -> None:
     tabs = [re.findall(r"<button[^>]*>(.*?)</button>", part)[:3] for part in (digits, texts)]
     assert tabs == [["time", "images seen", "bytes sent"], ["time", "bytes seen", "bytes sent"]]
     assert "local_sgd() (unfinished)" in texts
-    assert "Unfinished, and not in the table: local_sgd(), seed 0 (1 of 10 steps)." in texts
+    assert "Unfinished, and not in the table: local_sgd(), seed 0 (10 of 10 steps)." in texts
     assert "nfinished" not in digits
     assert "local_sgd() reached" in digits or "Nothing reached the loss of ddp()" in digits
     assert 'data-id="verdict" hidden' in texts, "one method alone needs no verdict"
