@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
 import zipfile
 from pathlib import Path
 from typing import Any
 
 import pytest
+from test_every_method import one_of_each
 
 from offbeat.app.cli.app import run
+from offbeat.app.cli.train import _count_workers
 
 SMALL = ["--task", "digits", "--model", "tiny", "--workers", "2", "--steps", "12", "--evaluations", "3"]
 METHODS = ["ddp", "local_sgd(every=4)", "cocod(every=4, delay=2)"]
@@ -107,6 +110,114 @@ def test_the_table_for_people(capsys: pytest.CaptureFixture[str], tmp_path: Path
     ):
         assert word in text
     assert f"report: {out / 'report.html'}" in text
+    assert (
+        "\nThe untrained model is already at the loss of ddp() (within 5 %), so the times say nothing."
+        in text
+    )
+
+
+GRID = ["--lr", "0.003,0.03", "--seeds", "2"]
+
+
+def test_a_search_of_rates_goes_on_and_report_shows_the_same(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    words = ["compare", *METHODS, *SMALL, "--simulate", "--link", "1mbit", "--out", str(tmp_path / "runs")]
+    code, text, error = call(capsys, *words, *GRID, "--json")
+    assert (code, error) == (0, "offbeat: 12 runs: 3 methods × 2 rates × 2 seeds\n")
+    rows = json.loads(text)
+    assert len(rows) == 3
+    for number, row in enumerate(rows):
+        assert [rate for rate, _ in row["rates"]] == [0.003, 0.03]
+        assert [row["lr"], row["loss"]] == min(row["rates"], key=lambda rate: rate[1]), "the lower loss"
+        for rate in ("0.003", "0.03"):
+            for seed in (0, 1):
+                (folder,) = (tmp_path / "runs").glob(f"{number:02d}-*-lr{rate}-seed{seed}")
+                setting = json.loads((folder / "setting.json").read_text())
+                assert (setting["lr"], setting["seed"]) == (float(rate), seed)
+    _, text, _ = call(
+        capsys, "report", str(tmp_path / "runs"), "--json", "--out", str(tmp_path / "again.html")
+    )
+    assert json.loads(text) == rows
+    stamps = {path: path.stat().st_mtime_ns for path in (tmp_path / "runs").glob("*/rank-0.jsonl")}
+    code, text, error = call(capsys, *words, "--lr", "0.003,0.03,0.1", "--seeds", "2")
+    assert (code, error) == (0, "offbeat: 18 runs: 3 methods × 3 rates × 2 seeds; 12 of them are done\n")
+    assert {path: path.stat().st_mtime_ns for path in stamps} == stamps, "a wider search keeps what is there"
+    assert re.search(r"┃ +lr ┃", text)
+    assert "best at the first or last rate, so others may be better: " in text
+    code, _, error = call(capsys, *words, "--lr", "0.01")
+    assert (code, error) == (0, ""), "a single rate is no search"
+    assert (tmp_path / "runs" / "00-ddp-seed0").exists()
+
+
+def test_rates_are_searched_behind_real_links_too(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    words = ["torch_ddp", "local_sgd(every=4)", *SMALL, "--link", "100mbit", "--lr", "0.01,0.001,0.01"]
+    code, text, error = call(capsys, "compare", *words, "--to-loss", "9", "--out", str(tmp_path), "--json")
+    assert (code, error) == (0, "offbeat: 4 runs: 2 methods × 2 rates\n"), "a rate given twice is one"
+    for row in json.loads(text):
+        assert [rate for rate, _ in row["rates"]] == [0.001, 0.01]
+        assert (row["reached"], row["reached_megabytes"]) == (0.0, 0.0)
+
+
+def test_a_loss_to_reach_is_a_view_of_the_same_runs(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    rows = simulated(capsys, tmp_path / "runs")
+    first = json.loads((next((tmp_path / "runs").glob("00-*")) / "rank-0.jsonl").read_text().splitlines()[0])
+    target = (first["loss"] + rows[0]["loss"]) / 2
+    again = simulated(capsys, tmp_path / "runs", "--to-loss", str(target))
+    assert [row["loss"] for row in again] == [row["loss"] for row in rows]
+    assert 0 < again[0]["reached"] < again[0]["seconds"]
+    assert 0 < again[0]["reached_megabytes"] < again[0]["megabytes"]
+    assert simulated(capsys, tmp_path / "runs", "--to-loss", "-1")[0]["reached"] is None
+    words = [str(tmp_path / "runs"), "--out", str(tmp_path / "page.html"), "--to-loss", "0.5"]
+    _, text, _ = call(capsys, "report", *words)
+    assert "Nothing reached a loss of 0.5; the closest was " in text
+    assert re.search(r"s to loss .*MB to loss", text)
+    assert "s to ref." not in text
+    assert '"to_loss": 0.5' in (tmp_path / "page.html").read_text()
+
+
+@pytest.mark.slow
+def test_every_method_is_searched_and_timed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    methods = one_of_each()
+    words = ["--task", "digits", "--model", "tiny", "--workers", "2", "--steps", "8", "--evaluations", "2"]
+    words += ["--simulate", "--link", "1gbit,10us", "--lr", "0.01,0.02", "--to-loss", "9"]
+    code, text, error = call(capsys, "compare", *methods, *words, "--out", str(tmp_path), "--json")
+    assert (code, error) == (0, f"offbeat: {2 * len(methods)} runs: {len(methods)} methods × 2 rates\n")
+    rows = json.loads(text)
+    assert [row["method"] for row in rows] == methods
+    for row in rows:
+        assert row["loss"] == min(loss for _, loss in row["rates"]), row["method"]
+        assert row["rates"][0][1] != row["rates"][1][1], row["method"]
+        assert (row["reached"], row["reached_megabytes"]) == (0.0, 0.0), row["method"]
+
+
+def test_unlike_runs_have_their_own_tables(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    simulated(capsys, tmp_path / "one")
+    simulated(capsys, tmp_path / "two", "--steps", "16", "--straggler", "rank=0,delay=1")
+    torn = next((tmp_path / "two").glob("01-*")) / "rank-1.jsonl"
+    torn.write_text(torn.read_text().replace('"kind": "end"', '"kind": "cut"'))
+    words = ["report", str(tmp_path / "one"), str(tmp_path / "two"), "--out", str(tmp_path / "both.html")]
+    code, text, error = call(capsys, *words)
+    assert (code, error) == (0, "")
+    ours = [line for line in text.splitlines() if line.startswith("digits, ")]
+    assert [line.strip() for line in ours] == [
+        "digits, straggler none, 2 workers, 12 steps, 1mbit (simulated), 1 seed; the reference is ddp()",
+        "digits, straggler rank=0,delay=1, 2 workers, 16 steps, 1mbit (simulated), 1 seed; "
+        "the reference is ddp()",
+    ]
+    assert text.count("1.00×") == 2, "each has its own reference"
+    assert "unfinished: local_sgd(every=4), seed 0 (16 of 16 steps)" in text
+    code, text, error = call(capsys, *words, "--json")
+    assert error == "offbeat: unfinished and left out: local_sgd(every=4), seed 0 (16 of 16 steps)\n"
+    assert [row["method"] for row in json.loads(text)] == ["ddp()", *METHODS[1:], "ddp()", METHODS[2]]
+    assert len({row["section"] for row in json.loads(text)}) == 2
+    for path in (tmp_path / "two").glob("*/rank-1.jsonl"):
+        path.write_text("")
+    code, text, _ = call(capsys, "report", str(tmp_path / "two"), "--out", str(tmp_path / "none.html"))
+    assert code == 0
+    assert text.count("unfinished: ") == 3
 
 
 def test_a_study_is_a_grid_that_goes_on(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -189,6 +300,7 @@ def broken_task(place: Path, text: str) -> str:
         (["--workers", "0"], "--workers 0: must be at least 1."),
         (["--workers", "9999"], "offbeat: --workers 9999: there are 1438 training pictures"),
         (["--workers", "two"], "Invalid value for '--workers': "),
+        (["--link", "100"], "--link '100': a number without a unit means bits per second: write 100mbit or"),
         (["--link", "100bananas"], "--link '100bananas': a link is a rate and perhaps a latency"),
         (["--straggler", "sometimes"], "--straggler 'sometimes': write rank=1,delay=300ms,every=4"),
         (["--steps", "0"], "--steps 0: must be at least 1."),
@@ -231,6 +343,24 @@ def test_bad_input_is_one_sentence(
         (["compare", "ddp", "--seeds", "0"], "--seeds 0: must be at least 1."),
         (["compare", "torch_ddp", "--simulate"], "torch_ddp cannot be simulated: leave it out"),
         (["compare", "ddp", "--simulate", "--compute", "soon"], "--compute 'soon': a time is a number"),
+        (["compare", "ddp", "--compute", "5ms"], "--compute needs --simulate: real steps take the time"),
+        (["compare", "ddp", "--compute", "5ms", "--netns"], "--compute needs --simulate: real steps take"),
+        (
+            ["compare", "ddp", "--lr", "0.1,fast"],
+            "--lr '0.1,fast': must be a number, or several separated by",
+        ),
+        (
+            ["compare", "ddp", "--lr", "0.1,"],
+            "--lr '0.1,': must be a number, or several separated by commas.",
+        ),
+        (["compare", "ddp", "--lr", "0.1,-1"], "--lr -1.0: must be a positive number."),
+        (["compare", "ddp", "--lr", "nan"], "--lr nan: must be a positive number."),
+        (["compare", "ddp", "--to-loss", "nan"], "--to-loss nan: must be a finite number."),
+        (["report", ".", "--to-loss", "inf"], "--to-loss inf: must be a finite number."),
+        (
+            ["lab", "--rate", "100", "--", "true"],
+            "--rate '100': a number without a unit means bits per second",
+        ),
         (["train", "ddp", "--resume"], "--resume: name the run's folder with --checkpoint-dir."),
         (["train", "ddp", "--resume", "--checkpoint-dir", "gone"], "--resume: there is no run in 'gone'."),
         (["train", "ddp", "--checkpoint-every", "-1"], "--checkpoint-every -1: must be at least 0."),
@@ -262,6 +392,17 @@ def test_other_bad_input(
     assert (code, out) == (2, "")
     assert error.startswith(f"offbeat: {sentence}")
     assert error.count("\n") == 1
+
+
+def test_torchruns_number_of_workers_is_not_contradicted(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    code, out, error = call(capsys, "train", "ddp", "--workers", "4")
+    assert (code, out) == (2, "")
+    assert error == "offbeat: --workers 4: torchrun has started 2 workers; leave this option out.\n"
+    assert [_count_workers(*pair) for pair in ((None, None), (3, None), (None, 2), (2, 2))] == [4, 3, 2, 2]
 
 
 def test_a_refused_comparison_leaves_nothing_behind(

@@ -113,7 +113,7 @@ def lab() -> Iterator[Lab]:
 @pytest.mark.parametrize(
     ("rate", "bits"),
     [
-        ("1", 1),
+        ("1000", 1000),
         ("8bit", 8),
         ("100mbit", 10**8),
         ("100MBit", 10**8),

@@ -94,7 +94,7 @@ def test_an_option_is_read_or_refused_in_a_sentence(
             assert told.startswith("offbeat: "), text
             assert told.count("\n") == 1, text
             assert len(told) < 1500, text
-            if option not in TEXTS:
+            if option not in TEXTS and "There is no run in" not in told:
                 assert option in told, (text, told)
 
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from test_runs import trained, written
 
 from offbeat.app.report.page import render
+from offbeat.app.runs.folder import log_path
 from offbeat.app.runs.summary import Logged, read
 
 BROWSER = next(
@@ -82,3 +84,71 @@ def test_marks_of_losses_close_to_each_other_are_told_apart(tmp_path: Path) -> N
     marks = re.findall(r'text-anchor="end"[^>]*>(2\.29\d*)<', first)
     assert len(marks) >= 2
     assert len(set(marks)) == len(marks)
+
+
+def elements(found: str, name: str, tag: str) -> list[list[dict[str, str]]]:
+    """By part of the page, the attributes of these elements in the card."""
+    cards = re.findall(rf'data-id="{name}"[^>]*><svg.*?</svg>', found, re.DOTALL)
+    return [
+        [dict(re.findall(r'([\w-]+)="([^"]*)"', e)) for e in re.findall(f"<{tag} [^>]*>", c)] for c in cards
+    ]
+
+
+def test_error_bars_stay_in_their_card(tmp_path: Path) -> None:
+    """Two methods that end alike, with seeds that differ far more than the methods do."""
+    finals = {"ddp()": (1.0, 3.0), "local_sgd()": (1.01, 3.01)}
+    seeds = [
+        written(tmp_path, method, seed=seed, losses=[4.0, loss])
+        for method, losses in finals.items()
+        for seed, loss in enumerate(losses)
+    ]
+    (lines,) = elements(drawn(render(seeds), tmp_path, 1000), "pareto", "line")
+    bars = [line for line in lines if "stroke-opacity" in line]
+    assert len(bars) == 2
+    for bar in bars:
+        assert 0 <= float(bar["y2"]) < float(bar["y1"]) <= 300
+
+
+def test_unlike_runs_have_parts_of_their_own(tmp_path: Path) -> None:
+    runs = [
+        written(tmp_path, method, seed=0, losses=[2.0, 1.0], task=task)
+        for task in ("digits", "bytes")
+        for method in ("ddp()", "local_sgd()")
+    ]
+    torn = log_path(runs[3].folder, 1)
+    torn.write_text(torn.read_text().replace('"end"', '"torn"'))
+    runs[3] = read(runs[3].folder)
+    runs[2] = replace(runs[2], origin={**runs[2].origin, "unit": "bytes"})
+    runs[1].evals[-1]["accuracy"] = 0.5
+    found = drawn(render(runs), tmp_path, 1000).split('<script id="data"')[0].split('<template id="part">')[0]
+    assert found.count('class="part"') == 2
+    assert found.count("</svg>") == 12
+    digits, texts = re.findall(r"<h1 .*?(?=<h1 |$)", found, re.DOTALL)
+    assert "2 methods on digits" in digits
+    assert "2 methods on bytes" in texts
+    assert "50.0 %" in digits
+    assert "0.0 %" not in digits.replace("50.0 %", ""), "no accuracy is not an accuracy of 0"
+    assert "accuracy" not in texts
+    tabs = [re.findall(r"<button[^>]*>(.*?)</button>", part)[:3] for part in (digits, texts)]
+    assert tabs == [["time", "images seen", "bytes sent"], ["time", "bytes seen", "bytes sent"]]
+    assert "local_sgd() (unfinished)" in texts
+    assert "Unfinished, and not in the table: local_sgd(), seed 0 (10 of 10 steps)." in texts
+    assert "nfinished" not in digits
+    assert "local_sgd() reached" in digits or "Nothing reached the loss of ddp()" in digits
+    assert 'data-id="verdict" hidden' in texts, "one method alone needs no verdict"
+
+
+def test_rates_and_a_loss_to_reach_are_on_the_page(tmp_path: Path) -> None:
+    runs = [
+        written(tmp_path, method, seed=0, losses=[2.0, loss], lr=lr)
+        for method, losses in {"ddp()": (1.5, 1.0), "local_sgd()": (1.2, 1.4)}.items()
+        for lr, loss in zip((0.1, 0.3), losses, strict=True)
+    ]
+    found = drawn(render(runs, to_loss=1.1), tmp_path, 1000).split('<script id="data"')[0]
+    cells = re.findall(r"<td[^>]*>([^<]*)</td>", found)
+    assert "<th>s to loss 1.1</th><th>MB to loss 1.1</th>" in found
+    assert cells[:2] == ["0.3", "1.0000"], "the reference at its best rate"
+    assert "never" in cells
+    assert "Only ddp() reached a loss of 1.1, in 0.90 s; the closest was local_sgd(), with 1.2000." in found
+    (dots,) = elements(found, "rates", "circle")
+    assert [dot["r"] for dot in dots] == ["3", "5.5", "5.5", "3"], "the best is the larger dot"

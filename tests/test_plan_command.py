@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,27 @@ def test_the_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert "times as fast as ddp()" in out
     assert "48 kbit/s" in out  # the chart goes from a thousandth of the link
     assert "a  local_sgd(every=8)" in out
+
+
+def test_ddp_is_not_compared_with_itself(capsys: pytest.CaptureFixture[str]) -> None:
+    """However it is written."""
+    for methods in (["ddp"], ["ddp()"], ["ddp", "ddp()"], [" ddp( )"]):
+        answer = told(capsys, *methods, *GIVEN)
+        (alone,) = answer["predictions"]
+        assert (alone["break_even"], alone["ddp_needs"]) == (None, None)
+        assert answer["why"].startswith(f"{alone['method']} waits for messages or slower workers in 91% of")
+    answer = told(capsys, "ddp", "local_sgd(every=8)", *GIVEN)
+    assert [p["ddp_needs"] is None for p in answer["predictions"]] == [False, True]
+    same = told(capsys, "ddp", "local_sgd(every=8)", *GIVEN[:-3], "1tbit", "--steps", "64")["why"]
+    assert same.count("ddp") == 1, same
+
+
+def test_figures_of_the_table_have_no_exponents(capsys: pytest.CaptureFixture[str]) -> None:
+    for link, steps in (("1mbit", "10000"), ("999.9mbit", "64"), ("1gbit", "64")):
+        words = ("--workers", "4", "--step", "100ms", "--parameters", "124M", "--link", link)
+        _, out, _ = outcome(capsys, "ddp", "local_sgd(every=8)", *words, "--steps", steps)
+        assert not re.findall(r"\de[+-]\d", out)
+        assert all(line.split("│")[5].strip() == "0" for line in out.splitlines() if line.startswith("│"))
 
 
 @pytest.mark.parametrize("width", [120, 80, 40])
@@ -216,7 +238,11 @@ NONSENSE = [
     (("--straggler", "often"), "--straggler 'often': write rank=1,delay=300ms,every=4"),
     (("--cluster", "nowhere.py"), "nowhere.py: cannot be read"),
     (("--measure",), "--measure needs either --task or --script."),
-    (("--task", "digits"), "--task and --script need --measure."),
+    (("--task", "digits"), "--task needs --measure."),
+    (("--model", "tiny", "--batch", "4"), "--model and --batch need --measure."),
+    (("--link", "100"), "--link '100': a number without a unit means bits per second: write 100mbit or"),
+    (("--level", "2:100"), "--level '2:100': a number without a unit means bits per second: write 100mbit"),
+    (("--draw", "plan.png"), "--draw 'plan.png': the plot is written as SVG: name a file that ends in .svg."),
     (("--measure", "--script", "nowhere.py"), "There is no script 'nowhere.py' to measure."),
     (("--failures=-1",), "--failures -1.0: per_hour must be a finite number, 0 or more."),
     (("no_such_method()",), "name one of"),

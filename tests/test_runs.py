@@ -25,6 +25,7 @@ from offbeat.app.runs.launch import launch
 from offbeat.app.runs.loop import LOOK, Stop
 from offbeat.app.runs.setting import Setting, check
 from offbeat.app.runs.trainer import Stopwatch, Watched
+from offbeat.app.runs.verdict import verdict
 from offbeat.tasks import digits_task
 
 
@@ -175,12 +176,25 @@ def test_the_time_to_a_loss_is_on_the_line_between_evaluations() -> None:
     assert summary.reach(evals(4.0, 2.0), 1.0) is None
     assert summary.reach(evals(1.0, 2.0), 3.0) == 0.0
     assert summary.reach(evals(float("nan"), 2.0), 3.0) == 1.0
+    late = [{"t": 0.01, "loss": 2.0}]
+    assert summary.reach(late, 3.0) == 0.0, "before the first step, no time has passed"
+    costly = [{**entry, "sent": 10 * entry["t"]} for entry in evals(4.0, 2.0, 1.0)]
+    assert summary.reach(costly, 1.5, "sent") == 15.0
 
 
-def written(place: Path, method: str, *, seed: int, losses: list[float], **end: Any) -> summary.Logged:
+def written(
+    place: Path,
+    method: str,
+    *,
+    seed: int,
+    losses: list[float],
+    lr: float = 0.1,
+    task: str = "digits",
+    **end: Any,
+) -> summary.Logged:
     """A run of two workers whose log says this."""
-    setting = Setting(method=method, workers=2, steps=10, seed=seed, batch=4, lr=0.1)
-    folder = place / f"{method}{seed}"
+    setting = Setting(method=method, task=task, workers=2, steps=10, seed=seed, batch=4, lr=lr)
+    folder = place / f"{method}{seed}-{lr}-{task}"
     prepare(folder, setting, digits_task("tiny"), command=["offbeat", "compare", method])
     for rank in range(2):
         record = Record(log_path(folder, rank))
@@ -214,6 +228,165 @@ def test_the_table_is_computed_from_the_logs(tmp_path: Path) -> None:
     assert (ddp.speedup, ddp.kernel_megabytes) == (1.0, None)
 
 
+def test_each_seed_is_compared_with_the_same_seed_of_the_reference(tmp_path: Path) -> None:
+    """With 5 % above the mean of 1.5 as the target, the second seed of the reference would never reach it."""
+    runs = [
+        written(tmp_path, "ddp()", seed=0, losses=[4.0, 1.0]),
+        written(tmp_path, "ddp()", seed=1, losses=[4.0, 2.0]),
+        written(tmp_path, "local_sgd()", seed=0, losses=[4.0, 2.0, 1.0]),
+        written(tmp_path, "local_sgd()", seed=1, losses=[4.0, 2.0]),
+    ]
+    ddp, local = summary.summarize(runs)
+    assert ddp.reached == pytest.approx(((4 - 1.05) / 3 + (4 - 2.1) / 2) / 2)
+    assert local.reached == pytest.approx(((1 + 0.95) + (4 - 2.1) / 2) / 2)
+    late = written(tmp_path, "local_sgd()", seed=2, losses=[4.0, 1.5])
+    assert summary.summarize([*runs, late])[1].reached is not None, "its target is 5 % above the mean"
+
+
+@pytest.mark.parametrize(
+    ("to_loss", "reached", "megabytes"),
+    [
+        (2.0, (1.0, 0.5), (1e-4, 0.5e-4)),
+        (1.0, (2.0, 0.75), (2e-4, 0.75e-4)),
+        (0.75, (None, 0.8125), (None, 0.8125e-4)),  # one seed of the first method ends at 1
+        (0.0, (None, 1.0), (None, 1e-4)),
+        (-1.0, (None, None), (None, None)),
+    ],
+)
+def test_the_time_and_the_bytes_to_a_given_loss(
+    tmp_path: Path,
+    to_loss: float,
+    reached: tuple[float | None, float | None],
+    megabytes: tuple[float | None, float | None],
+) -> None:
+    runs = [
+        written(tmp_path, "ddp()", seed=0, losses=[3.0, 2.0, 1.0]),
+        written(tmp_path, "ddp()", seed=1, losses=[3.0, 2.0, 1.0, 0.5]),
+        written(tmp_path, "local_sgd()", seed=0, losses=[4.0, 0.0]),
+        written(tmp_path, "local_sgd()", seed=1, losses=[4.0, 0.0]),
+    ]
+    rows = summary.summarize(runs, to_loss=to_loss)
+    assert tuple(row.reached for row in rows) == reached
+    assert tuple(row.reached_megabytes for row in rows) == megabytes
+    (part,) = shown(runs, to_loss=to_loss)
+    assert part["to_loss"] == to_loss
+    assert [row["reached_megabytes"] for row in part["rows"]] == list(megabytes)
+
+
+def test_each_method_is_shown_at_its_best_rate(tmp_path: Path) -> None:
+    nan = float("nan")
+    finals = {
+        "ddp()": {0.1: (1.0, 1.2), 0.3: (1.3, 0.8), 1.0: (0.2, nan)},
+        "local_sgd()": {0.1: (0.9, 0.9), 0.3: (2.0, 2.0), 1.0: (1.0, 1.0)},
+        "slowmo()": {0.1: (nan, nan), 0.3: (nan, nan)},
+    }
+    runs = [
+        written(tmp_path, method, seed=seed, losses=[2.0, loss], lr=lr, t=10 * lr)
+        for method, rates in finals.items()
+        for lr, losses in sorted(rates.items(), reverse=True)
+        for seed, loss in enumerate(losses)
+    ]
+    ddp, local, slow = summary.summarize(runs)
+    assert (ddp.lr, local.lr, slow.lr) == (0.3, 0.1, 0.1), (
+        "a seed that diverged loses; of equals, the smallest"
+    )
+    assert (ddp.loss, ddp.seeds, ddp.speedup) == (pytest.approx(1.05), 2, 1.0)
+    assert local.speedup == pytest.approx(3.0), "of the reference at its best rate"
+    assert [rate for rate, _ in ddp.rates] == [0.1, 0.3, 1.0]
+    assert ddp.rates[0][1] == pytest.approx(1.1)
+    (part,) = shown(runs)
+    assert [(run["method"], run["seed"]) for run in part["runs"]] == [
+        (method, seed) for method in finals for seed in (0, 1)
+    ]
+    assert part["rows"][0]["rates"][2] == [1.0, None]
+
+
+def test_unlike_runs_are_not_compared(tmp_path: Path) -> None:
+    runs = [
+        written(tmp_path, "ddp()", seed=0, losses=[2.0, 1.0], t=8.0),
+        written(tmp_path, "ddp()", seed=0, losses=[5.0, 3.0], t=2.0, task="bytes"),
+        written(tmp_path, "local_sgd()", seed=0, losses=[2.0, 1.0], t=4.0),
+        written(tmp_path, "local_sgd()", seed=0, losses=[5.0, 3.0], t=2.0, task="bytes"),
+    ]
+    digits, texts = summary.sections(runs)
+    assert [run.setting.task for run in (*digits, *texts)] == ["digits", "digits", "bytes", "bytes"]
+    assert [row.speedup for row in summary.summarize(digits)] == [1.0, 2.0]
+    assert [row.speedup for row in summary.summarize(texts)] == [1.0, 1.0]
+    assert [part["setting"]["task"] for part in shown(runs)] == ["digits", "bytes"]
+    for name, value in {
+        "model": "tiny", "data": "x.txt", "workers": 4, "steps": 20, "batch": 8, "optimizer": "sgd",
+        "link": "1gbit", "straggler": ("rank=0,delay=1",), "where": "simulation", "compute": 1.0,
+    }.items():  # fmt: skip
+        other = replace(runs[0], setting=replace(runs[0].setting, **{name: value}))
+        assert len(summary.sections([runs[0], other])) == 2, name
+        titles = [caption(group, [runs[0], other]) for group in ([runs[0]], [other])]
+        assert titles[0] != titles[1], name
+    for name, value in {"seed": 1, "lr": 1.0, "evaluations": 3, "checkpoint_every": 7}.items():
+        other = replace(runs[0], setting=replace(runs[0].setting, **{name: value}))
+        assert len(summary.sections([runs[0], other])) == 1, name
+
+
+def row(method: str, reached: float | None, loss: float = 1.0) -> summary.Row:
+    """A row of which a verdict reads this."""
+    left = {"lr": 0.1, "rates": (), "seeds": 1, "spread": None, "accuracy": None, "kernel_megabytes": None}
+    left |= dict.fromkeys(["seconds", "exposed", "hidden", "megabytes", "rounds"], 0.0)
+    left |= dict.fromkeys(["reached_megabytes", "speedup", "reported_megabytes"])
+    return summary.Row(method=method, reached=reached, loss=loss, **left)
+
+
+REF = "the loss of ddp() (within 5 %)"
+FAST = f"a() reached {REF} in 1.00 s instead of 9.00 s"
+VERDICTS: list[tuple[float | None, dict[str, float | None], str]] = [
+    (None, {"ddp()": 9.0}, ""),
+    (None, {"ddp()": 9.0, "a()": 1.0}, f"{FAST}."),
+    (None, {"ddp()": 9.0, "a()": 1.0, "b()": None}, f"{FAST}; nothing else did."),
+    (None, {"b()": 4.0, "ddp()": 9.0, "a()": 1.0}, f"{FAST}; b() (4.00 s) did, too."),
+    (
+        None,
+        {"ddp()": 9.0, "a()": 1.0, "b()": 10.0, "c()": 3.0, "d()": 2.0, "e()": 11.0, "f()": None},
+        f"{FAST}; d() (2.00 s), c() (3.00 s), b() (10.00 s) and 1 more did, too.",
+    ),
+    (
+        None,
+        {"ddp()": 9.0, "a()": 12.0, "b()": 10.0},
+        f"Nothing reached {REF} sooner than ddp() itself, in 9.00 s; next was b(), in 10.00 s.",
+    ),
+    (
+        None,
+        {"ddp()": 9.0, "a()": None},
+        f"Nothing else reached {REF}; the closest was a(), with 1.0000 instead of 1.0000.",
+    ),
+    (None, {"ddp()": None, "a()": None}, "ddp() diverged, so there is no loss to reach."),
+    (None, {"ddp()": 0.0, "a()": 0.0}, f"The untrained model is already at {REF}, so the times say nothing."),
+    (1.5, {"ddp()": 9.0, "a()": 2.5}, "a() reached a loss of 1.5 in 2.50 s instead of 9.00 s with ddp()."),
+    (1.5, {"ddp()": None, "a()": 2.5}, "a() reached a loss of 1.5 in 2.50 s; nothing else did."),
+    (
+        1.5,
+        {"ddp()": 9.0, "a()": None},
+        "Only ddp() reached a loss of 1.5, in 9.00 s; the closest was a(), with 1.0000.",
+    ),
+    (1.5, {"ddp()": None, "a()": None}, "Nothing reached a loss of 1.5; the closest was ddp(), with 1.0000."),
+]
+
+
+@pytest.mark.parametrize(("to_loss", "reached", "sentence"), VERDICTS)
+def test_the_verdict(to_loss: float | None, reached: dict[str, float | None], sentence: str) -> None:
+    rows = [row(method, seconds) for method, seconds in reached.items()]
+    assert verdict(rows, "ddp()", to_loss=to_loss) == sentence
+
+
+def test_methods_that_diverged_are_not_close() -> None:
+    rows = [row("ddp()", None), row("a()", None, loss=float("nan"))]
+    assert verdict(rows, "ddp()", to_loss=0.5).endswith("the closest was ddp(), with 1.0000.")
+    assert verdict([replace(r, loss=float("nan")) for r in rows], "ddp()", to_loss=0.5).endswith(
+        "a loss of 0.5."
+    )
+    assert verdict([], None) == ""
+    seeds = [replace(r, seeds=2, loss=0.4) for r in rows]
+    told = "Nothing reached a loss of 0.5 with all seeds; the closest was ddp(), with 0.4000."
+    assert verdict(seeds, "ddp()", to_loss=0.5) == told, "one seed did, and the mean did"
+
+
 def test_a_run_that_did_not_finish_is_not_in_the_table(tmp_path: Path) -> None:
     whole = written(tmp_path, "ddp()", seed=0, losses=[2.0, 1.0])
     torn = written(tmp_path, "local_sgd()", seed=0, losses=[2.0, 1.0])
@@ -222,7 +395,14 @@ def test_a_run_that_did_not_finish_is_not_in_the_table(tmp_path: Path) -> None:
     torn = summary.read(torn.folder)
     assert not torn.complete
     assert [row.method for row in summary.summarize([whole, torn])] == ["ddp()"]
-    assert "local_sgd()" in render([whole, torn])
+    (part,) = shown([whole, torn])
+    assert [(run["method"], run["complete"]) for run in part["runs"]] == [
+        ("ddp()", True),
+        ("local_sgd()", False),
+    ]
+    assert part["unfinished"] == ["local_sgd(), seed 0 (1 of 10 steps)"]
+    other = replace(torn, setting=replace(torn.setting, lr=0.5, steps=10), ranks=([], []))
+    assert summary.unfinished([whole, other]) == ["local_sgd(), lr 0.5, seed 0 (0 of 10 steps)"]
 
 
 def test_torch_ddp_is_the_reference_where_it_takes_part(tmp_path: Path) -> None:
@@ -244,20 +424,25 @@ def test_runs_of_different_settings_are_no_seeds_of_each_other(tmp_path: Path) -
     assert (row.method, row.seeds) == ("local_sgd()", 2)
     rows = summary.summarize([first, other, ddp])
     assert [row.method for row in rows] == [
-        "local_sgd(), lr 0.1, straggler None",
-        "local_sgd(), lr 0.5, straggler rank=0,delay=1",
-        "ddp(), lr 0.1, straggler None",
+        "local_sgd(), straggler None",
+        "local_sgd(), straggler rank=0,delay=1",
+        "ddp(), straggler None",
     ]
     more = replace(ddp, setting=replace(ddp.setting, workers=4), ends=ddp.ends * 2)
     assert summary.reference_of([first, more]) == "ddp() × 4"
-    assert "2, 4 workers, 10 steps" in caption([first, more])
-    assert caption([first, replace(more, ends=[])]).endswith("is local_sgd() × 2; unfinished and left out: 1")
 
 
 def test_a_run_that_diverged_never_reached_the_loss(tmp_path: Path) -> None:
     ddp = written(tmp_path, "ddp()", seed=0, losses=[2.0, 1.0])
     gone = written(tmp_path, "local_sgd()", seed=0, losses=[2.0, 0.5, float("nan")])
     assert [row.reached is None for row in summary.summarize([ddp, gone])] == [False, True]
+
+
+def shown(runs: list[summary.Logged], **options: Any) -> list[dict[str, Any]]:
+    """The data of the page's parts."""
+    (data,) = re.findall(r'<script id="data"[^>]*>(.*?)</script>', render(runs, **options), re.DOTALL)
+    parts: list[dict[str, Any]] = json.loads(data)
+    return parts
 
 
 def test_the_page_holds_everything_and_needs_no_network(tmp_path: Path) -> None:
@@ -267,7 +452,7 @@ def test_the_page_holds_everything_and_needs_no_network(tmp_path: Path) -> None:
     assert page.count("</script>") == 2, "what a method is called cannot end the script"
     assert not re.search(r"(?:src|href)\s*=\s*[\"']?(?:https?:)?//", page)
     assert "@import" not in page
-    data = json.loads(re.findall(r'<script id="data"[^>]*>(.*?)</script>', page, re.DOTALL)[0])
+    (data,) = shown([run])
     assert data["rows"][0]["loss"] is None, "JSON has no NaN"
     assert data["runs"][0]["evals"][0][3] == 2.0
     assert data["commands"] == ["offbeat compare " + shlex.quote("diloco(lr='</script><b>')")]
@@ -279,8 +464,7 @@ def test_the_page_holds_everything_and_needs_no_network(tmp_path: Path) -> None:
 def test_the_page_shows_the_same_figures_as_the_table(tmp_path: Path) -> None:
     run = written(tmp_path, "ddp()", seed=0, losses=[2.0, 1.0])
     (row,) = summary.summarize([run])
-    shown = collect([run])["rows"][0]
-    assert shown == vars(row)
+    assert collect([run])["rows"] == [vars(row)]
 
 
 def trained(place: Path, method: str, **changes: Any) -> Path:

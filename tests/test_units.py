@@ -72,6 +72,10 @@ BAD_TIMES = {
     "9" * 500: _TIME,
 }
 BAD_LINKS = {
+    **{
+        bare: f"a number without a unit means bits per second: write {bare}mbit or {bare}gbit."
+        for bare in ("1", "100", ".5", "999.9")
+    },
     **dict.fromkeys(["", ",", "100bananas", "100m", "-5mbit", "1e3bit", "nan", "inf", "٣mbit"], _LINK),
     **dict.fromkeys(["0mbit", "1001tbit", "9" * 300], "a rate must be from 1bit to 1000tbit."),
     **{f"1gbit,{time}": f"{show(time)}: {sentence}" for time, sentence in BAD_TIMES.items()},
@@ -157,7 +161,18 @@ def test_counts_and_levels() -> None:
 def test_how_figures_are_told() -> None:
     assert [as_rate(b) for b in (1e12, 12.5e6, 100, 1)] == ["8 Tbit/s", "100 Mbit/s", "800 bit/s", "8 bit/s"]
     assert [as_time(s) for s in (0.5, 119, 120, 7200, 172_800)] == ["0.5 s", "119 s", "2 min", "2 h", "2 d"]
+    assert [as_time(s) for s in (2e-5, 4e-7, 6e-10, 2.78e-15)] == ["20 µs", "400 ns", "0.6 ns", "0 s"]
     assert [as_bytes(b) for b in (12, 1.5e3, 2e12)] == ["12 B", "1.5 kB", "2 TB"]
+
+
+def test_no_figure_has_an_exponent() -> None:
+    """What rounds up to the next unit is told in it, and very large figures have commas."""
+    assert [as_rate(b) for b in (999.6e6 / 8, 1e20)] == ["1 Gbit/s", "800,000,000 Tbit/s"]
+    assert [as_time(s) for s in (119.9, 1160 * 86400, 1e5 * 31_557_600)] == ["2 min", "3.18 y", "100,000 y"]
+    assert [as_bytes(b) for b in (999_900, 5e15)] == ["1 MB", "5,000 TB"]
+    for power in range(-20, 25):
+        for tell in (as_rate, as_time, as_bytes):
+            assert "e" not in tell(9.996 * 10.0**power), power
 
 
 def test_when_a_straggler_is_late() -> None:

@@ -80,7 +80,8 @@ def parse_rate(text: str, name: str = "rate") -> int:
     """A rate in bits per second, from the units of `tc`.
 
     `kbit mbit gbit tbit` are multiples of 1000 bits, `kbps mbps gbps tbps` multiples of 1000 bytes; `kibit`,
-    `kibps` and so on are multiples of 1024. A bare number means bits. Case does not matter.
+    `kibps` and so on are multiples of 1024. A number without a unit means bits, and must be at
+    least 1000: a smaller one is a forgotten unit. Case does not matter.
 
     >>> parse_rate("100mbit"), parse_rate("1.5kbps")
     (100000000, 12000)
@@ -146,23 +147,33 @@ def parse_straggler(text: str, name: str = "straggler", *, workers: int | None =
 
 def as_rate(bandwidth: float) -> str:
     """Bytes per second as bits per second, in a readable unit."""
-    return _scale(bandwidth * 8, {"Tbit/s": 1e12, "Gbit/s": 1e9, "Mbit/s": 1e6, "kbit/s": 1e3}, "bit/s")
+    return _scale(bandwidth * 8, {"Tbit/s": 1e12, "Gbit/s": 1e9, "Mbit/s": 1e6, "kbit/s": 1e3, "bit/s": 1.0})
 
 
 def as_time(seconds: float) -> str:
-    return _scale(seconds, {"d": 86400.0, "h": 3600.0, "min": 60.0}, "s", least=2)
+    """Seconds in a readable unit. Less than half a nanosecond is rounding, and shown as 0."""
+    if abs(seconds) < 5e-10:
+        return "0 s"
+    if _round(seconds / 60) >= 2:
+        return _scale(seconds, {"y": 31_557_600.0, "d": 86400.0, "h": 3600.0, "min": 60.0}, least=2)
+    return _scale(seconds, {"s": 1.0} if _round(seconds) >= 1e-3 else {"µs": 1e-6, "ns": 1e-9})
 
 
 def as_bytes(number: float) -> str:
-    return _scale(
-        number if number >= 1e3 else round(number), {"TB": 1e12, "GB": 1e9, "MB": 1e6, "kB": 1e3}, "B"
-    )
+    units = {"TB": 1e12, "GB": 1e9, "MB": 1e6, "kB": 1e3, "B": 1.0}
+    return _scale(number if number >= 1e3 else round(number), units)
 
 
-def _scale(number: float, units: dict[str, float], smallest: str, *, least: float = 1) -> str:
-    """The number in the first unit of which it has at least so many."""
-    unit, size = next((pair for pair in units.items() if number >= least * pair[1]), (smallest, 1.0))
-    return f"{number / size:.3g} {unit}"
+def _scale(number: float, units: dict[str, float], *, least: float = 1) -> str:
+    """Three digits without an exponent, in the first unit of which there are so many, or in the last."""
+    scaled = [(number / size, unit) for unit, size in units.items()]
+    value, unit = next((pair for pair in scaled if _round(pair[0]) >= least), scaled[-1])
+    return f"{value:,.0f} {unit}" if value >= 999.5 else f"{Decimal(f'{value:.3g}'):f} {unit}"
+
+
+def _round(number: float) -> float:
+    """Three digits, as they are printed: 999.9 of a unit are 1 of the next."""
+    return float(f"{number:.3g}")
 
 
 def _parse_bits(rate: str, name: str, text: str, form: str) -> int:
@@ -171,6 +182,9 @@ def _parse_bits(rate: str, name: str, text: str, form: str) -> int:
     if match is None:
         raise BadArgument(name, text, form)
     bits = round(Decimal(match[1]) * _BITS[match[2] or ""] * (8 if match[3] == "bps" else 1))
+    if match[3] is None and 0 < Decimal(match[1]) < 1000:
+        reason = f"a number without a unit means bits per second: write {match[1]}mbit or {match[1]}gbit."
+        raise BadArgument(name, text, reason)
     if not 1 <= bits <= FASTEST:
         raise BadArgument(name, text, "a rate must be from 1bit to 1000tbit.")
     return bits

@@ -163,14 +163,15 @@ def plan(methods: Sequence[str], job: Job, cluster: Cluster) -> Plan:
     """
     if not methods:
         raise ValueError("plan(methods=[]): name at least one method.")
-    predicted = [predict(expression, job, cluster) for expression in dict.fromkeys(methods)]
-    ddp = next((p for p in predicted if p.method == "ddp()"), None) or predict("ddp()", job, cluster)
-    ranked = sorted((_compare(p, ddp) for p in predicted), key=lambda p: p.seconds)
-    return Plan(job, cluster, tuple(ranked), _why(ranked[0], ddp))
+    calls = {str(method(text)): text for text in methods}  # `ddp` and `ddp()` are one method
+    predicted = {call: predict(text, job, cluster) for call, text in calls.items()}
+    ddp = predicted.get("ddp()") or predict("ddp()", job, cluster)
+    ranked = sorted((_compare(p, ddp) for p in predicted.values()), key=lambda p: p.seconds)
+    return Plan(job, cluster, tuple(ranked), _why(ranked[0], ddp, alone=len(ranked) == 1))
 
 
 def _compare(ours: Prediction, ddp: Prediction) -> Prediction:
-    if ours.method == ddp.method:
+    if ours is ddp:
         return ours
     gain = [(b, theirs / own) for (b, own), (_, theirs) in zip(ours.curve, ddp.curve, strict=True)]
     return replace(ours, break_even=_crossing(gain, _SLACK), ddp_needs=_crossing(ddp.curve, ours.seconds))
@@ -185,19 +186,23 @@ def _crossing(curve: Sequence[tuple[float, float]], level: float) -> float | Non
     return None
 
 
-def _why(best: Prediction, ddp: Prediction) -> str:
+def _why(best: Prediction, ddp: Prediction, *, alone: bool) -> str:
     ratio = ddp.seconds / best.seconds
     if ratio < 0.98:
         return f"None of these: ddp() would be {1 / ratio:.2f} times as fast as {best.method}."
-    if best.method != ddp.method and ratio >= 1.02:
+    if best is not ddp and ratio >= 1.02:
         return f"{best.method} is {ratio:.2f} times as fast as ddp(): {_reason(best, ddp)}."
-    idle = (ddp.exposed + ddp.waiting) / ddp.seconds
-    if idle < _LITTLE:
-        waits = f"ddp() waits for messages in only {ddp.exposed / ddp.seconds:.0%} of the run"
-        return f"{best.method} is as good as any: {waits}, so communicating less often saves little."
-    waits = f"ddp() waits for messages or slower workers in {idle:.0%} of the run"
-    advice = "a method that communicates less often may save some of it"
-    return f"{best.method} is as good as any of these, but {waits}: {advice}."
+    idle, who = (ddp.exposed + ddp.waiting) / ddp.seconds, "it" if best is ddp else "ddp()"
+    if little := idle < _LITTLE:
+        waits = f"waits for messages in only {ddp.exposed / ddp.seconds:.0%} of the run"
+        advice = "so communicating less often saves little"
+    else:
+        waits = f"waits for messages or slower workers in {idle:.0%} of the run"
+        advice = "so a method that communicates less often may save some of it"
+    if best is ddp and alone:
+        return f"{best.method} {waits}, {advice}."
+    praise = "is as good as any:" if little else "is as good as any of these, but"
+    return f"{best.method} {praise} {who} {waits}, {advice}."
 
 
 def _reason(best: Prediction, ddp: Prediction) -> str:

@@ -3,6 +3,7 @@
 import statistics
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -20,7 +21,7 @@ from offbeat.app.runs import folder as folders
 from offbeat.app.runs.launch import launch
 from offbeat.app.runs.setting import MOST, Setting, check
 from offbeat.app.runs.summary import Logged, read
-from offbeat.base.checks import check_whole
+from offbeat.base.checks import check_number, check_whole
 from offbeat.base.errors import BadArgument
 from offbeat.base.units import parse_seconds
 from offbeat.lab import unavailable
@@ -38,14 +39,18 @@ def compare(
     workers: options.Workers = 4,
     steps: options.Steps = 400,
     batch: options.Batch = None,
-    lr: options.Rate = None,
+    lr: Annotated[
+        str | None,
+        typer.Option(help="Peak learning rate, or several: 0.1,0.3,1. Each method is shown at its best."),
+    ] = None,
     optimizer: options.Optimizer = None,
     seeds: Annotated[int, typer.Option(help="Run each method with this many seeds: 0, 1, ...")] = 1,
     evaluations: options.Evaluations = 10,
+    to_loss: options.ToLoss = None,
     link: options.Link = None,
     netns: options.Netns = False,
     simulate: options.Simulate = False,
-    compute: options.Compute = "20ms",
+    compute: options.Compute = None,
     straggler: options.Straggler = None,
     out: options.Out = None,
     json: options.Json = False,
@@ -55,12 +60,16 @@ def compare(
     Prints a table and writes report.html. Loss and accuracy are measured on held-out data after the last
     step. Seconds, bytes and rounds count only training. `exposed` is the time a worker stood still for
     messages; `hidden` is the time that messages were in the air while it worked. `s to ref. loss` is the time
-    until the loss is within 5 % of the reference's final loss. The reference is torch_ddp if you name it,
-    else ddp, else the first method. With an earlier --out, only the missing runs are made.
+    until the loss is within 5 % of the reference's final loss with the same seed, or with --to-loss until it
+    is at most the given one. The reference is torch_ddp if you name it, else ddp, else the first method. With
+    several rates, every method runs at each of them, and the table shows the one with the lowest final loss.
+    With an earlier --out, only the missing runs are made.
 
     Examples:
 
         offbeat compare torch_ddp 'local_sgd(every=8)' 'diloco(every=32)' --link 100mbit
+
+        offbeat compare ddp 'local_sgd(every=8, delay=4)' --simulate --lr 0.05,0.1,0.2 --to-loss 0.2
 
         offbeat compare ddp 'cocod(every=8, delay=4)' --task bytes --seeds 3 --straggler share=0.1,delay=200ms
 
@@ -71,24 +80,27 @@ def compare(
     with reading():
         if netns and simulate:
             raise Refused("--netns and --simulate exclude each other.")
+        if compute is not None and not simulate:
+            raise Refused("--compute needs --simulate: real steps take the time that they take.")
         if netns and (reason := unavailable()):
             raise Refused(f"--netns: {reason}")
         check_whole("seeds", seeds, 1, 1000)
+        options.check_loss(to_loss)
+        rates = [None] if lr is None else _parse_rates(lr)
         first = Setting(
             method=methods[0], task=task, model=model, data=data, workers=workers, steps=steps, batch=batch,
-            lr=lr, optimizer=optimizer, evaluations=evaluations, link=link, straggler=tuple(straggler or ()),
+            lr=rates[0], optimizer=optimizer, evaluations=evaluations, link=link,
+            straggler=tuple(straggler or ()),
             where="netns" if netns else "simulation" if simulate else "processes",
-            compute=parse_seconds(compute, "compute"),
+            compute=parse_seconds("20ms" if compute is None else compute, "compute"),
         )  # fmt: skip
         place = out or Path("runs") / f"compare-{time.strftime('%Y%m%d-%H%M%S')}"
-        runs = {}  # everything is checked before anything is written
-        for seed, (number, method) in product(range(seeds), enumerate(dict.fromkeys(methods))):
-            setting = replace(first, method=method, seed=seed)
-            found = setting.find_task(folders.cache_of(place / "any"))
-            full = check(setting, found) if seed == 0 else setting.fill(found)
-            runs[f"{number:02d}-{folders.slug(full.method)}-seed{seed}"] = full, found
+        runs = _runs(first, list(dict.fromkeys(methods)), rates, seeds, place)
         prepared = folders.prepare_all(place, runs)
-    if missing := [folder for folder in prepared if not folders.finished(folder)]:
+    missing = [folder for folder in prepared if not folders.finished(folder)]
+    if len(rates) > 1:
+        _announce(len(prepared), len(missing), len(rates), seeds)
+    if missing:
         with show.follow_progress(missing):
             try:
                 finished = launch(missing, resume=True)
@@ -97,8 +109,31 @@ def compare(
         if not finished:
             print(f"offbeat: stopped; to run the rest, repeat with --out {place}", file=sys.stderr)
             return 130
-    show_runs(prepared, place / "report.html", json=json)
+    show_runs(prepared, place / "report.html", to_loss=to_loss, json=json)
     return 0
+
+
+def _runs(
+    first: Setting, methods: Sequence[str], rates: Sequence[float | None], seeds: int, place: Path
+) -> dict[str, tuple[Setting, Task]]:
+    """By name, each run with its task. All are checked before anything is written."""
+    runs = {}
+    for seed in range(seeds):
+        found = replace(first, seed=seed).find_task(folders.cache_of(place / "any"))
+        for (number, method), lr in product(enumerate(methods), rates):
+            setting = replace(first, method=method, seed=seed, lr=lr)
+            full = check(setting, found) if seed == 0 and lr == rates[0] else setting.fill(found)
+            rate = f"-lr{lr!r}" if len(rates) > 1 else ""
+            runs[f"{number:02d}-{folders.slug(full.method)}{rate}-seed{seed}"] = full, found
+    return runs
+
+
+def _announce(runs: int, missing: int, rates: int, seeds: int) -> None:
+    """Say how many runs a search takes before they start."""
+    factors = [show.count(runs // (rates * seeds), "method"), show.count(rates, "rate")]
+    factors += [show.count(seeds, "seed")] if seeds > 1 else []
+    done = f"; {runs - missing} of them are done" if missing < runs else ""
+    print(f"offbeat: {show.count(runs, 'run')}: {' × '.join(factors)}{done}", file=sys.stderr)
 
 
 def study(
@@ -153,6 +188,16 @@ def study(
     given = [(method, every) for _, method, every in cells.values()]
     _show(given, logged, place / "report.html", json=json)
     return 0
+
+
+def _parse_rates(text: str) -> list[float]:
+    try:
+        rates = [float(word) for word in text.split(",")]
+    except ValueError:
+        raise BadArgument("lr", text, "must be a number, or several separated by commas.") from None
+    for rate in rates:
+        check_number("lr", rate, 1e6)
+    return list(dict.fromkeys(rates))
 
 
 def _parse_list(name: str, text: str, most: int) -> list[int]:

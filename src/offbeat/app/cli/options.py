@@ -1,5 +1,6 @@
 """Options that several commands share, and bad input: one sentence, and exit code 2."""
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,6 +21,9 @@ Workers = Annotated[int, typer.Option(help="Number of workers.")]
 Steps = Annotated[int, typer.Option(help="Local steps of each worker.")]
 Batch = Annotated[int | None, typer.Option(help="Samples per worker and step; the task has a default.")]
 Rate = Annotated[float | None, typer.Option("--lr", help="Peak learning rate; the task has a default.")]
+ToLoss = Annotated[
+    float | None, typer.Option(help="Show the seconds and bytes until each method first reached this loss.")
+]
 Optimizer = Annotated[str | None, typer.Option(help="adamw or sgd; the task has a default.")]
 Seed = Annotated[int, typer.Option(help="Seeds the initial weights and the order of the data.")]
 Evaluations = Annotated[int, typer.Option(help="How many times to measure the held-out loss.")]
@@ -35,7 +39,7 @@ Netns = Annotated[
 Simulate = Annotated[
     bool, typer.Option("--simulate", help="Simulate the workers in one process, in virtual time; repeatable.")
 ]
-Compute = Annotated[str, typer.Option(help="With --simulate: the time of one step, such as 20ms.")]
+Compute = Annotated[str | None, typer.Option(help="With --simulate: the time of one step, 20ms by default.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 Out = Annotated[Path | None, typer.Option(help="Folder for logs and report.html; runs/... by default.")]
 
@@ -44,6 +48,11 @@ RENAMED = {"size": "model", "hosts": "workers", "per_hour": "failures"}  # argum
 
 class Refused(Exception):
     """The user's input cannot be used. The message is one sentence."""
+
+
+def check_loss(to_loss: float | None) -> None:
+    if to_loss is not None and not math.isfinite(to_loss):
+        raise BadArgument("to_loss", to_loss, "must be a finite number.")
 
 
 @contextmanager

@@ -16,6 +16,7 @@ from offbeat.among import communicator
 from offbeat.app.cli import show
 from offbeat.app.cli.options import STRAGGLER, Refused, reading
 from offbeat.base.checks import check_number
+from offbeat.base.errors import BadArgument
 from offbeat.base.units import (
     as_bytes,
     as_rate,
@@ -41,6 +42,8 @@ HEADINGS = (
 METHODS = (
     "ddp()", "local_sgd(every=8)", "cocod(every=8, delay=4)", "diloco(every=64)", "eager_diloco(every=64)"
 )  # fmt: skip
+MEASURED = ("task", "model", "data", "batch", "script")  # options that only a measurement uses
+ROUNDING = 1e-6  # a smaller share of the run is not a spread
 CLUSTER, JOB, MEASURE = "Cluster", "Training run", "Measurement"  # panels of the help
 
 _cluster: Any = partial(typer.Option, rich_help_panel=CLUSTER)
@@ -105,6 +108,8 @@ def plan_command(
     """
     given = SimpleNamespace(**locals())
     with reading():
+        if draw is not None and draw.suffix.lower() != ".svg":
+            raise BadArgument("draw", str(draw), "the plot is written as SVG: name a file that ends in .svg.")
         job, where = _read_file(cluster, context)
         found = _measure_all(given)
         where = where or _cluster_of(given, found)
@@ -159,8 +164,8 @@ class Found:
 def _measure_all(given: SimpleNamespace) -> Found:
     """Time the task or script and the link, as the options ask."""
     if not given.measure:
-        if given.task or given.script:
-            raise Refused("--task and --script need --measure.")
+        if useless := [f"--{name}" for name in MEASURED if getattr(given, name) is not None]:
+            raise Refused(f"{' and '.join(useless)} {'needs' if len(useless) == 1 else 'need'} --measure.")
         return Found()
     if (given.task is None) == (given.script is None):
         raise Refused("--measure needs either --task or --script.")
@@ -276,7 +281,7 @@ def _print(console: Console, plan: Plan, found: Found, draw: Path | None) -> Non
 def _row(p: Prediction) -> list[str]:
     return [
         p.method, f"{p.rounds:,}", as_bytes(p.bytes_sent), as_time(p.seconds),
-        as_time(p.spread) if p.spread else "0",
+        as_time(p.spread) if p.spread > ROUNDING * p.seconds else "0",
         *(f"{share / p.seconds:.1%}" for share in (p.exposed, p.waiting)),
         f"{p.hidden / max(1e-12, p.hidden + p.exposed):.0%}", f"{p.utilisation:.1%}", f"{p.copies:.1f}",
         *("-" if bandwidth is None else as_rate(bandwidth) for bandwidth in (p.break_even, p.ddp_needs)),

@@ -1,6 +1,7 @@
-"""`offbeat report`, and the table of runs that other commands print, too."""
+"""`offbeat report`, and the tables of runs that other commands print, too."""
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -8,89 +9,132 @@ from typing import Annotated
 import typer
 
 from offbeat.app.cli import options, show
-from offbeat.app.cli.options import reading
+from offbeat.app.cli.options import check_loss, reading
 from offbeat.app.report.page import write_page
 from offbeat.app.runs.folder import find, setting_of
-from offbeat.app.runs.summary import Logged, Row, read, reference_of, summarize
+from offbeat.app.runs.summary import (
+    VARIED,
+    Logged,
+    Row,
+    read,
+    reference_of,
+    sections,
+    summarize,
+    unfinished,
+)
+from offbeat.app.runs.verdict import verdict
 from offbeat.base.errors import BadArgument
 
-HEADINGS = (
-    "method", "loss", "accuracy", "seconds", "exposed s", "hidden s", "MB/worker", "rounds", "MB on the wire",
-    "s to ref. loss", "speed-up",
-)  # fmt: skip
-OPTIONAL = ("accuracy", "MB on the wire")  # columns that are left out if they are empty
+OPTIONAL = ("lr", "accuracy", "MB on the wire")  # columns that are left out if they are empty
+PLACES = {"netns": "shaped links", "simulation": "simulated", "processes": "emulated link"}
+TOLD = ("task", "workers", "steps", "link")  # settings that every title tells
 
 
 def report(
     runs: Annotated[list[Path], typer.Argument(help="Folders of runs, or folders that contain them.")],
+    to_loss: options.ToLoss = None,
     out: Annotated[Path, typer.Option(help="The HTML file to write.")] = Path("report.html"),
     json: options.Json = False,
 ) -> None:
-    """Print the table and write the report of earlier runs, from their logs.
+    """Print the tables and write the report of earlier runs, from their logs.
 
     The report is one HTML file that needs no network. It shows where the time went on each rank, how the loss
-    fell over time, data and bytes, and the exact commands and versions.
+    fell over time, data and bytes, and the exact commands and versions. Runs of different tasks, clusters or
+    lengths are not compared with each other: each group has its own table and its own part of the page.
 
     Examples:
 
         offbeat report runs/compare-20260101-120000
 
-        offbeat report runs/one runs/other --out both.html --json
+        offbeat report runs/one runs/other --to-loss 1.5 --out both.html --json
     """
     with reading():
+        check_loss(to_loss)
         if out.is_dir():
             raise BadArgument("out", str(out), "this is a folder; name an HTML file.")
         folders = find(runs)
         for folder in folders:
             setting_of(folder)
-    show_runs(folders, out, json=json)
+    show_runs(folders, out, to_loss=to_loss, json=json)
 
 
-def show_runs(folders: Sequence[Path], page: Path, *, json: bool) -> None:
-    """Write the page of these runs, and print their table."""
+def show_runs(folders: Sequence[Path], page: Path, *, to_loss: float | None, json: bool) -> None:
+    """Write the page of these runs, and print a table of each group that can be compared."""
     runs = [read(folder) for folder in folders]
-    write_page(runs, page)
+    write_page(runs, page, to_loss=to_loss)
     if json:
-        show.print_json([asdict(row) for row in summarize(runs)])
-    else:
-        show_table(runs, caption(runs), f"report: {page}")
+        tables = {caption(group, runs): summarize(group, to_loss=to_loss) for group in sections(runs)}
+        show.print_json([{"section": title, **asdict(row)} for title in tables for row in tables[title]])
+        for text in (text for group in sections(runs) for text in unfinished(group)):
+            print(f"offbeat: unfinished and left out: {text}", file=sys.stderr)
+        return
+    for group in sections(runs):
+        title, reference = caption(group, runs), reference_of(group)
+        show_table(group, f"{title}; the reference is {reference}" if reference else title, to_loss=to_loss)
+    show.console().print(f"report: {page}", soft_wrap=True, markup=False)
 
 
-def show_table(runs: Sequence[Logged], title: str, note: str) -> None:
-    """Print the table of these runs, without empty optional columns, and a note below it."""
-    rows = [dict(zip(HEADINGS, _format(row), strict=True)) for row in summarize(runs)]
-    columns = {
-        name: "fold" if name == "method" else "right"
-        for name in HEADINGS
-        if name not in OPTIONAL or any(row[name] for row in rows)
+def show_table(runs: Sequence[Logged], title: str, *, to_loss: float | None = None) -> None:
+    """Print the table of these runs, without empty optional columns. One sentence says what came out."""
+    rows, console = summarize(runs, to_loss=to_loss), show.console()
+    cells = {
+        heading: column
+        for heading, tell in _columns(rows, to_loss).items()
+        if any(column := [tell(row) for row in rows]) or heading not in OPTIONAL
     }
-    console = show.console()
-    show.print_table(console, title, columns, [[row[name] for name in columns] for row in rows])
-    console.print(note, soft_wrap=True)
+    columns = {heading: "fold" if heading == "method" else "right" for heading in cells}
+    if rows:
+        show.print_table(console, title, columns, list(zip(*cells.values(), strict=True)))
+    else:
+        console.print(title, soft_wrap=True, markup=False)
+    lines = [f"unfinished: {text}" for text in unfinished(runs)]
+    ends = [row.method for row in rows if row.rates[1:] and row.lr in (row.rates[0][0], row.rates[-1][0])]
+    if ends:
+        lines.append(f"best at the first or last rate, so others may be better: {', '.join(ends)}")
+    for line in [*lines, verdict(rows, reference_of(runs), to_loss=to_loss)]:
+        if line:
+            console.print(line, soft_wrap=True, markup=False)
 
 
-def caption(runs: Sequence[Logged]) -> str:
-    """The title of the table: what was trained, where, and the reference."""
-    done = [run for run in runs if run.complete]
-    settings = [run.setting for run in done or runs]
-    place = {"netns": "shaped links", "simulation": "simulated", "processes": "emulated link"}
-    words = [settings[0].task]
-    for noun in ("worker", "step"):
-        *few, most = sorted({getattr(setting, f"{noun}s") for setting in settings})
-        words += [*map(str, few), show.count(most, noun)]
-    if settings[0].link:
-        words.append(f"{settings[0].link} ({place[settings[0].where]})")
-    words.append(show.count(len({run.setting.seed for run in done}), "seed"))
-    left = f"; unfinished and left out: {len(runs) - len(done)}" if len(done) < len(runs) else ""
-    return f"{', '.join(words)}; the reference is {reference_of(runs)}{left}"
+def caption(runs: Sequence[Logged], among: Sequence[Logged]) -> str:
+    """What was trained, and where. Settings that differ among all runs are told, too."""
+    setting, everything = runs[0].setting, [asdict(run.setting) for run in among]
+    own = {name: value for name, value in asdict(setting).items() if name not in (*TOLD, *VARIED)}
+    words = [setting.task]
+    words += [f"{name} {_tell(own[name])}" for name in own if len({str(s[name]) for s in everything}) > 1]
+    words += [show.count(setting.workers, "worker"), show.count(setting.steps, "step")]
+    if setting.link:
+        words.append(f"{setting.link} ({PLACES[setting.where]})")
+    return ", ".join([*words, show.count(len({run.setting.seed for run in runs}), "seed")])
 
 
-def _format(row: Row) -> list[str]:
-    spread = "" if row.spread is None else f" ± {row.spread:.4f}"
-    return [
-        row.method, f"{row.loss:.4f}{spread}", "" if row.accuracy is None else f"{row.accuracy:.1%}",
-        *[f"{value:.2f}" for value in (row.seconds, row.exposed, row.hidden, row.megabytes)],
-        f"{row.rounds:g}", "" if row.kernel_megabytes is None else f"{row.kernel_megabytes:.2f}",
-        "never" if row.reached is None else f"{row.reached:.2f}",
-        "" if row.speedup is None else f"{row.speedup:.2f}×",
-    ]  # fmt: skip
+def _tell(value: object) -> str:
+    return " and ".join(value) or "none" if isinstance(value, tuple) else str(value or "default")
+
+
+def _columns(rows: Sequence[Row], to_loss: float | None) -> dict[str, Callable[[Row], str]]:
+    """By heading, what a row shows."""
+
+    def maybe(value: float | None, form: str, missing: str = "") -> str:
+        return missing if value is None else form.format(value)
+
+    searched = len({rate for row in rows for rate, _ in row.rates}) > 1
+    goal = "ref. loss" if to_loss is None else f"loss {to_loss:g}"
+    columns: dict[str, Callable[[Row], str]] = {
+        "method": lambda row: row.method,
+        "lr": lambda row: maybe(row.lr, "{:g}") if searched else "",
+        "loss": lambda row: f"{row.loss:.4f}" + maybe(row.spread, " ± {:.4f}"),
+        "accuracy": lambda row: maybe(row.accuracy, "{:.1%}"),
+        "seconds": lambda row: f"{row.seconds:.2f}",
+        "exposed s": lambda row: f"{row.exposed:.2f}",
+        "hidden s": lambda row: f"{row.hidden:.2f}",
+        "MB/worker": lambda row: f"{row.megabytes:.2f}",
+        "rounds": lambda row: f"{row.rounds:g}",
+        "MB on the wire": lambda row: maybe(row.kernel_megabytes, "{:.2f}"),
+        f"s to {goal}": lambda row: maybe(row.reached, "{:.2f}", "never"),
+        f"MB to {goal}": lambda row: maybe(row.reached_megabytes, "{:.2f}", "never"),
+        "speed-up": lambda row: maybe(row.speedup, "{:.2f}×"),
+    }
+    if to_loss is None:
+        del columns[f"MB to {goal}"]
+    return columns

@@ -22,6 +22,7 @@ from offbeat.app.runs.setting import MOST, Setting, check
 from offbeat.app.runs.summary import read, summarize
 from offbeat.app.runs.worker import work
 from offbeat.base.checks import check_whole
+from offbeat.base.errors import BadArgument
 
 
 def train(
@@ -29,7 +30,7 @@ def train(
     task: options.Task = "digits",
     model: options.Model = None,
     data: options.Data = None,
-    workers: options.Workers = 4,
+    workers: Annotated[int | None, typer.Option(help="Number of workers, 4 by default.")] = None,
     steps: options.Steps = 400,
     batch: options.Batch = None,
     lr: options.Rate = None,
@@ -69,9 +70,9 @@ def train(
     torchrun = "RANK" in os.environ and "WORLD_SIZE" in os.environ
     leads = not torchrun or os.environ["RANK"] == "0"  # prints, and writes the folder
     with reading():
+        workers = _count_workers(workers, int(os.environ["WORLD_SIZE"]) if torchrun else None)
         if torchrun:
             dist.init_process_group("gloo")
-            workers = dist.get_world_size()
         check_whole("checkpoint_every", checkpoint_every, 0, MOST["checkpoint_every"])
         if resume and checkpoint_dir is None:
             raise Refused("--resume: name the run's folder with --checkpoint-dir.")
@@ -100,8 +101,17 @@ def train(
         show.print_json(asdict(summarize([run])[0]))
     else:
         title = f"{run.setting.task}, {show.count(workers, 'worker')}, {show.count(steps, 'step')}"
-        show_table([run], title, f"logs and checkpoints: {place}")
+        show_table([run], title)
+        show.console().print(f"logs and checkpoints: {place}", soft_wrap=True, markup=False)
     return 0
+
+
+def _count_workers(given: int | None, started: int | None) -> int:
+    """The number of workers: as given, or as many as torchrun has started."""
+    if started is not None and given not in (None, started):
+        reason = f"torchrun has started {show.count(started, 'worker')}; leave this option out."
+        raise BadArgument("workers", given, reason)
+    return started or (4 if given is None else given)
 
 
 def _start_time(torchrun: bool) -> str:

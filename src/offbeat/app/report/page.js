@@ -1,9 +1,15 @@
 "use strict";
-const data = JSON.parse(document.getElementById("data").textContent);
-const methods = [...new Set(data.runs.map(run => run.method))];
+// The page has a part for each group of runs that can be compared. All functions draw the current part.
+let part, data, methods;
 const color = method => `var(--c${methods.indexOf(method) % 8})`;
 const dash = method => ["", "6 4", "2 3", "8 3 2 3"][Math.floor(methods.indexOf(method) / 8) % 4];
-const byId = id => document.getElementById(id);
+const byId = id => part.root.querySelector(`[data-id="${id}"]`);
+const floating = document.getElementById("tip");
+
+function enter(other) {
+  part = other;
+  ({ data, methods } = part);
+}
 
 function fill(node, attributes = {}, ...children) {
   for (const [name, value] of Object.entries(attributes)) node.setAttribute(name, value);
@@ -92,7 +98,7 @@ function frame(holder, height, x, y, labels, margin) {
 
 function tip(node, words) {
   const show = event => {
-    const box = byId("tip");
+    const box = floating;
     box.textContent = words;
     box.style.opacity = 1;
     const { width, height } = box.getBoundingClientRect();
@@ -101,7 +107,7 @@ function tip(node, words) {
   };
   node.addEventListener("pointermove", show);
   node.addEventListener("pointerdown", show);
-  node.addEventListener("pointerleave", () => { byId("tip").style.opacity = 0; });
+  node.addEventListener("pointerleave", () => { floating.style.opacity = 0; });
 }
 
 function path(points) {
@@ -109,10 +115,12 @@ function path(points) {
 }
 
 function choose(holder, names, chosen, then) {
+  const own = part;
   holder.replaceChildren(...names.map(([key, label]) => {
     const button = html("button", { type: "button", "aria-pressed": key === chosen }, label);
     button.addEventListener("click", () => {
       for (const other of holder.children) other.setAttribute("aria-pressed", other === button);
+      enter(own);
       then(key);
     });
     return button;
@@ -125,16 +133,21 @@ function keys(holder, pairs) {
 
 function drawTable() {
   const some = name => data.rows.some(row => row[name] !== null);
+  const searched = new Set(data.rows.flatMap(row => row.rates.map(rate => rate[0]))).size > 1;
+  const given = data.to_loss !== null, goal = given ? `loss ${number(data.to_loss, 6)}` : "ref. loss";
+  const maybe = (value, digits, missing = "") => value === null ? missing : value.toFixed(digits);
   const columns = [
+    ...(searched ? [["lr", "lr", row => String(row.lr)]] : []),
     ["loss", "loss", row => row.loss === null ? "diverged" : row.loss.toFixed(4) + (row.spread === null ? "" : ` ± ${row.spread.toFixed(4)}`), "low"],
-    ...(some("accuracy") ? [["accuracy", "accuracy", row => (100 * row.accuracy).toFixed(1) + " %", "high"]] : []),
+    ...(some("accuracy") ? [["accuracy", "accuracy", row => row.accuracy === null ? "" : (100 * row.accuracy).toFixed(1) + " %", "high"]] : []),
     ["seconds", "seconds", row => row.seconds.toFixed(2), "low"],
     ["exposed", "exposed s", row => row.exposed.toFixed(2), "low"],
     ["hidden", "hidden s", row => row.hidden.toFixed(2)],
     ["megabytes", "MB/worker", row => row.megabytes.toFixed(2), "low"],
-    ...(some("kernel_megabytes") ? [["kernel_megabytes", "MB on the wire", row => row.kernel_megabytes.toFixed(2)]] : []),
+    ...(some("kernel_megabytes") ? [["kernel_megabytes", "MB on the wire", row => maybe(row.kernel_megabytes, 2)]] : []),
     ["rounds", "rounds", row => number(row.rounds, 4)],
-    ["reached", "s to ref. loss", row => row.reached === null ? "never" : row.reached.toFixed(2), "low"],
+    ["reached", `s to ${goal}`, row => maybe(row.reached, 2, "never"), "low"],
+    ...(given ? [["reached_megabytes", `MB to ${goal}`, row => maybe(row.reached_megabytes, 2, "never"), "low"]] : []),
     ["speedup", "speed-up", row => row.speedup === null ? "" : row.speedup.toFixed(2) + "×", "high"],
   ];
   const head = html("tr", {}, html("th", {}, "method"), ...columns.map(c => html("th", {}, c[1])));
@@ -145,18 +158,24 @@ function drawTable() {
       const best = better && data.rows.length > 1 && row[key] === (better === "low" ? Math.min(...values) : Math.max(...values));
       return html("td", best ? { class: "best" } : {}, show(row));
     })));
-  byId("table").replaceChildren(html("thead", {}, head), html("tbody", {}, ...rows));
-  const left = data.runs.filter(run => !run.complete).length;
+  const left = methods.filter(method => !data.rows.some(row => row.method === method)).map(method => html("tr", {},
+    html("td", {}, html("i", { class: "swatch", style: `background:${color(method)}` }), html("code", {}, method)), html("td", { colspan: columns.length, class: "left" }, "unfinished")));
+  byId("table").replaceChildren(html("thead", {}, head), html("tbody", {}, ...rows, ...left));
   byId("tablenote").textContent = `Means over ranks${data.rows.some(r => r.seeds > 1) ? " and seeds, ± the standard deviation over seeds" : ""}; the reference is ${data.reference ?? "missing"}. ` +
-    "Exposed: a worker stood still for messages. Hidden: messages were in the air while it worked. To ref. loss: until the loss is within 5 % of the reference's final loss." + (left ? ` ${left} run(s) have not finished and are not in the table.` : "");
+    "Exposed: a worker stood still for messages. Hidden: messages were in the air while it worked. " +
+    (given ? `To ${goal}: until the loss was first that low, and the bytes that rank 0 had sent by then.` : "To ref. loss: until the loss is within 5 % of the reference's final loss with the same seed.") +
+    (searched ? " Every method is shown at the learning rate with its lowest final loss." : "") +
+    (data.unfinished.length ? ` Unfinished, and not in the table: ${data.unfinished.join("; ")}.` : "");
+  byId("verdict").textContent = data.verdict;
+  byId("verdict").hidden = !data.verdict;
 }
 
-let axis = 0;
-const axes = [["seconds", e => e[0]], [data.setting.unit, e => e[1]], ["MB sent by a worker", e => e[2] / 1e6]];
+const axes = () => [["seconds", e => e[0]], [`${data.setting.unit} seen`, e => e[1]], ["MB sent by a worker", e => e[2] / 1e6]];
 
 function drawLoss() {
-  const [label, get] = axes[axis];
+  const [label, get] = axes()[part.axis];
   const all = data.runs.flatMap(run => run.evals).filter(e => e[3] !== null);
+  if (!all.length) return;
   const losses = all.map(e => e[3]), log = Math.min(...losses) > 0 && Math.max(...losses) / Math.min(...losses) > 6;
   const f = frame(byId("loss"), byId("loss").clientWidth < 520 ? 300 : 380, { values: all.map(get), zero: true }, { values: losses, log }, { x: label, y: "held-out loss" }, {});
   const faint = data.rows.some(row => row.seeds > 1) ? 0.6 : 1;
@@ -167,7 +186,7 @@ function drawLoss() {
     run.evals.filter(e => e[3] !== null).forEach((e, i) => {
       f.drawing.append(svg("circle", { cx: points[i][0], cy: points[i][1], r: 2.6, fill: color(run.method), "fill-opacity": faint }));
       const spot = svg("circle", { cx: points[i][0], cy: points[i][1], r: 11, fill: "transparent" });
-      tip(spot, `${run.method}, seed ${run.seed}\nstep ${e[4]}: loss ${e[3].toFixed(4)}\n${number(e[0])} s, ${number(e[1])} ${data.setting.unit}, ${number(e[2] / 1e6)} MB`);
+      tip(spot, `${run.method}, seed ${run.seed}${run.complete ? "" : " (unfinished)"}\nstep ${e[4]}: loss ${e[3].toFixed(4)}\n${number(e[0])} s, ${number(e[1])} ${data.setting.unit}, ${number(e[2] / 1e6)} MB`);
       f.drawing.append(spot);
     });
   }
@@ -178,7 +197,7 @@ function drawPareto() {
   if (!rows.length) return;
   const sent = row => Math.max(row.megabytes, 1e-6);
   const values = rows.map(sent), log = Math.max(...values) / Math.min(...values) > 6;
-  const f = frame(byId("pareto"), 300, { values, log }, { values: rows.map(r => r.loss) }, { x: "MB sent by a worker" + (log ? ", logarithmic" : ""), y: "held-out loss" }, { top: 16, right: 18 });
+  const f = frame(byId("pareto"), 300, { values, log }, { values: rows.flatMap(r => [r.loss - (r.spread ?? 0), r.loss + (r.spread ?? 0)]) }, { x: "MB sent by a worker" + (log ? ", logarithmic" : ""), y: "held-out loss" }, { top: 16, right: 18 });
   const front = rows.filter(r => !rows.some(o => o.loss <= r.loss && sent(o) <= sent(r) && (o.loss < r.loss || sent(o) < sent(r)))).sort((a, b) => sent(a) - sent(b));
   f.drawing.append(svg("path", { d: path(front.map(r => [f.x(sent(r)), f.y(r.loss)])), fill: "none", stroke: "var(--quiet)", "stroke-width": 1, "stroke-dasharray": "3 3" }));
   const taken = [];
@@ -199,7 +218,24 @@ function drawPareto() {
   }
 }
 
+function drawRates() {
+  const tried = data.rows.map(row => [row, row.rates.filter(rate => rate[1] !== null)]), all = tried.flatMap(([, rates]) => rates);
+  if (byId("search").hidden || !all.length) return;
+  const losses = all.map(rate => rate[1]), log = Math.min(...losses) > 0 && Math.max(...losses) / Math.min(...losses) > 6;
+  const f = frame(byId("rates"), 260, { values: all.map(rate => rate[0]), log: true }, { values: losses, log }, { x: "learning rate, logarithmic", y: "final loss" }, {});
+  for (const [row, rates] of tried) {
+    const points = rates.map(([lr, loss]) => [f.x(lr), f.y(loss)]);
+    f.drawing.append(svg("path", { d: path(points), fill: "none", stroke: color(row.method), "stroke-width": 2, "stroke-dasharray": dash(row.method) }));
+    rates.forEach(([lr, loss], i) => {
+      const dot = svg("circle", { cx: points[i][0], cy: points[i][1], r: lr === row.lr ? 5.5 : 3, fill: color(row.method) });
+      tip(dot, `${row.method}\nlr ${lr}: loss ${loss.toFixed(4)}`);
+      f.drawing.append(dot);
+    });
+  }
+}
+
 function drawShares() {
+  if (!data.rows.length) return;
   keys(byId("sharekeys"), [["var(--work)", "working"], ["var(--wait)", "exposed: standing still for messages"]]);
   const holder = byId("shares"), width = holder.clientWidth, line = 40, height = data.rows.length * line + 4;
   const drawing = svg("svg", { viewBox: `0 0 ${width} ${height}`, height, role: "img", "aria-label": "seconds working and waiting, by method" });
@@ -214,10 +250,8 @@ function drawShares() {
   holder.replaceChildren(drawing);
 }
 
-let shown = Math.max(0, data.runs.findIndex(run => run.method !== data.reference && run.ranks.length));
-
 function drawTimeline() {
-  const run = data.runs[shown], holder = byId("timeline");
+  const run = data.runs[part.shown], holder = byId("timeline");
   if (!run || !run.ranks.length) return;
   keys(byId("timekeys"), [["var(--work)", "working"], ["var(--wait)", "exposed"], ["var(--air)", "messages in the air"]]);
   const width = holder.clientWidth, left = 46, line = 34, height = run.ranks.length * line + 30;
@@ -265,7 +299,7 @@ function drawSeries(id, column, label, options) {
 function drawCurves() {
   const paint = i => `var(--c${i % 8})`, sent = p => Math.max(p[0], 1e-6), points = data.curves.flatMap(c => c.points).filter(p => p[1] !== null);
   const accurate = points.every(p => p[2] !== null), value = p => accurate ? p[2] : p[1];
-  document.querySelector("#tradeoff h2").textContent = accurate ? "Accuracy against communication" : "Loss against communication";
+  byId("tradeoffhead").textContent = accurate ? "Accuracy against communication" : "Loss against communication";
   keys(byId("curvekeys"), data.curves.map((c, i) => [paint(i), c.name]));
   const f = frame(byId("curves"), byId("curves").clientWidth < 520 ? 320 : 420, { values: points.map(sent), log: true }, { values: points.map(value) }, { x: "MB sent by a worker, logarithmic", y: accurate ? "accuracy" : "loss" }, {});
   data.curves.forEach((curve, i) => {
@@ -288,24 +322,36 @@ function drawOrigin() {
   const place = { processes: s.link ? "processes on one machine, an emulated link" : "processes on one machine", netns: "network namespaces with shaped links", simulation: "a simulation in virtual time" }[s.where];
   byId("subtitle").textContent = `${s.workers} worker${s.workers === 1 ? "" : "s"}, ${data.curves.length ? "" : s.steps + " "}steps of ${s.batch} ${s.unit === "bytes" ? "windows" : s.unit} each, ${number(s.parameters, 4)} parameters, ${count} seed${count === 1 ? "" : "s"}; ${place}.`;
   byId("commands").replaceChildren(...data.commands.map(command => html("pre", { class: "mono" }, command)));
-  const facts = { started: s.started, offbeat: s.offbeat, torch: s.torch, python: s.python, system: `${s.system}, ${s.cores} cores`, data: s.data ?? "built in", straggler: s.straggler.join("; ") || "none" };
+  const facts = { started: s.started, offbeat: s.offbeat, torch: s.torch, python: s.python, system: `${s.system}, ${s.cores} cores`, data: s.data ?? "built in", "learning rate": [...new Set(data.rows.flatMap(row => row.rates.map(rate => rate[0])))].join(", "), optimizer: s.optimizer ?? "the task's", straggler: s.straggler.join("; ") || "none" };
   byId("versions").replaceChildren(html("tbody", {}, ...Object.entries(facts).map(([key, value]) => html("tr", {}, html("td", {}, key), html("td", {}, String(value))))));
 }
 
 function draw() {
   if (data.curves.length) return drawCurves();
-  drawLoss(); drawPareto(); drawShares(); drawTimeline();
+  drawLoss(); drawPareto(); drawShares(); drawRates(); drawTimeline();
   drawSeries("period", 1, "period", { zero: true });
   drawSeries("drift", 2, "drift", { log: true });
 }
 
-drawOrigin();
-byId("tradeoff").hidden = !data.curves.length;
-byId("single").hidden = data.curves.length > 0;
-drawTable();
-keys(byId("legend"), methods.map(method => [color(method), method]));
-choose(byId("axis"), [[0, "time"], [1, data.setting.unit], [2, "bytes"]], 0, key => { axis = key; drawLoss(); });
-choose(byId("which"), data.runs.map((run, i) => [i, run]).filter(([, run]) => run.ranks.length && run.seed === data.runs[0].seed).map(([i, run]) => [i, run.method]), shown, key => { shown = key; drawTimeline(); });
-draw();
+function build(data) {
+  const root = document.getElementById("part").content.cloneNode(true).firstElementChild;
+  document.getElementById("page").append(root);
+  const methods = [...new Set(data.runs.map(run => run.method))];
+  const shown = Math.max(0, data.runs.findIndex(run => run.method !== data.reference && run.ranks.length));
+  enter({ root, data, methods, shown, axis: 0 });
+  drawOrigin();
+  byId("tradeoff").hidden = !data.curves.length;
+  byId("single").hidden = data.curves.length > 0;
+  byId("search").hidden = !data.rows.some(row => row.rates.length > 1);
+  drawTable();
+  keys(byId("legend"), methods.map(method => [color(method), data.rows.some(row => row.method === method) ? method : `${method} (unfinished)`]));
+  choose(byId("axis"), [[0, "time"], [1, `${data.setting.unit} seen`], [2, "bytes sent"]], 0, key => { part.axis = key; drawLoss(); });
+  choose(byId("which"), data.runs.map((run, i) => [i, run]).filter(([, run]) => run.ranks.length && run.seed === data.runs[0].seed).map(([i, run]) => [i, run.method]), shown, key => { part.shown = key; drawTimeline(); });
+  return part;
+}
+
+const parts = JSON.parse(document.getElementById("data").textContent).map(build);
+const drawAll = () => { for (const each of parts) { enter(each); draw(); } };
+drawAll();
 let width = innerWidth;
-addEventListener("resize", () => { if (innerWidth !== width) { width = innerWidth; draw(); } });
+addEventListener("resize", () => { if (innerWidth !== width) { width = innerWidth; drawAll(); } });

@@ -9,35 +9,61 @@ from pathlib import Path
 from typing import Any
 
 from offbeat.app.runs.folder import Entry, write_whole
-from offbeat.app.runs.summary import Logged, labels, reference_of, summarize
+from offbeat.app.runs.summary import (
+    Logged,
+    best_runs,
+    labels,
+    reference_of,
+    sections,
+    summarize,
+    unfinished,
+)
+from offbeat.app.runs.verdict import verdict
 from offbeat.base.checks import replace_nonfinite
 
 BARS = 60  # steps of each rank in the timeline
 POINTS = 400  # rounds of a run in a chart, at most
 
 
-def write_page(runs: Sequence[Logged], path: Path, *, curves: Sequence[dict[str, Any]] = ()) -> None:
+def write_page(
+    runs: Sequence[Logged],
+    path: Path,
+    *,
+    curves: Sequence[dict[str, Any]] = (),
+    to_loss: float | None = None,
+) -> None:
     """Write the page of these runs, in one piece. Curves have a name, and points as a study collects them."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path, render(runs, curves=curves))
+    write_whole(path, render(runs, curves=curves, to_loss=to_loss))
 
 
-def render(runs: Sequence[Logged], *, curves: Sequence[dict[str, Any]] = ()) -> str:
-    """The page as text."""
+def render(
+    runs: Sequence[Logged], *, curves: Sequence[dict[str, Any]] = (), to_loss: float | None = None
+) -> str:
+    """The page as text: a part for each group of runs that can be compared. A study is one group."""
     folder = files("offbeat.app.report")
     page, style, script = ((folder / f"page.{kind}").read_text() for kind in ("html", "css", "js"))
-    values = replace_nonfinite(collect(runs, curves=curves))
+    groups = [runs] if curves else sections(runs)
+    values = replace_nonfinite([collect(group, curves=curves, to_loss=to_loss) for group in groups])
     data = json.dumps(values, ensure_ascii=False, allow_nan=False).replace("</", "<\\/")
     return page.replace("/*STYLE*/", style).replace("/*SCRIPT*/", script).replace("/*DATA*/", data)
 
 
-def collect(runs: Sequence[Logged], *, curves: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
-    """The data of the page. A study passes curves, which the page shows instead of single runs."""
+def collect(
+    runs: Sequence[Logged], *, curves: Sequence[dict[str, Any]] = (), to_loss: float | None = None
+) -> dict[str, Any]:
+    """The data of one part of the page. A study passes curves, which are shown instead of single runs."""
+    rows, reference = summarize(runs, to_loss=to_loss), reference_of(runs)
+    shown = {run.folder for run in best_runs(runs)}
+    named = zip(runs, labels(runs), strict=True)
     return {
-        "rows": [asdict(row) for row in summarize(runs)],
-        "reference": reference_of(runs),
+        "rows": [asdict(row) for row in rows],
+        "reference": reference,
+        "to_loss": to_loss,
+        "verdict": "" if curves else verdict(rows, reference, to_loss=to_loss),
+        "unfinished": unfinished(runs),
         "setting": {**asdict(runs[0].setting), **runs[0].origin},
-        "runs": [_run(run, label) for run, label in zip(runs, labels(runs), strict=True)],
+        "runs": [_run(run, label) for run, label in named if run.folder in shown or not run.complete],
         "curves": curves,
         "commands": list(dict.fromkeys(shlex.join(run.origin["command"]) for run in runs)),
     }
