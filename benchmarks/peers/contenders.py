@@ -60,7 +60,7 @@ CONTENDERS = [
     Contender("torch averager, H=20", "averager", "every=20", "local_sgd(every=20)", 20),
     Contender("torch averager, H=4", "averager", "every=4", "local_sgd(every=4)", 4),
     Contender(
-        "torch PostLocalSGD, 40 steps of DDP, then H=20",
+        "torch PostLocalSGD, 40 steps, then H=20",
         "averager",
         "every=20, warmup=40",
         "post_local_sgd(switch=40, every=20)",
@@ -70,11 +70,11 @@ CONTENDERS = [
     Contender("torchft LocalSGD, H=20", "torchft_local_sgd", "every=20", "local_sgd(every=20)", 20),
     Contender("torchft DiLoCo, H=20", "torchft_diloco", "every=20", PAPER, 20),
     Contender("Accelerate LocalSGD, H=20", "accelerate_local_sgd", "every=20", "local_sgd(every=20)", 20),
-    ours("ddp()"),
     ours(f"ddp({FOUR_BITS})", seeds=5),
     ours(f"ddp(delay=1, {FOUR_BITS})", seeds=5),
     ours("ddp(reduce=ErrorFeedback(Quantized(3)))"),
     ours("ddp(reduce=ErrorFeedback(Quantized(2)))"),
+    ours("ddp()"),
     ours("local_sgd(every=4, delay=3)", period=4),
     ours("diloco(every=20)", period=20),
 ]

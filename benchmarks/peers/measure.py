@@ -13,6 +13,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import report
 import torch
 from contenders import BY_NAME, CONTENDERS, Contender
 from training import WORKERS, Setting, curve, simulated_runs
@@ -22,13 +23,9 @@ from offbeat.lab import Lab, Run, unavailable
 HERE = Path(__file__).parent
 RESULTS = HERE / "results.jsonl"
 RATES = (1e-3, 3e-3, 6e-3)  # the learning rates that every rule is tried with
-SEARCH = {"size": "tiny", "seeds": (0,)}
+SEARCH_SEEDS = (0,)
 
 Row = dict[str, Any]
-
-
-def read() -> list[Row]:
-    return [json.loads(line) for line in RESULTS.read_text().splitlines()] if RESULTS.exists() else []
 
 
 def add(row: Row) -> None:
@@ -38,7 +35,7 @@ def add(row: Row) -> None:
 
 
 def known(row: Row) -> bool:
-    return any(all(other.get(key) == value for key, value in row.items()) for other in read())
+    return any(all(other.get(key) == value for key, value in row.items()) for other in report.read(RESULTS))
 
 
 def chosen(names: Iterable[str]) -> list[Contender]:
@@ -96,7 +93,7 @@ def real(setting: Setting, link: str, names: list[str]) -> None:
     """One whole run each, at the best rate of its rule."""
     need_lab()
     for contender in chosen(names):
-        rate = best_rate(contender.losses) or setting.lr
+        rate = report.best_rate(report.read(RESULTS), contender.losses) or setting.lr
         mine = replace(setting, lr=rate)
         row: Row = {"kind": "real", "link": link, "contender": contender.name, **common(mine)}
         if known(row):
@@ -119,7 +116,7 @@ def loss(setting: Setting, names: list[str], *, seeds: int | None = None, first:
     for seed in range(first, seeds or max(wanted.values(), default=0)):
         for rule, most in wanted.items():
             if seed < (seeds or most):
-                rate = best_rate(rule)
+                rate = report.best_rate(report.read(RESULTS), rule)
                 if rate is None:
                     raise SystemExit(f"No learning rate of {rule} is known yet: run.py search.")
                 simulate(replace(setting, lr=rate, seed=seed), rule)
@@ -130,8 +127,8 @@ def search(setting: Setting, names: list[str]) -> None:
     rules = dict.fromkeys(c.losses for c in chosen(names) if c.losses)
     for rule in rules:
         for rate in RATES:
-            for seed in SEARCH["seeds"]:
-                simulate(replace(setting, size=SEARCH["size"], lr=rate, seed=seed), rule)
+            for seed in SEARCH_SEEDS:
+                simulate(replace(setting, size=report.SEARCHED, lr=rate, seed=seed), rule)
 
 
 def simulate(setting: Setting, rule: str) -> None:
@@ -143,15 +140,6 @@ def simulate(setting: Setting, rule: str) -> None:
     points = [(step, value) for step, _, value in curve(setting, simulated_runs(setting, rule))]
     took = round(time.perf_counter() - start, 1)
     add({**row, "loss": points[-1][1], "curve": points, "took": took, **versions()})
-
-
-def best_rate(rule: str | None) -> float | None:
-    """The rate with the lowest mean loss in the search."""
-    losses: dict[float, list[float]] = {}
-    for row in read():
-        if row["kind"] == "loss" and row["rule"] == rule and row["size"] == SEARCH["size"]:
-            losses.setdefault(row["lr"], []).append(row["loss"])
-    return min(losses, key=lambda rate: statistics.mean(losses[rate])) if losses else None
 
 
 def versions() -> Row:

@@ -65,6 +65,7 @@ def arguments() -> argparse.Namespace:
 def main() -> None:
     args = arguments()
     enter_environment()
+    import figure
     import measure
     import report
     from training import Setting
@@ -84,7 +85,12 @@ def main() -> None:
         for link in args.link or LINKS[:1]:
             measure.real(setting, link, names)
     if everything or args.command == "report":
-        report.write()
+        rows = report.read(measure.RESULTS)
+        folder = measure.RESULTS.resolve().parent
+        (folder / "log.md").write_text(report.log(rows))
+        print(report.log(rows))
+        drawn = figure.PICTURE if folder == HERE else folder / figure.PICTURE.name
+        drawn.write_text(figure.picture(report.results(rows, "50mbit")))
 
 
 if __name__ == "__main__":
