@@ -1,0 +1,205 @@
+"""The tables of log.md, from results.jsonl alone."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from contenders import BY_NAME, CONTENDERS, DDP, FLOOR, Contender
+
+STEPS, NEAR, SPARE = 300, 1.005, 1.25
+SEARCHED = "tiny"  # the model of the search for learning rates
+HEADER = (
+    "| contender | s per step | ± | speed | {steps} steps | × floor | loss | ± | seeds | against DDP "
+    "| s to DDP's loss | loss at equal time | MB per worker |"
+)
+
+PREFACE = """
+Generated from results.jsonl by `run.py report`. Python 3.11.7, the versions of requirements.txt, torch on
+CPU, two cores. Four workers, each in a network namespace with a shaped link, one thread each. A byte GPT of
+1 853 952 parameters learns tinyshakespeare in 300 steps of 4 × 8 windows of 128 bytes, with AdamW, a warm-up
+of 40 steps, a cosine down to a tenth, and clipping at 1.
+
+- `s per step`: the median over blocks of 20 steps that the contenders took in turn, and half of the range.
+  Below 1 Gbit/s, torch DDP and `ddp()` made 10. Each block is a job and begins after a first period.
+- `300 steps`: from these seconds. `speed` is against torch DDP, `× floor` against no communication.
+- `loss`: validation loss after 300 steps, mean and deviation over seeds, in simulation, at the best learning
+  rate of the search. `against DDP` compares the same seeds.
+- `s to DDP's loss`: seconds to 1.005 times the final loss of torch DDP. `loss at equal time`: the loss when
+  1.25 times the time without communication has passed.
+- `MB per worker`: what the kernel counted on a worker's interface, for 300 steps.
+""".strip()
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Result:
+    """One contender on one link: how long its steps take, and its losses by step for each seed."""
+
+    contender: Contender
+    seconds: list[float]  # of a step, one value per block
+    bytes: float
+    curves: dict[int, list[tuple[int, float]]]
+    ddp: tuple[float, float] = (0.0, 0.0)  # seconds and bytes of a step of torch DDP
+
+    @property
+    def step(self) -> float:
+        return statistics.median(self.seconds)
+
+    @property
+    def spread(self) -> float:
+        return (max(self.seconds) - min(self.seconds)) / 2
+
+    def total(self, steps: float = STEPS) -> float:
+        """Seconds of that many steps; the first may be steps of torch DDP."""
+        first = min(steps, self.contender.start)
+        return first * self.ddp[0] + (steps - first) * self.step
+
+    @property
+    def megabytes(self) -> float:
+        first = self.contender.start
+        return (first * self.ddp[1] + (STEPS - first) * self.bytes) / 1e6
+
+    @property
+    def finals(self) -> list[float]:
+        return [curve[-1][1] for curve in self.curves.values()]
+
+    def points(self) -> list[tuple[float, float]]:
+        """Seconds and mean loss over the seeds."""
+        moments = zip(*self.curves.values(), strict=True)
+        return [(self.total(moment[0][0]), statistics.mean(loss for _, loss in moment)) for moment in moments]
+
+    def reaches(self, loss: float) -> float | None:
+        """Seconds until the mean loss is first as low as that, on straight lines between evaluations."""
+        before: tuple[float, float] | None = None
+        for seconds, value in self.points():
+            if value <= loss:
+                if before is None or before[1] == value:
+                    return seconds
+                return before[0] + (before[1] - loss) / (before[1] - value) * (seconds - before[0])
+            before = (seconds, value)
+        return None
+
+    def after(self, seconds: float) -> float | None:
+        """The mean loss at that time: that of the end if the run has ended, None before an evaluation."""
+        before: tuple[float, float] | None = None
+        for at, loss in self.points():
+            if at >= seconds:
+                if before is None:
+                    return None
+                return before[1] + (seconds - before[0]) / (at - before[0]) * (loss - before[1])
+            before = (at, loss)
+        return before[1] if before else None
+
+
+def best_rate(rows: Sequence[Row], rule: str | None) -> float | None:
+    """The rate with the lowest mean loss in the search, which uses the small model."""
+    losses: dict[float, list[float]] = {}
+    for row in rows:
+        if row["kind"] == "loss" and (row["rule"], row["size"]) == (rule, SEARCHED):
+            losses.setdefault(row["lr"], []).append(row["loss"])
+    return min(losses, key=lambda rate: statistics.mean(losses[rate])) if losses else None
+
+
+def results(rows: Sequence[Row], link: str) -> dict[str, Result]:
+    found: dict[str, Result] = {}
+    for contender in CONTENDERS:
+        wanted = {"kind": "timing", "link": link, "contender": contender.name}
+        timed = [row for row in rows if all(row.get(key) == value for key, value in wanted.items())]
+        runs = [
+            row
+            for row in rows
+            if row["kind"] == "loss"
+            and (row["rule"], row["size"], row["steps"]) == (contender.losses, "medium", STEPS)
+            and row["lr"] == best_rate(rows, contender.losses)
+        ]
+        if timed:
+            sent = statistics.median(row["bytes"] for row in timed)
+            seconds = [row["seconds"] for row in timed]
+            curves = {row["seed"]: [(step, loss) for step, loss in row["curve"]] for row in runs}
+            ddp = (found[DDP].step, found[DDP].bytes) if DDP in found else (0.0, 0.0)
+            found[contender.name] = Result(contender, seconds, sent, curves, ddp)
+    return found
+
+
+def table(found: dict[str, Result]) -> list[str]:
+    ddp, floor = found[DDP], found[FLOOR]
+    lines = [HEADER.format(steps=STEPS), "|---" * 13 + "|"]
+    for name, result in found.items():
+        total = result.total()
+        times = f"{result.step:.3f} | {result.spread:.3f} | {ddp.total() / total:.2f}× | {total:.0f} s "
+        cells = [name, times + f"| {total / floor.total():.2f}"]
+        if result.curves and result.curves.keys() <= ddp.curves.keys():
+            loss = statistics.mean(result.finals)
+            goal = statistics.mean(ddp.curves[seed][-1][1] for seed in result.curves)  # of the same seeds
+            spread = f"{statistics.stdev(result.finals):.4f}" if len(result.finals) > 1 else ""
+            reached, level = result.reaches(NEAR * goal), result.after(SPARE * floor.total())
+            cells += [f"{loss:.4f}", spread, str(len(result.finals)), f"{loss / goal - 1:+.1%}"]
+            cells += [
+                "never" if reached is None else f"{reached:.0f}",
+                "" if level is None else f"{level:.3f}",
+            ]
+        else:
+            cells += [""] * 6
+        lines.append("| " + " | ".join([*cells, f"{result.megabytes:.1f}"]) + " |")
+    return lines
+
+
+def checks(rows: Sequence[Row]) -> list[str]:
+    """Real runs beside what timing and simulation say about them."""
+    lines = [
+        "| contender | link | seconds | predicted | loss | simulated | MB per worker |",
+        "|---" * 7 + "|",
+    ]
+    for row in rows:
+        if row["kind"] != "real" or row["steps"] != STEPS or row["size"] != "medium":
+            continue
+        contender = BY_NAME[row["contender"]]
+        key = (contender.losses, row["lr"], row["seed"], row["size"], row["steps"])
+        names = ("rule", "lr", "seed", "size", "steps")
+        same = [r["loss"] for r in rows if r["kind"] == "loss" and tuple(r[name] for name in names) == key]
+        timed = results(rows, row["link"]).get(contender.name)
+        cells = [
+            contender.name,
+            row["link"],
+            f"{row['seconds']:.0f}",
+            f"{timed.total():.0f}" if timed else "",
+        ]
+        cells += [f"{row['loss']:.4f}", f"{same[0]:.4f}" if same else "", f"{row['bytes'] / 1e6:.1f}"]
+        lines.append("| " + " | ".join(cells) + " |")
+    return lines
+
+
+def rates(rows: Sequence[Row]) -> list[str]:
+    """The search: mean loss on the small model, by learning rate."""
+    searched = [row for row in rows if row["kind"] == "loss" and row["size"] == SEARCHED]
+    tried = sorted({row["lr"] for row in searched})
+    lines = [
+        "| rule | " + " | ".join(f"{rate:g}" for rate in tried) + " | best |",
+        "|---" * (len(tried) + 2) + "|",
+    ]
+    for rule in dict.fromkeys(row["rule"] for row in searched):
+        losses = [[r["loss"] for r in searched if (r["rule"], r["lr"]) == (rule, rate)] for rate in tried]
+        means = " | ".join(f"{statistics.mean(one):.3f}" if one else "" for one in losses)
+        lines.append(f"| `{rule}` | {means} | {best_rate(rows, rule):g} |")
+    return lines
+
+
+def log(rows: Sequence[Row]) -> str:
+    parts = [PREFACE]
+    for link in ("20mbit", "50mbit", "100mbit", "1gbit"):
+        found = results(rows, link)
+        if DDP in found and FLOOR in found:
+            parts.append("\n".join([f"## {link}", "", *table(found)]))
+    parts.append("\n".join(["## Real runs", "", *checks(rows)]))
+    parts.append("\n".join(["## Learning rates", "", *rates(rows)]))
+    return "\n\n".join(parts) + "\n"
+
+
+def read(path: Path) -> list[Row]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
