@@ -210,6 +210,28 @@ def test_blocks_by_hand() -> None:
     assert through([128.0, *[0.6] * 7], 8) == [128, *[1] * 7]
 
 
+def test_a_rank_does_not_round_what_it_sums_itself() -> None:
+    """Rank 0 sums the first block: (1.8 + round(1.3)) / 2 = 1.4, sent as 1. It keeps 2 · 0.4, rank 1 0.3.
+
+    In the next round nothing is new: what is kept, (0.8 + 0.3) / 2, is alone in its block and arrives.
+    """
+    code = ErrorFeedback(Quantized(4, block=8, least=1))
+    given = [[8.0, 1.8, *[0.0] * 14], [8.0, 1.3, *[0.0] * 14]]
+
+    def worker(comm: offbeat.Communicator) -> tuple[list[float], list[float], float]:
+        state = code.init()
+        (first,) = reduce(comm, code, [{"x": torch.tensor(given[comm.rank])}], state)
+        left = state["residual"][0][:2].tolist()
+        (second,) = reduce(comm, code, [{"x": torch.zeros(16)}], state)
+        return first["x"][:2].tolist(), left, float(second["x"][1])
+
+    (heard, own, later), (_, other, _) = offbeat.simulate(worker, 2)
+    assert heard == [8, 1]
+    assert own == pytest.approx([0, 0.8], abs=1e-5)
+    assert other == pytest.approx([0, 0.3])
+    assert later == pytest.approx(0.55, rel=2**-7)
+
+
 def test_numbers_without_gaps() -> None:
     numbers = {4: [-8, 7], 2: [-2, -1, 0, 1], 3: [-4, -3, -2, -1, 0, 1, 2, 3]}
     wires = {4: [[0xF0]], 2: [[0b11100100]], 3: [[byte] for byte in 0o76543210.to_bytes(3, "little")]}

@@ -137,12 +137,12 @@ def mean_in_two_phases(
     codec: CastCodec | BlockCodec,
     rngs: Sequence[torch.Generator | None] = (None, None),
 ) -> Messages:
-    """An all-to-all, a sum in rank order, an all-gather: the bytes of an all-reduce in this codec.
+    """An all-to-all, a sum, an all-gather: the bytes of an all-reduce in this codec.
 
-    Each rank sums one slice in float32 and sends the mean to all. Each value is rounded once before the sum,
-    each mean once after it. All ranks decode the same bytes. The second rounding is charged to the residual
-    of the rank that made it. Slices are coded in pieces: while the mean of one piece travels, the next is
-    summed or the one before decoded.
+    Each rank sums one slice in float32 and sends the mean to all. The values of the others are rounded once
+    before the sum, its own are not. The mean is rounded once; the rank that rounds it keeps the error in its
+    residual, which is in its own slice and thus not rounded again. All ranks decode the same bytes. Slices
+    are coded in pieces: while the mean of one piece travels, the next is summed or the one before decoded.
     """
     size, unit, width = comm.size, codec.unit, codec.width
     units = -(-vector.values.numel() // (size * unit))
@@ -152,26 +152,28 @@ def mean_in_two_phases(
     cuts = [slice(i * length, (i + 1) * length) for i in range(size)]  # the last may be shorter, or empty
     slices, residual = [vector.values[cut] for cut in cuts], vector.residual
     wire = vector.buffer("wire", (size, units * width), torch.uint8)
-    for part, row in zip(slices, wire, strict=True):
+    others = [rank for rank in range(size) if rank != comm.rank]
+    for rank in others:
         for values, coded in pieces:
-            codec.encode(part[values], row[coded], rngs[0])
+            codec.encode(slices[rank][values], wire[rank][coded], rngs[0])
     message = comm.exchange(list(wire))
     if residual is not None:  # worked out while the message travels
-        for part, cut, row in zip(slices, cuts, wire, strict=True):
+        for rank in others:
+            left = residual[cuts[rank]]
             for values, coded in pieces:
-                codec.decode(row[coded], residual[cut][values])
-            torch.sub(part, residual[cut], out=residual[cut])
+                codec.decode(wire[rank][coded], left[values])
+            torch.sub(slices[rank], left, out=left)
     parts = yield message
-    mean = vector.buffer("mean", (length,), torch.float32)[: slices[comm.rank].numel()]
+    mean = slices[comm.rank].mul_(1 / size)
     row = vector.buffer("row", (units * width,), torch.uint8)
     messages = []
     for values, coded in pieces:
-        for rank, part in enumerate(parts):
-            codec.decode(part[coded], mean[values], 1 / size, add=rank > 0)
+        for rank in others:
+            codec.decode(parts[rank][coded], mean[values], 1 / size, add=True)
         codec.encode(mean[values], row[coded], rngs[1])
         messages.append(comm.gather(row[coded]))
     if residual is not None:
-        left = residual[cuts[comm.rank]].add_(mean, alpha=size)
+        left = torch.mul(mean, size, out=residual[cuts[comm.rank]])
         for values, coded in pieces:
             codec.decode(row[coded], left[values], -size, add=True)
     for (values, _), message in zip(pieces, messages, strict=True):
