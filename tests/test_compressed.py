@@ -267,6 +267,35 @@ def test_a_hook_is_distributed_data_parallel_with_fewer_bytes(pool: Pool) -> Non
         assert sent < (1 / 6 + 5 / 6 * 0.2) * exact[0][1]
 
 
+def one_matrix(comm: offbeat.Communicator, expression: str, through_hook: bool) -> Tensor:
+    """One matrix, trained with a code. Its first gradient is zero, which the hook sends exactly."""
+    torch.manual_seed(0)
+    net = nn.Linear(60, 50, bias=False)
+    opt = torch.optim.SGD(net.parameters(), lr=0.1)
+    if through_hook:
+        model = DistributedDataParallel(net)
+        model.register_comm_hook(None, offbeat.ddp_hook(eval(expression, vars(offbeat))))
+        step = opt.step
+    else:
+        model = net
+        step = offbeat.method(f"ddp(reduce={expression})")(net, opt, group=comm).step
+    g = torch.Generator().manual_seed(comm.rank)
+    for i in range(6):
+        model(min(i, 1) * torch.randn(8, 60, generator=g)).square().mean().backward()
+        step()
+        opt.zero_grad()
+    return net.weight.detach()
+
+
+@pytest.mark.parametrize("bits", [8, 4, 3, 2])
+def test_a_hook_is_ddp_to_the_bit(bits: int, pool: Pool) -> None:
+    """After the first pass, a hook sends what `ddp` sends; only its buckets are others."""
+    code = f"ErrorFeedback(Quantized({bits}))"
+    hooks, methods = pool.run(one_matrix, code, True), pool.run(one_matrix, code, False)
+    assert all(torch.equal(weight, hooks[0]) for weight in (*hooks, *methods))
+    assert not torch.equal(hooks[0], pool.run(one_matrix, "Mean()", False)[0])
+
+
 def test_a_hook_saves_what_it_keeps(pool: Pool) -> None:
     reducer = ErrorFeedback(RandomBlock(4))
     for rank, (_, _, saved) in enumerate(pool.run(hooked, reducer, 3)):

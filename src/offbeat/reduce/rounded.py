@@ -1,4 +1,4 @@
-"""The mean, exact or of values rounded to fewer bits, and the wire forms of rounded values."""
+"""The mean, exact or of values rounded to fewer bits."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from offbeat.base.draws import whole
 from offbeat.base.packed import Packed
 from offbeat.comm.communicator import Communicator, Pending
 from offbeat.reduce.code import Code, Messages, Residual, Vector
+from offbeat.reduce.wire import BlockCodec, CastCodec
 
 _HEAD, _GROWTH = 2**18, 64  # values of the first piece of a payload; how much longer the next one is
 _NARROW = {"bfloat16": torch.bfloat16, "float16": torch.float16}
-_TILE = 2**18  # values processed at a time, so that they stay in the cache between two passes
-_TINY = 2.0**-126  # the smallest scale: division by less is not exact enough
+_BLOCKS = {8: 256, 4: 32, 3: 32, 2: 32}  # values that share a scale, by bits
 _PIECES = 4  # at most
 _PIECE = 2**16  # values, about, at least
 
@@ -89,29 +89,39 @@ def send(payload: Packed, comm: Communicator, live: Sequence[Tensor] = ()) -> Pe
 
 @dataclass(frozen=True, repr=False)
 class Quantized(Code):
-    """Blocks of `block` values as whole numbers of 8 or 4 bits times one scale, max|x|/(2^(bits−1) − 1).
+    """Blocks of `block` values as whole numbers of 8, 4, 3 or 2 bits times one scale.
 
-    Smaller blocks lose less and send more scales, 4 bytes each. `stochastic` rounds at random, so that the
-    error is zero on average; the draws depend on `seed`, round and rank. Sums are float32.
+        q = s·n        n from −2^(bits−1) to 2^(bits−1) − 1
 
-        offbeat.diloco(model, optimizer, reduce=Quantized(8))
+    The value of largest magnitude in a block becomes the lowest number, whatever its sign: the scale s has
+    one too. Smaller blocks lose less and send more scales, 2 bytes each. The default is 32 values, or 256
+    with 8 bits. `stochastic` rounds at random, so that the error is zero on average; the draws depend on
+    `seed`, round and rank. Sums are float32. Below 8 bits use it with `ErrorFeedback`.
+
+        offbeat.ddp(model, optimizer, reduce=ErrorFeedback(Quantized(4)))
     """
 
     bits: int = 8
-    block: int = 256
+    block: int | None = None
     stochastic: bool = False
     seed: int = 0
 
     messages = 2
+    most = 2.0**127  # so that the numbers next to it are finite too
 
     def __post_init__(self) -> None:
+        known = isinstance(self.bits, int) and self.bits in _BLOCKS
+        if self.block is None and known:
+            object.__setattr__(self, "block", _BLOCKS[self.bits])
         super().__post_init__()
-        if not isinstance(self.bits, int) or self.bits not in (4, 8):
-            raise ValueError(f"{self!r}: bits must be 8 or 4.")
-        if not is_whole(self.block, 8) or self.block % 8:
-            raise ValueError(f"{self!r}: block must be a multiple of 8.")
+        if not known:
+            raise ValueError(f"{self!r}: bits must be 8, 4, 3 or 2.")
+        step = 16 if self.bits == 3 else 8
+        if not is_whole(self.block, step) or self.block % step:
+            raise ValueError(f"{self!r}: block must be a multiple of {step}.")
 
     def carry(self, vector: Vector, comm: Communicator, clock: Clock, state: State) -> Messages:
+        assert self.block is not None
         codec = BlockCodec(self.bits, self.block)
         if not self.stochastic:
             return mean_in_two_phases(vector, comm, codec)
@@ -127,12 +137,12 @@ def mean_in_two_phases(
     codec: CastCodec | BlockCodec,
     rngs: Sequence[torch.Generator | None] = (None, None),
 ) -> Messages:
-    """An all-to-all, a sum in rank order, an all-gather: the bytes of an all-reduce in this codec.
+    """An all-to-all, a sum, an all-gather: the bytes of an all-reduce in this codec.
 
-    Each rank sums one slice in float32 and sends the mean to all. Each value is rounded once before the sum,
-    each mean once after it. All ranks decode the same bytes. The second rounding is charged to the residual
-    of the rank that made it. Slices are coded in pieces: while the mean of one piece travels, the next is
-    summed or the one before decoded.
+    Each rank sums one slice in float32 and sends the mean to all. The values of the others are rounded once
+    before the sum, its own are not. The mean is rounded once; the rank that rounds it keeps the error in its
+    residual, which is in its own slice and thus not rounded again. All ranks decode the same bytes. Slices
+    are coded in pieces: while the mean of one piece travels, the next is summed or the one before decoded.
     """
     size, unit, width = comm.size, codec.unit, codec.width
     units = -(-vector.values.numel() // (size * unit))
@@ -142,127 +152,30 @@ def mean_in_two_phases(
     cuts = [slice(i * length, (i + 1) * length) for i in range(size)]  # the last may be shorter, or empty
     slices, residual = [vector.values[cut] for cut in cuts], vector.residual
     wire = vector.buffer("wire", (size, units * width), torch.uint8)
-    for part, row in zip(slices, wire, strict=True):
+    others = [rank for rank in range(size) if rank != comm.rank]
+    for rank in others:
         for values, coded in pieces:
-            codec.encode(part[values], row[coded], rngs[0])
+            codec.encode(slices[rank][values], wire[rank][coded], rngs[0])
     message = comm.exchange(list(wire))
     if residual is not None:  # worked out while the message travels
-        for part, cut, row in zip(slices, cuts, wire, strict=True):
+        for rank in others:
+            left = residual[cuts[rank]]
             for values, coded in pieces:
-                codec.decode(row[coded], residual[cut][values])
-            torch.sub(part, residual[cut], out=residual[cut])
+                codec.decode(wire[rank][coded], left[values])
+            torch.sub(slices[rank], left, out=left)
     parts = yield message
-    mean = vector.buffer("mean", (length,), torch.float32)[: slices[comm.rank].numel()]
+    mean = slices[comm.rank].mul_(1 / size)
     row = vector.buffer("row", (units * width,), torch.uint8)
     messages = []
     for values, coded in pieces:
-        for rank, part in enumerate(parts):
-            codec.decode(part[coded], mean[values], 1 / size, add=rank > 0)
+        for rank in others:
+            codec.decode(parts[rank][coded], mean[values], 1 / size, add=True)
         codec.encode(mean[values], row[coded], rngs[1])
         messages.append(comm.gather(row[coded]))
     if residual is not None:
-        left = residual[cuts[comm.rank]].add_(mean, alpha=size)
+        left = torch.mul(mean, size, out=residual[cuts[comm.rank]])
         for values, coded in pieces:
             codec.decode(row[coded], left[values], -size, add=True)
     for (values, _), message in zip(pieces, messages, strict=True):
         for part, row in zip(slices, (yield message), strict=True):
             codec.decode(row, part[values])
-
-
-@dataclass(frozen=True)
-class CastCodec:
-    """The wire form of a vector as a narrower floating type: `unit` values take `width` bytes.
-
-    A wire has whole units; the vector may be shorter. `encode` writes the values into the bytes. `decode`
-    writes the values times `factor` into `out`, or adds them to it.
-    """
-
-    dtype: torch.dtype
-
-    unit, width = 2, 4
-
-    def encode(self, values: Tensor, wire: Tensor, rng: torch.Generator | None = None) -> None:
-        wire.view(self.dtype)[: values.numel()].copy_(values)
-
-    def decode(self, wire: Tensor, out: Tensor, factor: float = 1.0, *, add: bool = False) -> None:
-        narrow = wire.view(self.dtype)[: out.numel()]
-        if not add:
-            out.copy_(narrow)
-            if factor != 1:
-                out.mul_(factor)
-            return
-        tile = torch.empty(min(_TILE, out.numel()), device=out.device)
-        for part, some in zip(torch.split(out, _TILE), torch.split(narrow, _TILE), strict=True):
-            part.add_(tile[: len(part)].copy_(some), alpha=factor)
-
-
-@dataclass(frozen=True)
-class BlockCodec:
-    """Whole numbers of 8 or 4 bits, and one scale per block of `unit` values: all codes, then the scales.
-
-    With 4 bits, the low half of a byte is a value of the first half of a block, the high half one of the
-    second. `encode` rounds to the nearest number or, with `rng`, at random and without bias.
-    """
-
-    bits: int
-    unit: int
-
-    @property
-    def width(self) -> int:
-        return self.unit * self.bits // 8 + 4
-
-    def encode(self, values: Tensor, wire: Tensor, rng: torch.Generator | None = None) -> None:
-        unit, row, top = self.unit, self.unit * self.bits // 8, int(2 ** (self.bits - 1)) - 1
-        blocks = wire.numel() // (row + 4)
-        codes, scales = wire[: blocks * row].view(blocks, row), wire[blocks * row :].view(torch.float32)
-        step = max(1, _TILE // unit)
-        tile = torch.empty(min(step, blocks), unit, device=values.device)
-        for start in range(0, -(-values.numel() // unit), step):
-            part = values[start * unit : (start + step) * unit]
-            if part.numel() % unit:
-                part = torch.nn.functional.pad(part, (0, -part.numel() % unit))
-            part = part.view(-1, unit)
-            end = start + len(part)
-            scale, numbers = scales[start:end].view(-1, 1), tile[: len(part)]
-            torch.maximum(part.amax(1, keepdim=True), part.amin(1, keepdim=True).neg_(), out=scale)
-            scale.div_(top).clamp_(min=_TINY)
-            torch.div(part, scale, out=numbers)
-            if rng is None:
-                numbers.round_()
-            else:
-                numbers.add_(torch.rand(numbers.shape, generator=rng, device=numbers.device)).floor_()
-                numbers.clamp_(max=top)  # the addition may have rounded up
-            if self.bits == 8:
-                codes[start:end].view(torch.int8).copy_(numbers)
-            else:
-                low, high = numbers[:, : unit // 2], numbers[:, unit // 2 :]
-                codes[start:end].copy_(low.add_(high, alpha=16).add_(136))
-
-    def decode(self, wire: Tensor, out: Tensor, factor: float = 1.0, *, add: bool = False) -> None:
-        unit, row = self.unit, self.unit * self.bits // 8
-        blocks = wire.numel() // (row + 4)
-        codes, scales = wire[: blocks * row].view(blocks, row), wire[blocks * row :].view(torch.float32)
-        scales = (scales * factor).view(-1, 1)
-        whole, rest = divmod(out.numel(), unit)
-        step = max(1, _TILE // unit)
-        tile = torch.empty(min(step, blocks), unit, device=out.device)
-        for start in range(0, whole + bool(rest), step):
-            end, full = min(start + step, whole + bool(rest)), min(start + step, whole)
-            numbers = tile[: end - start]
-            if self.bits == 8:
-                numbers.copy_(codes[start:end].view(torch.int8))
-            else:
-                low, high = numbers[:, : unit // 2], numbers[:, unit // 2 :]
-                low.copy_(codes[start:end])
-                torch.mul(low, 1 / 16, out=high).floor_()
-                low.sub_(high, alpha=16)
-                numbers.sub_(8)
-            part = out[start * unit : full * unit].view(-1, unit)
-            if add:
-                part.addcmul_(numbers[: full - start], scales[start:full])
-            else:
-                torch.mul(numbers[: full - start], scales[start:full], out=part)
-            if end > whole:  # the last block is shorter
-                last = numbers[-1].mul_(scales[whole])[:rest]
-                part = out[whole * unit :]
-                part.add_(last) if add else part.copy_(last)

@@ -1,0 +1,170 @@
+"""Wire forms of rounded values: how a vector is written into bytes, and read from them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+_TILE = 2**18  # values processed at a time by a CPU, so that they stay in its cache between two passes
+_GPU_TILE = 2**24
+_TINY = 2.0**-126  # the smallest scale: its inverse is finite
+_WORDS = {8: torch.int8, 4: torch.int16, 3: torch.int64, 2: torch.int32}  # in which numbers are packed
+
+
+@dataclass(frozen=True)
+class CastCodec:
+    """The wire form of a vector as a narrower floating type: `unit` values take `width` bytes.
+
+    A wire has whole units; the vector may be shorter. `encode` writes the values into the bytes. `decode`
+    writes the values times `factor` into `out`, or adds them to it.
+    """
+
+    dtype: torch.dtype
+
+    unit, width = 2, 4
+
+    def encode(self, values: Tensor, wire: Tensor, rng: torch.Generator | None = None) -> None:
+        wire.view(self.dtype)[: values.numel()].copy_(values)
+
+    def decode(self, wire: Tensor, out: Tensor, factor: float = 1.0, *, add: bool = False) -> None:
+        narrow = wire.view(self.dtype)[: out.numel()]
+        if not add:
+            out.copy_(narrow)
+            if factor != 1:
+                out.mul_(factor)
+            return
+        size = tile_size(out)
+        tile = torch.empty(min(size, out.numel()), device=out.device)
+        for part, some in zip(torch.split(out, size), torch.split(narrow, size), strict=True):
+            part.add_(tile[: len(part)].copy_(some), alpha=factor)
+
+
+@dataclass(frozen=True)
+class BlockCodec:
+    """Whole numbers of `bits` bits times one scale per block of `unit` values: all numbers, then the scales.
+
+    Numbers go from −2^(bits−1) to 2^(bits−1) − 1. The scale is a bfloat16 with a sign, chosen so that the
+    value of largest magnitude becomes the lowest number. `encode` rounds to the nearest number or, with
+    `rng`, at random and without bias.
+    """
+
+    bits: int
+    unit: int
+
+    @property
+    def width(self) -> int:
+        return self.unit * self.bits // 8 + 2
+
+    def encode(self, values: Tensor, wire: Tensor, rng: torch.Generator | None = None) -> None:
+        codes, scales = self._open(wire)
+        whole, rest = divmod(values.numel(), self.unit)
+        self._encode(values[: whole * self.unit].view(-1, self.unit), codes, scales, rng)
+        if rest:
+            last = torch.nn.functional.pad(values[whole * self.unit :], (0, self.unit - rest))
+            self._encode(last.view(1, -1), codes[:, whole:], scales[whole:], rng)
+
+    def decode(self, wire: Tensor, out: Tensor, factor: float = 1.0, *, add: bool = False) -> None:
+        codes, scales = self._open(wire)
+        factors = scales.float().mul_(factor).view(-1, 1)
+        whole, rest = divmod(out.numel(), self.unit)
+        self._decode(codes, factors, out[: whole * self.unit].view(-1, self.unit), add)
+        if rest:
+            part, last = out[whole * self.unit :], torch.empty(1, self.unit, device=out.device)
+            self._decode(codes[:, whole:], factors[whole:], last, add=False)
+            part.add_(last[0, :rest]) if add else part.copy_(last[0, :rest])
+
+    def _encode(self, rows: Tensor, codes: Tensor, scales: Tensor, rng: torch.Generator | None) -> None:
+        scale = find_scales(rows, self.bits, at_random=rng is not None)
+        scales[: len(rows)].copy_(scale.flatten())
+        inverse, size = scale.reciprocal_(), self._tile(rows)
+        tile = torch.empty(min(size, len(rows)), self.unit, device=rows.device)
+        for start in range(0, len(rows), size):
+            part, inside = rows[start : start + size], slice(start, min(start + size, len(rows)))
+            numbers = torch.mul(part, inverse[inside], out=tile[: len(part)])
+            if rng is None:
+                numbers.round_()
+            else:
+                numbers.add_(torch.rand(numbers.shape, generator=rng, device=numbers.device)).floor_()
+                numbers.clamp_(max=2 ** (self.bits - 1) - 1)  # the addition may have rounded up
+            pack(numbers.to(torch.int8), codes[:, inside], self.bits)
+
+    def _decode(self, codes: Tensor, factors: Tensor, out: Tensor, add: bool) -> None:
+        size = self._tile(out)
+        tile = torch.empty(min(size, len(out)), self.unit, device=out.device)
+        for start in range(0, len(out), size):
+            part, inside = out[start : start + size], slice(start, min(start + size, len(out)))
+            numbers = tile[: len(part)].copy_(unpack(codes[:, inside], self.bits))
+            if add:
+                part.addcmul_(numbers, factors[inside])
+            else:
+                torch.mul(numbers, factors[inside], out=part)
+
+    def _open(self, wire: Tensor) -> tuple[Tensor, Tensor]:
+        """The bytes of the numbers, in planes (see `pack`), and the scales."""
+        blocks, planes = wire.numel() // self.width, 3 if self.bits == 3 else 1
+        cut = wire.numel() - 2 * blocks
+        return wire[:cut].view(planes, blocks, -1), wire[cut:].view(torch.bfloat16)
+
+    def _tile(self, rows: Tensor) -> int:
+        """How many blocks are processed at a time."""
+        return max(1, tile_size(rows) // self.unit)
+
+
+def find_scales(rows: Tensor, bits: int, *, at_random: bool) -> Tensor:
+    """The scale of each row: the smallest in bfloat16 with which no number is out of range.
+
+    The value of largest magnitude may become −2^(bits−1), one of the other sign 2^(bits−1) − 1. Rounding to
+    the nearest lets it exceed that number by almost one half.
+    """
+    top, bottom = rows.amax(1, keepdim=True), rows.amin(1, keepdim=True).neg_()
+    low = 2 ** (bits - 1)
+    high = low - (1 if at_random else 0.51)
+    least = torch.minimum(top, bottom).div_(high)
+    scale = torch.maximum(top, bottom).div_(low).maximum(least).clamp_(min=_TINY)
+    up = scale.view(torch.int32).add_(0xFFFF).bitwise_and_(~0xFFFF).view(torch.float32)  # to a bfloat16
+    return torch.where(top >= bottom, -up, up)
+
+
+def pack(numbers: Tensor, planes: Tensor, bits: int) -> None:
+    """Write whole numbers, one per byte, into bytes without gaps. The numbers are overwritten.
+
+    Eight numbers of 3 bits take three bytes, each of which goes to a plane of its own. Bytes are moved as
+    words: neighbours are joined, then neighbouring pairs, until a word has all of its numbers at its end.
+    """
+    if bits == 8:
+        planes[0].view(torch.int8).copy_(numbers)
+        return
+    words = numbers.add_(2 ** (bits - 1)).view(_WORDS[bits])
+    for size in _sizes(bits):
+        words.bitwise_or_(words >> (8 - bits) * size).bitwise_and_(_mask(bits, 2 * size))
+    for i, plane in enumerate(planes):
+        plane.copy_(words >> 8 * i)
+
+
+def unpack(planes: Tensor, bits: int) -> Tensor:
+    """The whole numbers in these bytes, one per byte."""
+    if bits == 8:
+        return planes[0].view(torch.int8)
+    words = planes[0].to(_WORDS[bits])
+    for i, plane in enumerate(planes[1:], start=1):
+        words.bitwise_or_(plane.to(words.dtype) << 8 * i)
+    for size in reversed(_sizes(bits)):
+        words.bitwise_or_(words << (8 - bits) * size).bitwise_and_(_mask(bits, size))
+    return words.view(torch.int8).sub_(2 ** (bits - 1))
+
+
+def _sizes(bits: int) -> list[int]:
+    """How many numbers are in each half of what is joined: 1, 2, … up to half a word."""
+    return [size for size in (1, 2, 4) if size < _WORDS[bits].itemsize]
+
+
+def _mask(bits: int, size: int) -> int:
+    """Runs of `size` numbers without gaps, each at the start of as many bytes."""
+    run = (1 << bits * size) - 1
+    return sum(run << 8 * start for start in range(0, _WORDS[bits].itemsize, size))
+
+
+def tile_size(values: Tensor) -> int:
+    return _TILE if values.device.type == "cpu" else _GPU_TILE
