@@ -113,7 +113,7 @@ BAD: list[tuple[str, Callable[..., Any], dict[str, Any], type[Exception], str]] 
         build,
         {"evry": 3},
         TypeError,
-        "local_sgd has no argument 'evry'; it takes every, delay, reduce, buffers, moments, drift.",
+        "local_sgd has no argument 'evry'; it takes every, delay, gain, reduce, buffers, moments, drift.",
     ),
     ("every 0", build, {"every": 0}, ValueError, "Every(steps=0): steps must be at least 1."),
     (
@@ -136,6 +136,20 @@ BAD: list[tuple[str, Callable[..., Any], dict[str, Any], type[Exception], str]] 
         {"delay": "never"},
         ValueError,
         "delay='never': delay must be a number of steps, at least 0, or \"round\".",
+    ),
+    (
+        "gain 2",
+        build,
+        {"every": 3, "delay": 2, "gain": 2.0},
+        ValueError,
+        "Correct(gain=2.0): gain must be above 0 and at most 1.",
+    ),
+    (
+        "gain 0 without a delay",
+        build,
+        {"gain": 0.0},
+        ValueError,
+        "Correct(gain=0.0): gain must be above 0 and at most 1.",
     ),
     (
         "strange buffers",
@@ -252,7 +266,7 @@ def test_a_missing_argument() -> None:
 @pytest.mark.parametrize(
     ("expression", "sentence"),
     [
-        ("local_sgd(evry=3)", "local_sgd has no argument 'evry'; it takes every, delay, reduce, buffers"),
+        ("local_sgd(evry=3)", "local_sgd has no argument 'evry'; it takes every, delay, gain, reduce, buff"),
         ("qsr()", "qsr needs alpha=."),
         ("local_sgd(every=)", "this is not a valid expression: invalid syntax."),
         ("local_sgd(every=Every())", "Every() missing 1 required positional argument: 'steps'."),

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import offbeat
-from offbeat import Correct, Every, Exchange, Replace, Synchronizer, Update, params
+from offbeat import Correct, Every, Exchange, Rebase, Replace, Synchronizer, Update, params
 
 Build = Callable[[nn.Module, torch.optim.Optimizer, offbeat.Communicator], Synchronizer]
 
@@ -96,14 +96,14 @@ def test_replace_late_keeping_half() -> None:
 def test_correct_one_step_late() -> None:
     # Sent after step 2: 2 and 6, mean 4: the correction +2, −2 lands after step 3: 3 + 2 = 5 and 9 − 2 = 7.
     # Sent after step 4: 6 and 10, mean 8: +2, −2 after step 5: 7 + 2 = 9 and 13 − 2 = 11. The end: mean 10.
-    assert walk(named("local_sgd(every=2, delay=1)"), 5) == [[1, 2, 5, 6, 9, 10], [3, 6, 7, 10, 11, 10]]
+    assert walk(named("cocod(every=2, delay=1)"), 5) == [[1, 2, 5, 6, 9, 10], [3, 6, 7, 10, 11, 10]]
 
 
 def test_correct_two_steps_late() -> None:
     # Every 3. Sent after step 3: 3 and 9, mean 6: +3, −3. After step 5 x = 5 + 3 = 8 and 15 − 3 = 12.
     # Sent after step 6: 9 and 15, mean 12: +3, −3. After step 8: 11 + 3 = 14 and 21 − 3 = 18.
     expected = [[1, 2, 3, 4, 8, 9, 10, 14, 16], [3, 6, 9, 12, 12, 15, 18, 18, 16]]
-    assert walk(named("local_sgd(every=3, delay=2)"), 8) == expected
+    assert walk(named("local_sgd(every=3, delay=2, gain=1.0)"), 8) == expected
 
 
 def test_correct_by_a_half_and_late() -> None:
@@ -112,6 +112,52 @@ def test_correct_by_a_half_and_late() -> None:
     # 17.25, which are then averaged: 14.
     expected = [[1, 2, 3, 4, 6.5, 7.5, 8.5, 14], [3, 6, 9, 12, 13.5, 16.5, 19.5, 14]]
     assert walk(exchange(3, Correct(gain=0.5), delay=2), 7) == expected
+    assert walk(named("local_sgd(every=3, delay=2)"), 7) == expected
+    assert walk(named("local_sgd(every=3, delay=2, reduce=RandomBlock(1, least=1))"), 7) == expected
+
+
+def roll(method: str, curvature: float, push: Callable[[int, int], float], steps: int) -> list[list[float]]:
+    """Two workers on ½·curvature·x², each pushed by push(rank, step): x ← (1 − curvature)·x + push."""
+
+    def worker(comm: offbeat.Communicator) -> list[float]:
+        model = Transport()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        sync = named(method)(model, optimizer, comm)
+        trace = []
+        for step in range(steps):
+            (curvature / 2 * model.x**2 - push(comm.rank, step) * model.x).sum().backward()
+            sync.step()
+            optimizer.zero_grad()
+            trace.append(model.x.item())
+        return trace
+
+    return offbeat.simulate(worker, 2)
+
+
+def test_correct_by_a_half_on_a_parabola() -> None:
+    # x ← ½x on rank 0, ½x + 8 on rank 1. After step 2: 0 and 12, sent, mean 6. After step 3: 0 and 14, then
+    # ½·6 more and less: 3 and 11. After step 4: 1.5 and 13.5, mean 7.5. After step 5: 0.75 and 14.75, then
+    # ½·6 more and less. The mean is that of workers that never meet: 4, 6, 7, 7.5, 7.75.
+    expected = [[0, 0, 3, 1.5, 3.75], [8, 12, 11, 13.5, 11.75]]
+    assert roll("local_sgd(every=2, delay=1)", 0.5, lambda rank, step: 8.0 * rank, 5) == expected
+
+
+@pytest.mark.parametrize("gain", [0.25, 0.5, 1.0])
+@pytest.mark.parametrize("c", [1.0, 0.5, 0.0, -0.5])
+def test_a_late_correction_leaves_c_minus_gain_of_a_difference(c: float, gain: float) -> None:
+    # The first step puts the workers at 16 and −16, and each later one multiplies by c. After step 2 they
+    # send 16c. After step 3 they are at 16c², then at 16c² − gain·16c = 16c(c − gain). After step 4 they
+    # send c times that: from one message to the next the difference shrinks to c(c − gain).
+    first, second = roll(
+        f"local_sgd(every=2, delay=1, gain={gain})",
+        1 - c,
+        lambda rank, step: 16.0 * (1 - 2 * rank) * (step == 0),
+        8,
+    )
+    sent = [16 * c * (c * (c - gain)) ** i for i in range(4)]
+    assert first[1::2] == sent
+    assert first[2::2] == [x * (c - gain) for x in sent[:3]]
+    assert second == [-x for x in first]  # the mean stays where it is
 
 
 @pytest.mark.parametrize("delay", [2, "round"])
@@ -231,6 +277,8 @@ def test_two_exchanges_of_one_model() -> None:
         (lambda: Replace(keep=-0.1), "Replace(keep=-0.1): keep must be at least 0 and below 1."),
         (lambda: Correct(gain=0.0), "Correct(gain=0.0): gain must be above 0 and at most 1."),
         (lambda: Correct(gain=1.5), "Correct(gain=1.5): gain must be above 0 and at most 1."),
+        (lambda: Rebase(gain=0.0), "Rebase(gain=0.0): gain must be above 0 and at most 1."),
+        (lambda: Rebase(gain=1.5), "Rebase(gain=1.5): gain must be above 0 and at most 1."),
     ],
 )
 def test_sentences(make: Callable[[], object], sentence: str) -> None:

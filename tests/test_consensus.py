@@ -176,6 +176,7 @@ UPDATES = [
     Row(Outer(MOMENTUM, keep=0.25), lambda: Stepping(0.25), 1, stays=True),
     Row(SlowMo(0.5, 0.5), Stepping, stays=True),
     Row(Rebase(), Correcting, 1, stays=True),
+    Row(Rebase(0.5), lambda: Correcting(gain=0.5), "round", stays=True),
     Row(Gossip(MOMENTUM), Gossiping),
     Row(Eager(MOMENTUM), Eagerly, "round"),
     Row(Overlap(0.75, 0.5), Overlapping, "round"),

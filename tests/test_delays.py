@@ -108,12 +108,12 @@ def outer(lr: float, momentum: float, keep: float) -> Rule:
     return Rule(Outer(SGD(lr, momentum), keep=keep), lambda w: w.a - w.x, land)
 
 
-def rebase() -> Rule:
+def rebase(gain: float) -> Rule:
     def land(w: Worker, mean: float) -> None:
         w.a -= mean
-        w.x += w.sent - mean
+        w.x += gain * (w.sent - mean)
 
-    return Rule(Rebase(), lambda w: w.a - w.x, land)
+    return Rule(Rebase(gain), lambda w: w.a - w.x, land)
 
 
 def slowmo(lr: float, momentum: float) -> Rule:
@@ -174,7 +174,8 @@ RULES = [
     correct(0.5),
     outer(0.5, 0.5, 0.0),
     outer(1.0, 0.0, 0.5),
-    rebase(),
+    rebase(1.0),
+    rebase(0.25),
     slowmo(0.5, 0.5),
     gossip(0.5, 0.5),
     eager(0.5, 0.5),
@@ -271,6 +272,37 @@ def test_gradients(rule: Rule, delay: Delay, period: int) -> None:
     ]
     traces = offbeat.simulate(lambda comm: Walk(comm, build, slope=slope).go(STEPS), 2)
     assert traces == [pytest.approx(trace) for trace in expected]
+
+
+@pytest.mark.parametrize("gain", [1.0, 0.5, 0.25])
+def test_what_a_code_kept_back_is_all_that_moves_the_mean(gain: float) -> None:
+    """Each worker sends the larger of two displacements and keeps the other as its residual e.
+
+    The anchor lands at mean(sent) + mean(e) − mean(e before): a round moves the mean of the workers by gain
+    times the change of mean(e). The changes add up: the mean is that of workers alone, plus gain·mean(e).
+    """
+    code = offbeat.ErrorFeedback(offbeat.TopK(2, least=1))
+
+    def worker(comm: offbeat.Communicator) -> list[torch.Tensor]:
+        net = torch.nn.Linear(2, 1, bias=False).double()
+        torch.nn.init.zeros_(net.weight)
+        opt = torch.optim.SGD(net.parameters(), lr=1.0)
+        sync = offbeat.local_sgd(net, opt, every=3, delay=2, gain=gain, reduce=code, group=comm)
+        for step in range(14):
+            push = torch.tensor([slope(comm.rank, step), 3.0 * (step % 2 + comm.rank)]).double()
+            (-net.weight @ push).sum().backward()
+            sync.step()
+            opt.zero_grad()
+        (part,) = sync.parts
+        return [net.weight.detach()[0], part.state_dict()["states"]["reduce"]["residual"][0]]
+
+    weights, residuals = [sum(row) / 2 for row in zip(*offbeat.simulate(worker, 2), strict=True)]
+    pushes = [
+        [slope(rank, step), 3.0 * (step % 2 + rank)] for step, rank in itertools.product(range(14), range(2))
+    ]
+    alone = torch.tensor(pushes).double().sum(0) / 2
+    assert residuals.abs().max() > 1
+    torch.testing.assert_close(weights, alone + gain * residuals)
 
 
 def test_late_gradients_in_numbers() -> None:
@@ -437,7 +469,7 @@ def test_periods_that_change(when: Schedule, delay: Delay) -> None:
     for step in range(1, HORIZON + 1):
         weights = [w - JOB.rate(step - 1) * slope(rank, step - 1) for rank, w in enumerate(weights)]
         if air is not None and air[0] == step:
-            weights = [w + sum(air[1]) / 2 - sent for w, sent in zip(weights, air[1], strict=True)]
+            weights = [w + (sum(air[1]) / 2 - sent) / 2 for w, sent in zip(weights, air[1], strict=True)]
         if step in begins:
             air = (lands[begins.index(step)], weights)
         assert weights == pytest.approx([first[step - 1], second[step - 1]])

@@ -257,6 +257,12 @@ def test_losses_are_the_means_of_the_runs_that_are_logged() -> None:
     assert {(row[0].strip("`"), *row[1:4]) for row in rows} == expected
 
 
+def test_delays_cost_what_the_log_says() -> None:
+    script = runpy.run_path(str(ROOT / "benchmarks/delays/run.py"))
+    rows = [row for row in script["table"](script["read"](script["RESULTS"])).splitlines() if "`" in row]
+    assert rows_below("Delays") == rows
+
+
 def test_the_demo_printed_what_the_readme_shows() -> None:
     logged = (ROOT / "benchmarks/demo/log.md").read_text().splitlines()
     readme = (ROOT / "README.md").read_text()

@@ -77,7 +77,7 @@ REFUSED = {
     "local_sgd(every=8, every=4)": "every= is given twice.",
     "local_sgd(every=Every(8, offset=1, offset=2))": "offset= is given twice.",
     "local_sgd(steps=8)": (
-        "local_sgd has no argument 'steps'; it takes every, delay, reduce, buffers, moments, drift."
+        "local_sgd has no argument 'steps'; it takes every, delay, gain, reduce, buffers, moments, drift."
     ),
     "ddp(every=8)": "ddp has no argument 'every'; it takes reduce.",
     "ddp(group=None)": "ddp has no argument 'group'; it takes reduce.",
@@ -190,7 +190,9 @@ def test_nothing_is_ever_evaluated(monkeypatch: pytest.MonkeyPatch, tmp_path: An
 
 def test_a_method_is_called_by_name() -> None:
     model = torch.nn.Linear(1, 1)
-    with pytest.raises(TypeError, match="local_sgd has no argument 'evry'; it takes every, delay, reduce"):
+    with pytest.raises(
+        TypeError, match="local_sgd has no argument 'evry'; it takes every, delay, gain, reduce"
+    ):
         offbeat.local_sgd(model, optimizer_for(model), evry=8)
     with pytest.raises(TypeError, match="positional"):
         offbeat.local_sgd(model, optimizer_for(model), 8)

@@ -132,15 +132,20 @@ def test_replicas_are_equal_after_finish(
 
 
 @lawful
-@given(st.integers(1, 5), shapes, st.integers(1, 4), st.integers(0, 4))
-def test_a_round_preserves_the_mean(workers: int, shapes: Shapes, period: int, delay: int) -> None:
-    """With a learning rate of zero only rounds move the weights, and their mean stays where it is."""
-    shapes = [(shape, torch.float64) for shape, _ in shapes]
+@given(st.integers(1, 5), shapes, st.integers(1, 4), st.integers(0, 4), st.sampled_from([0.25, 0.5, 1.0]))
+def test_a_round_preserves_the_mean(
+    workers: int, shapes: Shapes, period: int, delay: int, gain: float
+) -> None:
+    """With a learning rate of zero only rounds move the weights, and their mean stays where it is.
 
-    def worker(comm: offbeat.Communicator) -> tuple[list[Tensor], list[Tensor], float]:
+    Without a delay all are there after one round. Late rounds each leave 1 − gain of what is between.
+    """
+    shapes, delay = [(shape, torch.float64) for shape, _ in shapes], min(delay, period)
+
+    def worker(comm: offbeat.Communicator) -> tuple[list[Tensor], list[Tensor], float, int]:
         net = Random(shapes, 0)
         opt = torch.optim.SGD(net.parameters(), lr=0.0)
-        sync = offbeat.local_sgd(net, opt, every=period, delay=min(delay, period), group=comm)
+        sync = offbeat.local_sgd(net, opt, every=period, delay=delay, gain=gain, group=comm)
         sync.step()  # the weights are given out here
         with torch.no_grad():
             for p, q in zip(net.parameters(), Random(shapes, comm.rank + 1).parameters(), strict=True):
@@ -149,18 +154,20 @@ def test_a_round_preserves_the_mean(workers: int, shapes: Shapes, period: int, d
         for _ in range(2 * period):
             sync.step()
         drift = max((report.drift or 0.0 for report in sync.reports), default=0.0)
-        return before, [p.detach().clone() for p in net.parameters()], drift
+        landed = sum(report.step > 1 for report in sync.reports)
+        return before, [p.detach().clone() for p in net.parameters()], drift, landed
 
     answers = offbeat.simulate(worker, workers)
     means = [
         torch.stack(tensors).mean(0) for tensors in zip(*[before for before, *_ in answers], strict=True)
     ]
-    for _, after, drift in answers:
-        for value, mean in zip(after, means, strict=True):
-            torch.testing.assert_close(value, mean, rtol=1e-12, atol=1e-12)
+    for before, after, drift, landed in answers:
+        left = (1 - gain) ** landed if delay else 0.0
+        for start, value, mean in zip(before, after, means, strict=True):
+            torch.testing.assert_close(value, mean + left * (start - mean), rtol=1e-12, atol=1e-12)
         spread = [
-            sum((b - m).square().sum().item() for b, m in zip(before, means, strict=True))
-            for before, *_ in answers
+            sum((b - m).square().sum().item() for b, m in zip(others, means, strict=True))
+            for others, *_ in answers
         ]
         assert math.isclose(drift, sum(spread) / workers, rel_tol=1e-9, abs_tol=1e-12)
 

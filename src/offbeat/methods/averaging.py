@@ -45,23 +45,29 @@ def local_sgd(
     *,
     every: int | Schedule = 8,
     delay: Delay = 0,
+    gain: float = 0.5,
     group: Group = None,
     **options: Unpack[Options],
 ) -> Synchronizer:
     """Workers step alone; their parameters are averaged every `every` steps.
 
-        x ← mean(x)                        without delay
-        x ← x + mean(sent) − sent          with delay: keeps the steps made while the message was in flight
+        x ← mean(x)                           without delay
+        x ← x + gain·(mean(sent) − sent)      with delay: keeps the steps made while the message was in flight
 
-    Larger `every` communicates less and lets the workers drift further apart. A lossy `reduce` sends
-    differences from an anchor, which takes one more copy of the model.
+    Larger `every` communicates less and lets the workers drift further apart. Without a delay, `gain` has no
+    effect. With one, a larger `gain` removes more of the differences between the workers where the loss is
+    flat, and overshoots where it is steep, since the steps in flight have already removed some of them there.
+    gain=1.0 is `cocod`. A lossy `reduce` sends differences from an anchor, which takes one more copy of the
+    model.
 
         sync = offbeat.local_sgd(model, optimizer, every=8)
+        sync = offbeat.local_sgd(model, optimizer, every=8, delay=4)
 
     Stich, "Local SGD Converges Fast and Communicates Little", ICLR 2019, arXiv 1805.09767.
     """
+    late = correct(options, gain)  # refuses a bad gain, also without a delay
     return exchange(
-        model, optimizer, every, (correct if delay else average)(options), group, delay=delay, **options
+        model, optimizer, every, late if delay else average(options), group, delay=delay, **options
     )
 
 

@@ -174,9 +174,9 @@ def average(options: Options, keep: float = 0.0) -> Update:
     return Averaging(SGD(lr=1.0), keep=keep) if _is_lossy(options) else Replace(keep)
 
 
-def correct(options: Options) -> Update:
-    """Return an update that shifts the parameters by (mean − sent)."""
-    return Rebase() if _is_lossy(options) else Correct()
+def correct(options: Options, gain: float = 1.0) -> Update:
+    """Return an update that shifts the parameters by gain·(mean − sent)."""
+    return Rebase(gain) if _is_lossy(options) else Correct(gain)
 
 
 def exact(options: Options) -> Options:

@@ -75,6 +75,11 @@ class Replace(Update):
         return drift, (1 - self.keep) ** 2 * drift
 
 
+def check_gain(value: object, gain: float) -> None:
+    if not 0 < gain <= 1:
+        raise ValueError(f"{value!r}: gain must be above 0 and at most 1.")
+
+
 @dataclass(frozen=True)
 class Correct(Update):
     """x ← x + gain·(mean − sent): replaces the sent value by the mean and keeps the steps made since.
@@ -86,8 +91,7 @@ class Correct(Update):
     gain: float = 1.0
 
     def __post_init__(self) -> None:
-        if not 0 < self.gain <= 1:
-            raise ValueError(f"{self!r}: gain must be above 0 and at most 1.")
+        check_gain(self, self.gain)
 
     def outgoing(self, live: Sequence[Tensor], room: Packed, clock: Clock, state: State) -> None:
         room.read(live)
@@ -157,12 +161,17 @@ class Anchored(Update):
 
 @dataclass(frozen=True)
 class Rebase(Anchored):
-    """Moves the anchor to the mean, replaces the sent value by it, and keeps the steps made since.
+    """Moves the anchor to the mean, the sent value toward it, and keeps the steps made since.
 
-        Δ = mean(a − sent)        a ← a − Δ        x ← x + (a − sent)
+        Δ = mean(a − sent)        a ← a − Δ        x ← x + gain·(a − sent)
 
     This is `Correct` for lossy reducers. It costs two more copies of the model, one of them in the air.
     """
+
+    gain: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_gain(self, self.gain)
 
     def outgoing(self, live: Sequence[Tensor], room: Packed, clock: Clock, state: State) -> None:
         super().outgoing(live, room, clock, state)
@@ -171,7 +180,7 @@ class Rebase(Anchored):
     def incoming(self, live: Sequence[Tensor], mean: Packed, clock: Clock, state: State) -> None:
         for anchor, change, sent in zip(state["anchor"], mean.flats, state.pop("sent"), strict=True):
             anchor.sub_(change)
-            torch.sub(sent, change, out=change)
+            torch.sub(sent, change, out=change).mul_(self.gain)
         for x, change in zip(live, mean.views, strict=True):
             x.add_(change)
 
@@ -180,7 +189,7 @@ class Rebase(Anchored):
 
     def distances(self, live: Sequence[Tensor], mean: Packed, state: State) -> tuple[float, float | None]:
         drift = square_distance(state["sent"], mean.flats)
-        return drift, drift
+        return drift, self.gain**2 * drift
 
 
 @dataclass(frozen=True)
