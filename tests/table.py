@@ -33,8 +33,8 @@ METHODS = [
     "diloco(every=3, lr=0.5, momentum=0.5, ramp=0, moments='reset', buffers='keep')",
     "eager_diloco(every=3, lr=0.5, momentum=0.625, ramp=1)",
     "diloco(every=3, lr=0.5, momentum=0.625, ramp=1, warmup=3)",
-    "palsgd(every=4, p=0.5, eta=0.5, lr=0.5, momentum=0.625, ramp=1)",
-    "palsgd(every=4, p=0.5, eta=0.5, lr=0.5, momentum=0.625, ramp=1, warmup=3)",
+    "palsgd(every=4, p=0.5, eta=0.5, lr=0.5, momentum=0.5, ramp=0)",
+    "palsgd(every=4, p=0.5, eta=0.5, lr=0.5, momentum=0.5, ramp=0, warmup=3)",
     "palsgd(every=4, p=0.5, eta=0.5, lr=0.5, momentum=0.5, ramp=0, shared=False, seed=1)",
     "lookahead_diloco(every=4, inner=2, alpha=0.5, lr=0.5, momentum=0.625, ramp=1)",
     "lookahead_diloco(every=3, inner=2, alpha=0.25, lr=0.5, momentum=0.625, ramp=1, warmup=3)",
@@ -82,7 +82,7 @@ CODES = [
     "diloco(every=3, lr=0.5, momentum=0.625, ramp=1, reduce=Quantized(4, block=8, least=1))",
     "streaming_diloco(every=4, fragments=2, delay=2, reduce=ErrorFeedback(Quantized(4, block=8, least=1)))",
     "eager_diloco(every=3, lr=0.5, momentum=0.625, ramp=1, reduce=Quantized(8, block=8, least=1))",
-    "palsgd(every=4, p=0.5, lr=0.5, momentum=0.5, ramp=0, reduce=Quantized(8, block=8, least=1))",
+    "palsgd(every=4, p=0.5, lr=0.5, momentum=0.625, ramp=1, reduce=Quantized(8, block=8, least=1))",
     "def_sgd(lam=0.25, every=2, reduce=Quantized(4, block=8, least=1))",
 ]
 

@@ -44,7 +44,7 @@ def slowmo(
         sync = offbeat.slowmo(model, optimizer, every=12, momentum=0.7)
 
     Wang et al., "SlowMo", ICLR 2020, arXiv 1910.00643.
-    Differs from the paper in form only: v is the paper's momentum times the learning rate.
+    Differs from the paper in the ramp, and in form: v is the paper's momentum times the learning rate.
     """
     return exchange(model, optimizer, every, SlowMo(lr, momentum, ramp), group, warmup=warmup, **options)
 
@@ -243,7 +243,7 @@ def noloco(
         sync = offbeat.noloco(model, optimizer, every=50)
 
     Kolehmainen et al., "NoLoCo", 2025, arXiv 2506.10911.
-    Differs from the paper in form only: mean(Δ) + mean(φ) is mean(x), so half the bytes suffice.
+    Differs from the paper in the ramp, and in form: mean(Δ) + mean(φ) is mean(x), so half the bytes suffice.
     """
     return exchange(
         model, optimizer, every, Gossip(SGD(lr, momentum, ramp=ramp)), Pairs(group, seed), **options
