@@ -200,7 +200,7 @@ def test_lookahead_inside_diloco() -> None:
     # Rank 0: x = 4, 5, so φ = 4; x = 5, 6, so φ = 5. Rank 1: x = 6, 9, so φ = 6; x = 9, 12, so φ = 9.
     # Round 2: Δ = mean(3 − 5, 3 − 9) = −4, the velocity −6, the step 1/2·(4 + 3) = 3.5: a = 6.5.
     # Step 9 adds d; the end is the mean of 7.5 and 9.5.
-    method = named("lookahead_diloco(every=4, inner=2, alpha=0.5, lr=0.5, momentum=0.5)")
+    method = named("lookahead_diloco(every=4, inner=2, alpha=0.5, lr=0.5, momentum=0.5, ramp=0)")
     assert walk(method, 9) == [[1, 1, 2, 3, 4, 4, 5, 6.5, 7.5, 8.5], [3, 3, 6, 3, 6, 6, 9, 6.5, 9.5, 8.5]]
 
 

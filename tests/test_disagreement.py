@@ -26,7 +26,7 @@ REAL = ["local_sgd(every=3, delay=2)", "hierarchical(nodes=2, inner=1, outer=4)"
 ASIDE = [
     "streaming_diloco(every=4, fragments=2, delay=2, reduce=ErrorFeedback(Quantized(4, block=8, least=1)))",
     "eager_sgd(every=4, grace=60.0)",
-    "noloco(every=2, lr=0.5, momentum=0.5)",
+    "noloco(every=2, lr=0.5, momentum=0.5, ramp=0)",
     "wagma(group_size=2, every=4, grace=60.0)",
     "local_sgd(every=4, delay=2, reduce=Quantized(8, block=8, least=1))",
 ]

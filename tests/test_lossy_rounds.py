@@ -43,7 +43,7 @@ def test_a_scheduler_may_step_inside_the_local_step() -> None:
         nn.init.ones_(model.weight)
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
-        sync = offbeat.slowmo(model, optimizer, every=2, momentum=0.5, group=comm)
+        sync = offbeat.slowmo(model, optimizer, every=2, momentum=0.5, ramp=0, group=comm)
         for step in range(6):
             model.weight.grad = torch.full((2, 3), float(comm.rank + step))
             if inside:

@@ -26,22 +26,52 @@ def test_diloco_is_torchs_nesterov() -> None:
     # round 1: b = 4                d = 4 + 0.5·4 = 6      a =  0   − 0.5·6   = −3
     # round 2: b = 0.5·4 + 4 = 6    d = 4 + 0.5·6 = 7      a = −3   − 0.5·7   = −6.5
     # round 3: b = 0.5·6 + 4 = 7    d = 4 + 0.5·7 = 7.5    a = −6.5 − 0.5·7.5 = −10.25
-    first, second = walked("diloco(every=2, lr=0.5, momentum=0.5)", 6)
+    first, second = walked("diloco(every=2, lr=0.5, momentum=0.5, ramp=0)", 6)
     assert first == [-1, -3, -4, -6.5, -7.5, -10.25, -10.25]
     assert second == [-3, -3, -6, -6.5, -9.5, -10.25, -10.25]
 
 
 def test_the_defaults_of_diloco() -> None:
-    # 64 steps of lr 1/64: Δ = 2. b = 2, d = 2 + 0.9·2 = 3.8, a = −0.7·3.8 = −2.66.
+    # 64 steps of lr 1/64: Δ = 2. b = 2; the momentum is 1/41: d = 2 + 2/41, a = −0.7·d.
     first, second = walked("diloco", 64, lr=1 / 64)
-    assert first[-2] == second[-2] == pytest.approx(-2.66, rel=1e-14)
+    assert first[-2] == second[-2] == pytest.approx(-0.7 * 84 / 41, rel=1e-14)
     assert first[-3] == -63 / 64
+    # The paper's: d = 2 + 0.9·2 = 3.8, a = −0.7·3.8 = −2.66.
+    assert walked("diloco(ramp=0)", 64, lr=1 / 64)[0][-2] == pytest.approx(-2.66, rel=1e-14)
+
+
+def test_momentum_grows_over_the_rounds() -> None:
+    # Δ = 4 in every round; outer lr 0.5. Momenta: 1/(1 + 3), 2/(2 + 3), 3/(3 + 3), and 0.5 from then on.
+    # Nesterov: b = 4                   d = 4 + 4/4 = 5          a = −2.5
+    #           b = 0.4·4 + 4 = 5.6     d = 4 + 0.4·5.6 = 6.24   a = −2.5 − 3.12 = −5.62
+    #           b = 0.5·5.6 + 4 = 6.8   d = 4 + 3.4 = 7.4        a = −5.62 − 3.7 = −9.32
+    #           b = 0.5·6.8 + 4 = 7.4   d = 4 + 3.7 = 7.7        a = −9.32 − 3.85 = −13.17
+    expected = {"diloco": [-2.5, -5.62, -9.32, -13.17]}
+    # Without Nesterov the anchor moves by b/2.
+    expected["slowmo"] = expected["noloco"] = [-2, -4.8, -8.2, -11.9]
+    for name, anchors in expected.items():
+        for trace in walked(f"{name}(every=2, lr=0.5, momentum=0.5, ramp=3)", 8):
+            assert trace[1:8:2] == pytest.approx(anchors, rel=1e-14), name
+
+
+def test_the_ramp_of_slowmo_where_the_rate_is_0() -> None:
+    # β = 1/(1 + 1), then 0.625. γ = 1: v = 2, a = −2;   γ = 0: v = 0.625·2 = 1.25, a stays;
+    # γ = 1: r = 1, v = 0.625·1.25 + 2 = 2.78125, a = −4.78125
+    first, _ = walked("slowmo(every=1, momentum=0.625, ramp=1)", 3, lr=lambda step: [[1, 0, 1][step]])
+    assert first[:3] == [-2, -2, -4.78125]
+
+
+def test_the_ramp_counts_rounds_after_the_warm_up() -> None:
+    # Two steps of the mean gradient 2, then rounds of Δ = 2 with momentum 1/2 and 0.625.
+    # a = −4;  b = 2, a = −4 − (2 + 1) = −7;  b = 0.625·2 + 2 = 3.25, a = −7 − (2 + 2.03125) = −11.03125
+    for trace in walked("diloco(every=1, lr=1.0, momentum=0.625, ramp=1, warmup=2)", 4):
+        assert trace[:4] == [-2, -4, -7, -11.03125]
 
 
 def test_slowmo_at_a_constant_rate() -> None:
     # Δ = 4 in every round; α = β = 0.5.
     # v = 4, a = −2;    v = 0.5·4 + 4 = 6, a = −2 − 3 = −5;    v = 0.5·6 + 4 = 7, a = −5 − 3.5 = −8.5
-    first, second = walked("slowmo(every=2, lr=0.5, momentum=0.5)", 6)
+    first, second = walked("slowmo(every=2, lr=0.5, momentum=0.5, ramp=0)", 6)
     assert first == [-1, -2, -3, -5, -6, -8.5, -8.5]
     assert second == [-3, -2, -5, -5, -8, -8.5, -8.5]
 
@@ -53,18 +83,18 @@ def test_slowmo_when_the_rate_halves_and_vanishes() -> None:
     # rates 1, 0:      γ = 0           v = 0.5·3 = 1.5              a = −7 − 2 = −9
     # rates 1, 1:      r = 1/0.5 = 2   v = 0.5·2·1.5 + 4 = 5.5      a = −9 − 5.5 = −14.5
     rates = [1, 1, 0.5, 0.5, 1, 0, 1, 1]
-    first, second = walked("slowmo(every=2, momentum=0.5)", 8, lr=lambda step: [rates[step]])
+    first, second = walked("slowmo(every=2, momentum=0.5, ramp=0)", 8, lr=lambda step: [rates[step]])
     assert first[1::2] == second[1::2] == [-4, -7, -9, -14.5]
 
 
 def test_slowmo_caps_a_tenfold_jump_of_the_rate() -> None:
     # γ from 1/64 to 1: r = 10, not 64. v = Δ = 2/64; then v = 0.5·10·(1/32) + 2, a = −1/32 − v.
     rates = [1 / 64, 1]
-    first, _ = walked("slowmo(every=1, momentum=0.5)", 2, lr=lambda step: [rates[step]])
+    first, _ = walked("slowmo(every=1, momentum=0.5, ramp=0)", 2, lr=lambda step: [rates[step]])
     assert first[1] == -1 / 32 - (5 / 32 + 2)
     # From 1/8 to 1: r = 8 stays. v = 2/8; then v = 0.5·8·0.25 + 2 = 3.
     rates = [1 / 8, 1]
-    first, _ = walked("slowmo(every=1, momentum=0.5)", 2, lr=lambda step: [rates[step]])
+    first, _ = walked("slowmo(every=1, momentum=0.5, ramp=0)", 2, lr=lambda step: [rates[step]])
     assert first[1] == -1 / 4 - 3
 
 
@@ -94,7 +124,7 @@ def test_slowmo_is_the_papers_form(rate: Callable[[int], float]) -> None:
     """Also for groups with rates of their own."""
 
     def worker(comm: offbeat.Communicator) -> list[list[float]]:
-        walk = Walk(comm, "slowmo(every=3, lr=0.8, momentum=0.6)", lr=both, layers=2)
+        walk = Walk(comm, "slowmo(every=3, lr=0.8, momentum=0.6, ramp=0)", lr=both, layers=2)
         trace = []
         for _ in range(10):
             walk.go(3)
@@ -113,7 +143,7 @@ def test_slowmo_is_the_papers_form(rate: Callable[[int], float]) -> None:
 def test_noloco_of_two() -> None:
     # x − φ = −2 and −6 in every round of two steps; μ = b = 0.5, and φ stays the same on both.
     # m = 0.5·(−4) = −2, φ = −2;   m = 0.5·(−2) + 0.5·(−4) = −3, φ = −5;   m = −1.5 − 2 = −3.5, φ = −8.5
-    first, second = walked("noloco(every=2, lr=0.5, momentum=0.5)", 6)
+    first, second = walked("noloco(every=2, lr=0.5, momentum=0.5, ramp=0)", 6)
     assert first == [-1, -2, -3, -5, -6, -8.5, -8.5]
     assert second == [-3, -2, -5, -5, -8, -8.5, -8.5]
 
@@ -130,7 +160,7 @@ def test_noloco_of_three_leaves_one_alone() -> None:
     #              −2.875 + 0.5·(−13.375 + 10.75) = −4.1875
     #          φ = −9.6875, −13.625, −14.9375, whose mean is −12.75
     assert [shuffled(3, 1, round, "pairs")[2] for round in range(3)] == [2, 0, 1]
-    traces = walked("noloco(every=2, lr=0.5, momentum=0.5, seed=1)", 6, workers=3)
+    traces = walked("noloco(every=2, lr=0.5, momentum=0.5, ramp=0, seed=1)", 6, workers=3)
     assert [trace[1] for trace in traces] == [-2, -2, -5]
     assert [trace[3] for trace in traces] == [-4, -7.75, -10.75]
     assert [trace[5] for trace in traces] == [-9.6875, -13.625, -14.9375]
@@ -150,7 +180,7 @@ def test_noloco_is_the_papers_form() -> None:
         m = 0.5 * m + 0.7 * (delta + delta[other]) / 2 + 0.7 * ((phi + phi[other]) / 2 - phi)
         phi = phi + m
         expected.append(phi)
-    traces = walked("noloco(every=3, seed=5)", 18, workers=4)
+    traces = walked("noloco(every=3, ramp=0, seed=5)", 18, workers=4)
     assert len(set(expected[1].tolist())) > 1
     for round, values in enumerate(expected):
         assert [trace[3 * round + 2] for trace in traces] == pytest.approx(values.tolist(), rel=1e-12)
@@ -244,10 +274,10 @@ def test_the_anchor_may_live_on_another_device(keep: float) -> None:
 @pytest.mark.parametrize(
     "expression",
     [
-        "diloco(every=2, lr=0.5, momentum=0.5)",
-        "slowmo(every=2, lr=0.5, momentum=0.5)",
-        "palsgd(every=2, p=0.0, lr=0.5, momentum=0.5)",
-        "streaming_diloco(every=2, fragments=2, delay=1, lr=0.5, momentum=0.5)",
+        "diloco(every=2, lr=0.5, momentum=0.5, ramp=0)",
+        "slowmo(every=2, lr=0.5, momentum=0.5, ramp=0)",
+        "palsgd(every=2, p=0.0, lr=0.5, momentum=0.5, ramp=0)",
+        "streaming_diloco(every=2, fragments=2, delay=1, lr=0.5, momentum=0.5, ramp=0)",
     ],
 )
 def test_averaged_shows_the_anchor_and_sends_no_tensors(expression: str) -> None:
@@ -286,7 +316,7 @@ def test_averaged_shows_the_anchor_and_the_mean_of_buffers(monkeypatch: pytest.M
     monkeypatch.setattr("slopes.Slopes", Buffered)
 
     def worker(comm: offbeat.Communicator) -> tuple[float, float]:
-        walk = Walk(comm, "diloco(every=2, lr=0.5, momentum=0.5)")
+        walk = Walk(comm, "diloco(every=2, lr=0.5, momentum=0.5, ramp=0)")
         walk.go(3)
         walk.net.seen.fill_(comm.rank)
         with walk.sync.averaged():
@@ -303,10 +333,14 @@ def test_averaged_shows_the_mean_of_anchors() -> None:
         walk.go(3)
         return [walk.shown(), walk.shown(), walk.weight]
 
-    three = offbeat.simulate(lambda comm: worker(comm, "noloco(every=2, lr=0.5, momentum=0.5, seed=1)"), 3)
+    three = offbeat.simulate(
+        lambda comm: worker(comm, "noloco(every=2, lr=0.5, momentum=0.5, ramp=0, seed=1)"), 3
+    )
     assert [shown for shown, _, _ in three] == pytest.approx([-3] * 3, rel=1e-15)
     assert [live for _, _, live in three] == [-3, -5, -10]
-    two = offbeat.simulate(lambda comm: worker(comm, "eager_diloco(every=2, lr=0.5, momentum=0.5)"), 2)
+    two = offbeat.simulate(
+        lambda comm: worker(comm, "eager_diloco(every=2, lr=0.5, momentum=0.5, ramp=0)"), 2
+    )
     # D = 2/2 and 6/2, d = 1 + 0.5 and 3 + 1.5, a = −0.75 and −2.25.
     assert [shown for shown, _, _ in two] == [-1.5, -1.5]
     assert [live for _, _, live in two] == [-1.75, -5.25]
@@ -352,7 +386,7 @@ def test_diloco_with_qsr() -> None:
     def worker(comm: offbeat.Communicator) -> tuple[list[int], float, float]:
         walk = Walk(
             comm,
-            "diloco(every=QSR(alpha=0.5, base=2), lr=0.5, momentum=0.5)",
+            "diloco(every=QSR(alpha=0.5, base=2), lr=0.5, momentum=0.5, ramp=0)",
             lr=lambda step: [0.25 if step < 4 else 0.125],
         )
         trace = walk.go(20)
@@ -393,26 +427,41 @@ def test_hierarchical_with_an_outer_step() -> None:
     [
         (
             "diloco(momentum=1.0)",
-            "SGD(lr=0.7, momentum=1.0, nesterov=True): momentum must be at least 0 and below 1.",
+            "SGD(lr=0.7, momentum=1.0, nesterov=True, ramp=40): momentum must be at least 0 and below 1.",
         ),
         (
             "diloco(momentum=-0.1)",
-            "SGD(lr=0.7, momentum=-0.1, nesterov=True): momentum must be at least 0 and below 1.",
+            "SGD(lr=0.7, momentum=-0.1, nesterov=True, ramp=40): momentum must be at least 0 and below 1.",
         ),
-        ("diloco(lr=0.0)", "SGD(lr=0.0, momentum=0.9, nesterov=True): lr must be a positive number."),
+        (
+            "diloco(lr=0.0)",
+            "SGD(lr=0.0, momentum=0.9, nesterov=True, ramp=40): lr must be a positive number.",
+        ),
         (
             "noloco(momentum=1)",
-            "SGD(lr=0.7, momentum=1, nesterov=False): momentum must be at least 0 and below 1.",
+            "SGD(lr=0.7, momentum=1, nesterov=False, ramp=40): momentum must be at least 0 and below 1.",
         ),
-        ("slowmo(momentum=1.5)", "SlowMo(lr=1.0, momentum=1.5): momentum must be at least 0 and below 1."),
-        ("slowmo(lr=-1.0)", "SlowMo(lr=-1.0, momentum=0.7): lr must be a positive number."),
+        (
+            "slowmo(momentum=1.5)",
+            "SlowMo(lr=1.0, momentum=1.5, ramp=40): momentum must be at least 0 and below 1.",
+        ),
+        ("slowmo(lr=-1.0)", "SlowMo(lr=-1.0, momentum=0.7, ramp=40): lr must be a positive number."),
         (
             "overlap_local_sgd(momentum=1.0)",
-            "Overlap(pull=0.6, momentum=1.0): momentum must be at least 0 and below 1.",
+            "Overlap(pull=0.4, momentum=1.0): momentum must be at least 0 and below 1.",
         ),
         (
             "overlap_local_sgd(pull=0.0)",
             "Overlap(pull=0.0, momentum=0.7): pull must be above 0 and at most 1.",
+        ),
+        (
+            "diloco(ramp=-1)",
+            "SGD(lr=0.7, momentum=0.9, nesterov=True, ramp=-1): "
+            "ramp must be a whole number of rounds, at least 0.",
+        ),
+        (
+            "slowmo(ramp=2.5)",
+            "SlowMo(lr=1.0, momentum=0.7, ramp=2.5): ramp must be a whole number of rounds, at least 0.",
         ),
         ("dasgd(keep=1.0)", "Replace(keep=1.0): keep must be at least 0 and below 1."),
         (

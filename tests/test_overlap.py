@@ -99,7 +99,7 @@ def test_eager_diloco() -> None:
     #           b = 9.875   d = 11.9375   a = −13.53125                 b = 7.625   d = 6.8125   a = −14.09375
     # and the means are a = −13.8125, b = 8.75.
     def worker(comm: offbeat.Communicator) -> tuple[list[float], float, list[int]]:
-        walk = Walk(comm, "eager_diloco(every=2, lr=0.5, momentum=0.5)", slope=varying)
+        walk = Walk(comm, "eager_diloco(every=2, lr=0.5, momentum=0.5, ramp=0)", slope=varying)
         trace = [*walk.go(7), walk.finish()]
         buffer = walk.state()["outer"]["state"][0]["momentum_buffer"].item()
         assert walk.state()["anchor"][0].item() == walk.weight
@@ -110,6 +110,20 @@ def test_eager_diloco() -> None:
     assert second == [-3, -2.25, -4.25, -4.875, -9.875, -10.6875, -13.6875, -13.8125]
     assert b == also == 8.75
     assert rounds[:3] == [2, 4, 6]
+
+
+def test_the_ramp_of_eager_diloco() -> None:
+    # The same with momenta 1/4, 2/5, 1/2; finish() steps with the last one.
+    # worker 0: b = 1       d = 1.25      a = −0.625          worker 1: b = 3       d = 3.75     a = −1.875
+    #           b = 5.4     d = 7.16      a = −4.205                    b = 4.2     d = 4.68     a = −4.215
+    #           b = 5.7     d = 5.85      a = −7.13                     b = 9.1     d = 11.55    a = −9.99
+    #           b = 9.85    d = 11.925    a = −13.0925                  b = 7.55    d = 6.775    a = −13.3775
+    method = "eager_diloco(every=2, lr=0.5, momentum=0.9, ramp=3)"
+    first, second = walked(method, 7, slope=varying)
+    assert first[1::2] == pytest.approx([-0.625, -4.205, -7.13, -13.235], rel=1e-14)
+    assert second[1::2] == pytest.approx([-1.875, -4.215, -9.99, -13.235], rel=1e-14)
+    # Before the first round, finish() steps as that round would: D = 2, d = 2 + 2/4, a = −1.25.
+    assert [trace[-1] for trace in walked(method, 1, slope=varying)] == [-1.25, -1.25]
 
 
 SHARES = torch.tensor([0.25, 0.3, 0.5, 0.75, 1.0], dtype=torch.float64)
@@ -129,7 +143,7 @@ def bowl(outer: str, workers: int, rounds: int) -> list[list[float]]:
     def worker(comm: offbeat.Communicator) -> list[list[float]]:
         net = Bowl()
         opt = torch.optim.SGD(net.parameters(), lr=1.0)
-        sync = offbeat.method(f"eager_diloco(every=1{outer})")(net, opt, group=comm)
+        sync = offbeat.method(f"eager_diloco(every=1, ramp=0{outer})")(net, opt, group=comm)
         trace = []
         for _ in range(rounds):
             (SHARES * net.x.square() / 2).sum().backward()

@@ -41,7 +41,7 @@ def test_by_hand(hits: set[int]) -> None:
     hits |= {1, 3, 4, 7}
 
     def worker(comm: offbeat.Communicator) -> tuple[list[float], list[int], list[int]]:
-        walk = Walk(comm, "palsgd(every=4, p=0.5, eta=1.0, lr=1.0, momentum=0.5)", lr=0.25)
+        walk = Walk(comm, "palsgd(every=4, p=0.5, eta=1.0, lr=1.0, momentum=0.5, ramp=0)", lr=0.25)
         trace, steps = [], []
         for _ in range(5):
             trace += walk.go()

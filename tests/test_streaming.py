@@ -214,7 +214,7 @@ def test_landing_with_keep() -> None:
     #   sent −2, −6: Δ = 4.               step 3: −3, −9        b = 4,   d = 6,     a = −3      x = −3, −6
     #   sent −6, −15: Δ = −3 + 10.5.      step 7: −7, −18       b = 9.5, d = 12.25, a = −9.125
     #                                                           x = −8.0625, −13.5625
-    expression = "streaming_diloco(every=4, fragments=2, delay=1, keep=0.5, lr=0.5, momentum=0.5)"
+    expression = "streaming_diloco(every=4, fragments=2, delay=1, keep=0.5, lr=0.5, momentum=0.5, ramp=0)"
 
     def worker(comm: offbeat.Communicator) -> list[list[float]]:
         walk = Walk(comm, expression, layers=2)
@@ -238,7 +238,7 @@ def test_without_a_delay_nothing_is_kept() -> None:
 def test_finish_lands_what_is_in_the_air() -> None:
     # After step 4: layer 0 has just sent −4, −12, layer 1 stands at −4, −9 with a = −3 from step 3.
     # Layer 0 lands: b = 8, d = 12, a = −6; x = −5, −9, whose mean is −7. Layer 1: the mean of −4 and −9.
-    expression = "streaming_diloco(every=4, fragments=2, delay=1, keep=0.5, lr=0.5, momentum=0.5)"
+    expression = "streaming_diloco(every=4, fragments=2, delay=1, keep=0.5, lr=0.5, momentum=0.5, ramp=0)"
 
     def worker(comm: offbeat.Communicator) -> tuple[list[float], list[float]]:
         walk = Walk(comm, expression, layers=2)
@@ -251,7 +251,7 @@ def test_finish_lands_what_is_in_the_air() -> None:
 
 def test_each_fragment_has_its_own_outer_state() -> None:
     def worker(comm: offbeat.Communicator) -> list[tuple[float, float]]:
-        expression = "streaming_diloco(every=4, fragments=2, delay=0, lr=0.5, momentum=0.5)"
+        expression = "streaming_diloco(every=4, fragments=2, delay=0, lr=0.5, momentum=0.5, ramp=0)"
         walk = Walk(comm, expression, layers=2)
         walk.go(5)
         states = [walk.state(i) for i in range(2)]
@@ -300,11 +300,11 @@ def test_buffers_ride_with_the_first_fragment(monkeypatch: pytest.MonkeyPatch) -
         ("streaming_diloco(every=0)", "Every(steps=0): steps must be at least 1."),
         (
             "streaming_diloco(momentum=1.0)",
-            "SGD(lr=0.7, momentum=1.0, nesterov=True): momentum must be at least 0 and below 1.",
+            "SGD(lr=0.7, momentum=1.0, nesterov=True, ramp=40): momentum must be at least 0 and below 1.",
         ),
         (
             "streaming_diloco(keep=1.0)",
-            "Outer(optimizer=SGD(lr=0.7, momentum=0.9, nesterov=True), keep=1.0, device=None): "
+            "Outer(optimizer=SGD(lr=0.7, momentum=0.9, nesterov=True, ramp=40), keep=1.0, device=None): "
             "keep must be at least 0 and below 1.",
         ),
     ],

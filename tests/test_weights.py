@@ -34,8 +34,8 @@ ONE_COUNTS = [
     "local_sgd(every=1)",
     "local_sgd(every=3, moments='average')",
     "local_sgd(every=3, delay=2)",
-    "slowmo(every=3, lr=1.0, momentum=0.5)",
-    "diloco(every=3, lr=0.5, momentum=0.5)",
+    "slowmo(every=3, lr=1.0, momentum=0.5, ramp=0)",
+    "diloco(every=3, lr=0.5, momentum=0.5, ramp=0)",
 ]
 
 
@@ -158,7 +158,11 @@ def trained(comm: offbeat.Communicator, expression: str, options: dict[str, Any]
 
 @pytest.mark.parametrize(
     "expression",
-    ["ddp()", "local_sgd(every=3, delay=2, moments='average')", "diloco(every=3, lr=0.5, momentum=0.5)"],
+    [
+        "ddp()",
+        "local_sgd(every=3, delay=2, moments='average')",
+        "diloco(every=3, lr=0.5, momentum=0.5, ramp=0)",
+    ],
 )
 def test_simulation_equals_gloo(pool: Pool, expression: str) -> None:
     options = {"optimizer": "momentum", "samples": (1, 2, 5, 0)}

@@ -2,6 +2,7 @@
 
     python benchmarks/quality/run.py --data tinyshakespeare.txt            # three seeds of each method below
     python benchmarks/quality/run.py --data tinyshakespeare.txt --seeds 1 'diloco(every=16, lr=0.5)'
+    python benchmarks/quality/run.py --data tinyshakespeare.txt --seeds 1 --lengths    # 100, 400, 1 600 steps
 
 Appends one line per run to results.jsonl beside this file, skips what is there already, and prints the table.
 """
@@ -36,13 +37,23 @@ METHODS = [
     f"diloco(every={H})",
     f"streaming_diloco(every={H}, fragments=3, delay=4, reduce=Mean())",
     f"eager_diloco(every={H})",
-    f"eager_diloco(every={H}, lr=0.7, momentum=0.9)",
     f"palsgd(every={H})",
     f"noloco(every={H})",
-    f"diloco(every={H}, lr=1.0, momentum=0.3)",
-    f"diloco(every={H}, lr=1.0, momentum=0.3, warmup=100)",
-    f"slowmo(every={H}, momentum=0.3, warmup=100)",
 ]
+PAPERS = [  # the settings of the papers, and those that were used before momentum grew over the rounds
+    f"overlap_local_sgd(every={H}, pull=0.6)",
+    f"slowmo(every={H}, ramp=0)",
+    f"diloco(every={H}, ramp=0)",
+    f"streaming_diloco(every={H}, fragments=3, delay=4, ramp=0, reduce=Mean())",
+    f"eager_diloco(every={H}, lr=0.7, momentum=0.9, ramp=0)",
+    f"palsgd(every={H}, ramp=0)",
+    f"noloco(every={H}, ramp=0)",
+    f"diloco(every={H}, lr=1.0, momentum=0.3, ramp=0)",
+    f"diloco(every={H}, lr=1.0, momentum=0.3, ramp=0, warmup=100)",
+    f"slowmo(every={H}, momentum=0.3, ramp=0, warmup=100)",
+]
+LENGTHS = (100, 400, 1600)
+LONG = [METHODS[1], *METHODS[9:], *PAPERS[:7]]  # what is run for all lengths
 RESULTS = Path(__file__).parent / "results.jsonl"
 
 
@@ -76,19 +87,17 @@ def worker(
     return {"loss": last, "averaged": shown, "rounds": totals.rounds, "megabytes": totals.bytes_sent / 1e6}
 
 
+def setting(args: argparse.Namespace) -> dict:
+    return {name: getattr(args, name) for name in ("size", "workers", "steps", "batch", "lr")}
+
+
 def run(expression: str, seed: int, args: argparse.Namespace) -> dict:
     torch.manual_seed(seed)
     task = bytes_task(args.size, data=args.data, seed=seed)
     start = time.perf_counter()
     result = offbeat.simulate(lambda comm: worker(comm, task, expression, seed, args), args.workers)[0]
-    setting = {
-        "size": args.size,
-        "workers": args.workers,
-        "steps": args.steps,
-        "batch": args.batch,
-        "lr": args.lr,
-    }
-    return {"method": expression, "seed": seed, **result, "seconds": time.perf_counter() - start, **setting}
+    seconds = time.perf_counter() - start
+    return {"method": expression, "seed": seed, **result, "seconds": seconds, **setting(args)}
 
 
 def table(rows: list[dict]) -> str:
@@ -109,35 +118,52 @@ def table(rows: list[dict]) -> str:
     return "\n".join(lines)
 
 
+def lengths(rows: list[dict]) -> str:
+    """The loss of seed 0 of each method after 100, 400 and 1 600 steps, and relative to local_sgd."""
+    loss = {(row["method"], row["steps"]): row["loss"] for row in rows if row["seed"] == 0}
+    lines = ["| method | " + " | ".join(f"{steps:,} steps".replace(",", " ") for steps in LENGTHS) + " |"]
+    lines.append("|---" * (1 + len(LENGTHS)) + "|")
+    for method in [method for method in LONG if any((method, n) in loss for n in LENGTHS if n != 400)]:
+        cells = []
+        for steps in LENGTHS:
+            mine, base = (loss.get((name, steps), math.nan) for name in (method, LONG[0]))
+            cells.append("" if math.isnan(mine) else f"{mine:.4f} ({mine / base - 1:+.1%})")
+        lines.append(f"| `{method}` | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("methods", nargs="*", default=METHODS)
+    parser.add_argument("methods", nargs="*")
     parser.add_argument("--data", help="a text file; the standard library's source if not given")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--first", type=int, default=0, help="the first seed")
     parser.add_argument("--size", default="tiny")
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--lengths", action="store_true", help="100, 400 and 1 600 steps")
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--lr", type=float, default=3e-3)
     parser.add_argument("--results", type=Path, default=RESULTS)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    rows = (
-        [json.loads(line) for line in args.results.read_text().splitlines()] if args.results.exists() else []
-    )
-    for seed in range(args.first, args.seeds):
-        for method in args.methods:
-            if not any(row["method"] == method and row["seed"] == seed for row in rows):
-                rows.append(run(method, seed, args))
-                with args.results.open("a") as file:
-                    file.write(json.dumps(rows[-1]) + "\n")
-                print(
-                    f"seed {seed} {method}: {rows[-1]['loss']:.4f} in {rows[-1]['seconds']:.0f} s", flush=True
-                )
-    print(table(rows))
+    read = args.results.read_text().splitlines() if args.results.exists() else []
+    rows = [json.loads(line) for line in read]
+    methods = args.methods or (LONG if args.lengths else METHODS + PAPERS)
+    for steps in LENGTHS if args.lengths else (args.steps,):
+        args.steps = steps
+        for seed in range(args.first, args.seeds):
+            for method in methods:
+                key = {"method": method, "seed": seed, **setting(args)}
+                if not any(key.items() <= row.items() for row in rows):
+                    rows.append(run(method, seed, args))
+                    with args.results.open("a") as file:
+                        file.write(json.dumps(rows[-1]) + "\n")
+                    took = f"{rows[-1]['loss']:.4f} in {rows[-1]['seconds']:.0f} s"
+                    print(f"{args.steps} steps, seed {seed}, {method}: {took}", flush=True)
+    print(lengths(rows) if args.lengths else table([row for row in rows if row["steps"] == args.steps]))
 
 
 if __name__ == "__main__":

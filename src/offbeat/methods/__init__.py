@@ -5,6 +5,7 @@ from offbeat.methods.asynchronous import *
 from offbeat.methods.averaging import *
 from offbeat.methods.outer import *
 from offbeat.methods.parts import arguments as arguments
+from offbeat.methods.sparse import *
 
 __all__ = ["a2sgd", "adacomm", "adaptive", "cocod", "dasgd", "ddp", "def_sgd", "diloco", "eager_diloco"]
 __all__ += ["eager_sgd", "hierarchical", "local_sgd", "lookahead_diloco", "noloco", "od_sgd"]

@@ -27,7 +27,7 @@ def overlap_local_sgd(
     optimizer: Optimizers,
     *,
     every: int | Schedule = 2,
-    pull: float = 0.6,
+    pull: float = 0.4,
     momentum: float = 0.7,
     group: Group = None,
     **options: Unpack[Options],
@@ -36,8 +36,8 @@ def overlap_local_sgd(
 
         x ← (1 − pull)·x + pull·z        v ← momentum·v + (z − x)        send z − v: its mean is the next z
 
-    A message has a whole period to arrive. Larger `pull` keeps the workers closer together; larger `momentum`
-    remembers more rounds.
+    A message has a whole period to arrive. Larger `pull` keeps the workers closer together, and undoes more
+    of their last period; larger `momentum` remembers more rounds. The paper's setting is pull=0.6.
 
         sync = offbeat.overlap_local_sgd(model, optimizer, every=2)
 
@@ -57,6 +57,7 @@ def palsgd(
     warmup: int = 0,
     lr: float = 0.7,
     momentum: float = 0.9,
+    ramp: int = 40,
     seed: int = 0,
     shared: bool = True,
     group: Group = None,
@@ -68,7 +69,8 @@ def palsgd(
 
     `every` counts pulls too. Larger `eta` pulls harder; larger `p` pulls more often and more gently. In the
     first `warmup` steps gradients are averaged and nothing is pulled. With shared=False each rank draws for
-    itself, and a round follows every·(1 − p) gradient steps.
+    itself, and a round follows every·(1 − p) gradient steps. `lr`, `momentum` and `ramp` are those of
+    `diloco`; the paper's setting is ramp=0.
 
         sync = offbeat.palsgd(model, optimizer, every=64, p=0.1, eta=0.5)
 
@@ -83,7 +85,7 @@ def palsgd(
                 params(model),
                 when=parts.start_after(warmup, every if shared else _count_gradient_steps(every, p)),
                 among=group,
-                update=Outer(SGD(lr, momentum, nesterov=True)),
+                update=Outer(SGD(lr, momentum, nesterov=True, ramp=ramp)),
                 **options,
             ),
             PseudoSync(outer, p=p, eta=eta, warmup=warmup, seed=seed, shared=shared),

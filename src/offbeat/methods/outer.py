@@ -11,13 +11,11 @@ from offbeat.engine.exchange import Exchange
 from offbeat.engine.synchronizer import Synchronizer
 from offbeat.methods import parts
 from offbeat.methods.parts import Extras, Optimizers, Options, exchange, record_call
-from offbeat.reduce import Code, ErrorFeedback, Quantized, RandomBlock, Reducer, TopK
+from offbeat.reduce import Quantized, Reducer
 from offbeat.update.outer import SGD, Eager, Gossip, Outer, SlowMo
-from offbeat.update.update import Detached
 from offbeat.when import Every, Schedule
 
-__all__ = ["def_sgd", "diloco", "eager_diloco", "lookahead_diloco", "noloco", "slowmo", "sparse_loco"]
-__all__ += ["streaming_diloco"]
+__all__ = ["diloco", "eager_diloco", "lookahead_diloco", "noloco", "slowmo", "streaming_diloco"]
 
 _FOUR_BITS = Quantized(4)
 
@@ -30,6 +28,7 @@ def slowmo(
     every: int | Schedule = 12,
     lr: float = 1.0,
     momentum: float = 0.7,
+    ramp: int = 40,
     warmup: int = 0,
     group: Group = None,
     **options: Unpack[Options],
@@ -39,14 +38,15 @@ def slowmo(
         v ← momentum·r·v + (a − mean(x))        a ← a − lr·v        x ← a
 
     r is the ratio of the learning rates of this round and the previous one. Larger `momentum` (0.4 to 0.8)
-    remembers more rounds; larger `lr` moves further along v. With SGD, the paper uses moments="reset".
+    remembers more rounds; larger `lr` moves further along v. The momentum grows over the rounds, more slowly
+    with a larger `ramp`: see `SGD`. The paper uses ramp=0, and with SGD moments="reset".
 
         sync = offbeat.slowmo(model, optimizer, every=12, momentum=0.7)
 
     Wang et al., "SlowMo", ICLR 2020, arXiv 1910.00643.
-    Differs from the paper in form only: v is the paper's momentum times the learning rate.
+    Differs from the paper in the ramp, and in form: v is the paper's momentum times the learning rate.
     """
-    return exchange(model, optimizer, every, SlowMo(lr, momentum), group, warmup=warmup, **options)
+    return exchange(model, optimizer, every, SlowMo(lr, momentum, ramp), group, warmup=warmup, **options)
 
 
 @record_call
@@ -57,6 +57,7 @@ def diloco(
     every: int | Schedule = 64,
     lr: float = 0.7,
     momentum: float = 0.9,
+    ramp: int = 40,
     warmup: int = 0,
     group: Group = None,
     **options: Unpack[Options],
@@ -65,16 +66,23 @@ def diloco(
 
         Δ = mean(a − x)        a ← outer.step(a, grad=Δ)        x ← a
 
-    Larger `lr` takes longer outer steps: try 0.4 to 0.6 with two workers, closer to 1 with eight. The default
-    `momentum` suits runs of hundreds of rounds that do not start from scratch; for shorter runs use 0.3 and a
-    synchronous `warmup` of a quarter of the steps. For another outer optimizer use `update=Outer(...)`.
+    Larger `lr` takes longer outer steps: try 0.4 to 0.6 with two workers, closer to 1 with eight. Larger
+    `momentum` remembers more rounds. It grows over the rounds, more slowly with a larger `ramp`: see `SGD`.
+    The paper's setting is ramp=0, for runs of hundreds of rounds that do not start from scratch. The first
+    `warmup` steps average gradients. For another outer optimizer use `update=Outer(...)`.
 
         sync = offbeat.diloco(model, optimizer, every=64)
 
     Douillard et al., "DiLoCo", 2023, arXiv 2311.08105.
     """
     return exchange(
-        model, optimizer, every, Outer(SGD(lr, momentum, nesterov=True)), group, warmup=warmup, **options
+        model,
+        optimizer,
+        every,
+        Outer(SGD(lr, momentum, nesterov=True, ramp=ramp)),
+        group,
+        warmup=warmup,
+        **options,
     )
 
 
@@ -88,6 +96,7 @@ def lookahead_diloco(
     alpha: float = 0.5,
     lr: float = 0.7,
     momentum: float = 0.9,
+    ramp: int = 40,
     warmup: int = 0,
     group: Group = None,
     **options: Unpack[Options],
@@ -98,7 +107,7 @@ def lookahead_diloco(
         a ← outer.step(a, grad=mean(a − x))        x, φ ← a        every `every` steps
 
     A smaller `alpha` damps the local steps more; alpha=1 is `diloco`. Where both fall on the same step, the
-    slow weights φ step first. The first `warmup` steps average gradients.
+    slow weights φ step first. `lr`, `momentum`, `ramp` and `warmup` are those of `diloco`.
 
         sync = offbeat.lookahead_diloco(model, optimizer, every=64, inner=8)
 
@@ -121,7 +130,7 @@ def lookahead_diloco(
                 params(model),
                 when=parts.start_after(warmup, every),
                 among=group,
-                update=Outer(SGD(lr, momentum, nesterov=True)),
+                update=Outer(SGD(lr, momentum, nesterov=True, ramp=ramp)),
                 **options,
             ),
         ],
@@ -139,6 +148,7 @@ def streaming_diloco(
     keep: float = 0.5,
     lr: float = 0.7,
     momentum: float = 0.9,
+    ramp: int = 40,
     reduce: Reducer | None = _FOUR_BITS,
     group: Group = None,
     **extras: Unpack[Extras],
@@ -149,6 +159,7 @@ def streaming_diloco(
 
     More `fragments` make smaller messages; larger `delay` hides longer ones. Larger `keep` keeps more of the
     steps made during the delay; without a delay nothing is kept. Buffers travel with the first fragment.
+    `lr`, `momentum` and `ramp` are those of `diloco`; the paper's setting is ramp=0.
 
         sync = offbeat.streaming_diloco(model, optimizer, every=64, fragments=4)
 
@@ -161,7 +172,7 @@ def streaming_diloco(
                 params(model, only=names),
                 when=parts.take_turn(every, i, fragments),
                 among=group,
-                update=Outer(SGD(lr, momentum, nesterov=True), keep=keep if delay else 0.0),
+                update=Outer(SGD(lr, momentum, nesterov=True, ramp=ramp), keep=keep if delay else 0.0),
                 reduce=reduce,
                 delay=delay,
                 **(extras if i == 0 else {**extras, "buffers": "keep"}),
@@ -179,6 +190,7 @@ def eager_diloco(
     every: int | Schedule = 64,
     lr: float = 0.4,
     momentum: float = 0.5,
+    ramp: int = 40,
     group: Group = None,
     **options: Unpack[Options],
 ) -> Synchronizer:
@@ -188,7 +200,8 @@ def eager_diloco(
         a_k ← outer.step(a_k, grad=D_k)        x_k ← a_k
 
     A message has a whole period to arrive. Workers differ slightly until `finish()`. Larger `lr` and
-    `momentum` may be unstable, because most of what the outer step uses is one round old.
+    `momentum` may be unstable, because most of what the outer step uses is one round old. `ramp` is that of
+    `diloco`. The paper keeps DiLoCo's lr=0.7, momentum=0.9, ramp=0.
 
         sync = offbeat.eager_diloco(model, optimizer, every=64)
 
@@ -196,7 +209,13 @@ def eager_diloco(
     2502.12996.
     """
     return exchange(
-        model, optimizer, every, Eager(SGD(lr, momentum, nesterov=True)), group, delay="round", **options
+        model,
+        optimizer,
+        every,
+        Eager(SGD(lr, momentum, nesterov=True, ramp=ramp)),
+        group,
+        delay="round",
+        **options,
     )
 
 
@@ -208,6 +227,7 @@ def noloco(
     every: int | Schedule = 50,
     lr: float = 0.7,
     momentum: float = 0.5,
+    ramp: int = 40,
     seed: int = 0,
     group: Group = None,
     **options: Unpack[Options],
@@ -217,79 +237,14 @@ def noloco(
         m ← momentum·m + lr·(mean_pair(x) − φ)        φ ← φ + m        x ← φ
 
     Each worker has its own anchor φ. With an odd number of workers, one stays alone in each round. Larger
-    `lr` moves further toward the pair's mean; larger `momentum` remembers more rounds.
+    `lr` moves further toward the pair's mean; larger `momentum` remembers more rounds. `ramp` is that of
+    `diloco`; the paper's setting is ramp=0.
 
         sync = offbeat.noloco(model, optimizer, every=50)
 
     Kolehmainen et al., "NoLoCo", 2025, arXiv 2506.10911.
-    Differs from the paper in form only: mean(Δ) + mean(φ) is mean(x), so half the bytes suffice.
-    """
-    return exchange(model, optimizer, every, Gossip(SGD(lr, momentum)), Pairs(group, seed), **options)
-
-
-@record_call
-def def_sgd(
-    model: nn.Module,
-    optimizer: Optimizers,
-    *,
-    ratio: int = 64,
-    lam: float = 0.3,
-    every: int | Schedule = 1,
-    seed: int = 0,
-    reduce: Code | None = None,
-    group: Group = None,
-    **extras: Unpack[Extras],
-) -> Synchronizer:
-    """Sends 1/`ratio` of the displacement from the anchor; workers are offset by part of their unsent error.
-
-        Δ = (a − x) + (1 − lam)·e        a ← a − mean(code(Δ))        e ← Δ − code(Δ)        x ← a − lam·e
-
-    Larger `ratio` sends less. Larger `lam` takes gradients closer to where the worker would be if its error
-    had arrived; 0 is error feedback. The code is `RandomBlock(ratio, seed)` unless `reduce` gives another.
-
-        sync = offbeat.def_sgd(model, optimizer, ratio=64)
-
-    Xu & Huang, "Detached Error Feedback for Distributed SGD with Random Sparsification", 2020, arXiv
-    2004.05298.
+    Differs from the paper in the ramp, and in form: mean(Δ) + mean(φ) is mean(x), so half the bytes suffice.
     """
     return exchange(
-        model,
-        optimizer,
-        every,
-        Detached(RandomBlock(ratio, seed) if reduce is None else reduce, lam),
-        group,
-        **extras,
-    )
-
-
-@record_call
-def sparse_loco(
-    model: nn.Module,
-    optimizer: Optimizers,
-    *,
-    every: int | Schedule = 30,
-    ratio: int = 64,
-    decay: float = 0.95,
-    lr: float = 1.0,
-    group: Group = None,
-    **extras: Unpack[Extras],
-) -> Synchronizer:
-    """DiLoCo that sends the largest 64 of each 4 096 values, in 2 bits; error feedback acts as its momentum.
-
-        e ← decay·e + (a − x)        q = code(e)        e ← e − q        a ← a − lr·mean(q)        x ← a
-
-    Larger `ratio` sends less; larger `decay` remembers unsent values longer; larger `lr` takes longer steps.
-
-        sync = offbeat.sparse_loco(model, optimizer, every=30)
-
-    Sarfi et al., "Communication Efficient LLM Pre-training with SparseLoCo", 2025, arXiv 2508.15706.
-    """
-    return exchange(
-        model,
-        optimizer,
-        every,
-        Outer(SGD(lr)),
-        group,
-        reduce=ErrorFeedback(TopK(ratio, chunk=4096, bits=2), decay),
-        **extras,
+        model, optimizer, every, Gossip(SGD(lr, momentum, ramp=ramp)), Pairs(group, seed), **options
     )

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from offbeat.base.checks import is_whole
 from offbeat.base.clock import Clock, State
 from offbeat.base.packed import Packed
 from offbeat.comm.communicator import Communicator
@@ -18,27 +19,49 @@ from offbeat.update.update import Anchor, Anchored, blend, square_distance
 Factory = Callable[[list[Tensor]], Optimizer]
 
 
-def check_step(value: object, lr: float, momentum: float) -> None:
+def check_step(value: object, lr: float, momentum: float, ramp: int) -> None:
     if not (math.isfinite(lr) and lr > 0):
         raise ValueError(f"{value!r}: lr must be a positive number.")
     if not 0 <= momentum < 1:
         raise ValueError(f"{value!r}: momentum must be at least 0 and below 1.")
+    if not is_whole(ramp, 0):
+        raise ValueError(f"{value!r}: ramp must be a whole number of rounds, at least 0.")
+
+
+def climb(momentum: float, ramp: int, round: int) -> float:
+    """Return the momentum of a round, counted from 0: see `SGD`."""
+    return min(momentum, (round + 1) / (round + 1 + ramp))
 
 
 @dataclass(frozen=True)
 class SGD:
-    """`torch.optim.SGD` without its tensors, for outer steps. A larger `momentum` remembers longer."""
+    """`torch.optim.SGD` without its tensors, for outer steps. A larger `momentum` remembers longer.
+
+    With `ramp`, the momentum grows over the rounds r = 1, 2, …:
+
+        min(momentum, r/(r + ramp))
+
+    so that it remembers 1 + r/ramp rounds, a part of the run so far, until that is as much as `momentum`
+    does. A larger `ramp` grows more slowly. The weights move far in the first rounds, in directions that soon
+    change, and a momentum that keeps them goes too far: `SGD(0.7, momentum=0.9, ramp=40)`.
+    """
 
     lr: float
     momentum: float = 0.0
     nesterov: bool = False
+    ramp: int = 0
 
     def __post_init__(self) -> None:
-        check_step(self, self.lr, self.momentum)
+        check_step(self, self.lr, self.momentum, self.ramp)
 
     def __call__(self, tensors: list[Tensor]) -> Optimizer:
         nesterov = self.nesterov and self.momentum > 0
         return torch.optim.SGD(tensors, lr=self.lr, momentum=self.momentum, nesterov=nesterov)
+
+    def climb(self, optimizer: Optimizer, round: int) -> None:
+        """Give the optimizer the momentum of a round, counted from 0."""
+        for group in optimizer.param_groups:
+            group["momentum"] = climb(self.momentum, self.ramp, round)
 
 
 @dataclass(frozen=True)
@@ -68,7 +91,7 @@ class Outer(Anchored):
 
     def incoming(self, live: Sequence[Tensor], mean: Packed, clock: Clock, state: State) -> None:
         anchor = mean.over(state["anchor"])
-        outer_step(self.optimizer, anchor, mean, state)
+        outer_step(self.optimizer, anchor, mean, clock.round, state)
         blend(live, anchor, self.keep)
 
 
@@ -82,13 +105,18 @@ def check_factory(optimizer: object) -> None:
         raise TypeError(f"Outer({optimizer!r}): pass a function that makes one, such as SGD(lr=0.7).")
 
 
-def outer_step(factory: Factory, anchor: Packed, gradient: Packed, state: State) -> None:
-    """Make one step of the outer optimizer. Its state is stored in plain form, as checkpoints need it."""
+def outer_step(factory: Factory, anchor: Packed, gradient: Packed, round: int | None, state: State) -> None:
+    """Make one step of the outer optimizer. Its state is stored in plain form, as checkpoints need it.
+
+    With None for the round, the momentum is that of the last step.
+    """
     for tensor, grad in zip(anchor.views, gradient.views, strict=True):
         tensor.grad = grad.to(tensor.device)
     optimizer = factory(anchor.views)
     if state["outer"] is not None:
         optimizer.load_state_dict(state["outer"])
+    if isinstance(factory, SGD) and round is not None:
+        factory.climb(optimizer, round)
     optimizer.step()
     state["outer"] = optimizer.state_dict()
 
@@ -100,26 +128,28 @@ class SlowMo(Anchored):
         v ← β·r·v + (a − mean(x))        a ← a − α v        x ← a
 
     with r = γ/γ_prev, the ratio of the rates at this round and the one before, at most 10; where γ = 0:
-    v ← β v and a ← a − α (a − mean(x)). β is `momentum`, α is `lr`.
+    v ← β v and a ← a − α (a − mean(x)). β is `momentum`, α is `lr`; `ramp` is that of `SGD`.
     """
 
     unset = ("rates",)
     zeros = ("momentum",)
     lr: float = 1.0
     momentum: float = 0.7
+    ramp: int = 0
 
     def __post_init__(self) -> None:
-        check_step(self, self.lr, self.momentum)
+        check_step(self, self.lr, self.momentum, self.ramp)
 
     def incoming(self, live: Sequence[Tensor], mean: Packed, clock: Clock, state: State) -> None:
         anchor, momentum = mean.over(state["anchor"]), mean.over(state["momentum"])
         views = (anchor.views, momentum.views, mean.views)
+        beta = climb(self.momentum, self.ramp, clock.round)
         for a, v, d, ratio in zip(*views, ratios(clock, state), strict=True):
             if ratio is None:
                 a.sub_(d, alpha=self.lr)
-                v.mul_(self.momentum)
+                v.mul_(beta)
             else:
-                v.mul_(self.momentum * ratio).add_(d)
+                v.mul_(beta * ratio).add_(d)
                 a.sub_(v, alpha=self.lr)
         anchor.write(live)
 
@@ -154,7 +184,7 @@ class Gossip(Anchored):
         anchor = mean.over(state["anchor"])
         for start, flat in zip(state["anchor"], mean.flats, strict=True):
             torch.sub(start, flat, out=flat)
-        outer_step(self.optimizer, anchor, mean, state)
+        outer_step(self.optimizer, anchor, mean, clock.round, state)
         anchor.write(live)
 
 
@@ -179,7 +209,7 @@ class Eager(Anchored):
         for mean, own, flat in zip(state["mean"], state["own"], room.flats, strict=True):
             mean.add_(flat - own, alpha=1 / clock.workers)
             own.copy_(flat)
-        self._step(live, room, state)
+        self._step(live, room, clock.round, state)
 
     def incoming(self, live: Sequence[Tensor], mean: Packed, clock: Clock, state: State) -> None:
         for kept, flat in zip(state["mean"], mean.flats, strict=True):
@@ -195,15 +225,15 @@ class Eager(Anchored):
         comm.mean(room.flats).wait()
         for mean, own, flat in zip(state["mean"], state["own"], room.flats, strict=True):
             mean.add_(flat).sub_(own, alpha=1 / comm.size)
-        self._step(live, room, state)
+        self._step(live, room, 0 if state["outer"] is None else None, state)
         for flat in (*state["mean"], *state["own"]):
             flat.zero_()  # nothing is left over, so a run that continues starts from zero
         states = state["outer"]["state"].values()
         comm.mean([v for s in states for key, v in s.items() if key != "step" and torch.is_tensor(v)]).wait()
 
-    def _step(self, live: Sequence[Tensor], room: Packed, state: State) -> None:
+    def _step(self, live: Sequence[Tensor], room: Packed, round: int | None, state: State) -> None:
         anchor = room.over(state["anchor"])
-        outer_step(self.optimizer, anchor, room.over(state["mean"]), state)
+        outer_step(self.optimizer, anchor, room.over(state["mean"]), round, state)
         anchor.write(live)
 
 
@@ -220,13 +250,13 @@ class Overlap(Anchored):
     anchors, sends = "own", "weights"
     unset = ("rates",)
     zeros = ("momentum",)
-    pull: float = 0.6
+    pull: float = 0.4
     momentum: float = 0.7
 
     def __post_init__(self) -> None:
         if not 0 < self.pull <= 1:
             raise ValueError(f"{self!r}: pull must be above 0 and at most 1.")
-        check_step(self, 1.0, self.momentum)
+        check_step(self, 1.0, self.momentum, 0)
 
     def shown(self, live: Sequence[Tensor], room: Packed, state: State) -> None:
         """The consensus is the mean of the live weights: the anchor is a round behind."""
