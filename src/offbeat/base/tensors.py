@@ -84,10 +84,17 @@ class Live:
 
 
 class Gradients(Live):
-    """Gradients, averaged before the local step. A gradient that is None counts as zero."""
+    """Gradients, averaged before the local step, in the order in which a backward pass completes them.
+
+    A gradient that is None counts as zero.
+    """
 
     early = True
     _call = "grads"
+
+    def __init__(self, model: nn.Module, only: Sequence[str] | None = None) -> None:
+        super().__init__(model, only)
+        self.names, self.parameters = self.names[::-1], self.parameters[::-1]
 
     def tensors(self) -> list[Tensor]:
         for name, p in zip(self.names, self.parameters, strict=True):
