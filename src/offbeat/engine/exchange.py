@@ -23,6 +23,7 @@ from offbeat.engine.optimizers import read_rates
 from offbeat.engine.part import Landing, Part, check_drift, check_reducer, check_update
 from offbeat.engine.report import Emit, Ledger
 from offbeat.engine.round import NO_WEIGHT, Delay, Rhythm, Round
+from offbeat.engine.sender import Sender
 from offbeat.reduce import Mean, Reducer
 from offbeat.reduce.code import Staged
 from offbeat.update.update import Anchor, Replace, Update
@@ -93,6 +94,11 @@ class Exchange(Part):
         self.outside = self.sender.connect(self._everyone)
         return [self._everyone, self._peers_at(self.rhythm.round)]
 
+    def send_whole(self) -> None:
+        """Send each payload as a whole when its round begins. Call it before the first round."""
+        self.sender = Sender(self.payload, self.update, self.reduce)
+        self._states |= {"reduce": self.sender.init()} if "reduce" in self._states else {}
+
     def observe(self, loss: float | Tensor) -> None:
         self._ledger.observe(loss)
 
@@ -122,16 +128,17 @@ class Exchange(Part):
         self._rates_digest, self._rates = read_rates(self.payload.moments.optimizers, parameters)
 
     def before(self, clock: Clock) -> bool:
-        if self.live.early:
+        if isinstance(self.live, Gradients):
             self.tick(replace(clock, step=clock.step + 1))
+            if not self.live.own and self._landed_at <= clock.step:
+                torch._foreach_zero_(self.live.tensors())
         return True
 
     def after(self, clock: Clock) -> Landing | None:
         if self.live.early:
             return None
         self.tick(clock)
-        landed = self._landed_at == clock.step
-        return Landing(frozenset(self.live.names), self._scope) if landed else None
+        return Landing(frozenset(self.live.names), self._scope) if self._landed_at == clock.step else None
 
     def tick(self, clock: Clock) -> None:
         """Do what the rhythm says for this step: land, advance, begin, and land at once without a delay."""
