@@ -509,6 +509,24 @@ def test_workers_that_are_apart(pool: Pool, expression: str) -> None:
         assert "rank 0 is in round 2 at step 3, rank 1 in finish() at step 2" in str(error)
 
 
+def lost(comm: offbeat.Communicator, expression: str) -> None:
+    run = Run(comm, expression).go(2)
+    with run.sync:
+        if comm.rank == 1:
+            raise Broken
+        run.backward()
+        run.step()
+
+
+@pytest.mark.parametrize("expression", METHODS[:3])
+def test_a_lost_worker_is_named_at_the_step(pool: Pool, expression: str) -> None:
+    first, second = pool.attempt(lost, expression, workers=2)
+    assert isinstance(second, Broken)
+    assert isinstance(first, offbeat.PeerLost)
+    assert "Round 2 (step 3)" in str(first)
+    assert "rank 1" in str(first).lower()
+
+
 def test_hooks_end_with_the_run() -> None:
     def hooks(net: Layers) -> int:
         return sum(len(p._post_accumulate_grad_hooks or {}) for p in net.parameters())

@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -80,7 +81,9 @@ class Buckets(Sender):
         """No bucket has left, and none may leave early."""
         self._clock: Clock | None = None  # of the coming round, if its buckets may leave early
         self._began: float | None = None  # when the first one left early
-        self._air = list[Pending[Packed | NotFinite]]()
+        self._air = list[Pending[Any]]()
+        self._means = list[Pending[Packed]]()  # of the buckets that the queue has sent
+        self._refused: NotFinite | None = None
         self._left = list[tuple[Tensor | None, int]]()  # gradients that left early, and their versions
         self._kept = list[State]()  # states of the buckets that left, as they were before
 
@@ -191,6 +194,8 @@ class Buckets(Sender):
         self, round: Round, live: Sequence[Tensor] | None, states: dict[str, State]
     ) -> Pending[Packed]:
         """Send all buckets that have not left, after packing the live tensors, if given."""
+        if self._error is not None:
+            raise self._error
         for b in range(len(self._air), len(self._parts)):
             if live is not None:
                 own = live[self._edges[b] : self._edges[b + 1]]
@@ -200,46 +205,44 @@ class Buckets(Sender):
         wait = partial(self._unpack, air, round)
         return Pending(wait, lambda: all(m.done() for m in air), lambda: max(m.arrived() for m in air))
 
-    def _unpack(self, air: Sequence[Pending[Packed | NotFinite]], round: Round) -> Packed:
+    def _unpack(self, air: Sequence[Pending[Any]], round: Round) -> Packed:
         """Wait for the means of all buckets."""
         assert self._comm is not None
-        if self._error is not None:
-            raise self._error
-        for part, message in zip(self._parts, air, strict=True):
-            mean = message.wait()
-            if isinstance(mean, NotFinite):
-                raise mean
-            if mean is not part:
-                part.read(mean.views)
+        for message in air:
+            message.wait()
+        if self._refused is not None:
+            raise self._refused
         self._comm.move(round.comm)
         packed = self.payload.packed
         return packed.scaled(1 / self._comm.size) if self._queue is None else packed
 
     def _send(self, b: int, clock: Clock, states: dict[str, State]) -> None:
-        part, memory, comm = self._parts[b], states["reduce"]["parts"][b], self._comm
-        assert comm is not None
+        part, memory = self._parts[b], states["reduce"]["parts"][b]
+        assert self._comm is not None
         if self._queue is None:
-            self._air.append(comm.total(part.flats).then(lambda _: part))
+            self._air.append(self._comm.total(part.flats))
             return
         if self._clock is not None:
             self._kept.append(copy_state(memory))
         # The learning rate is not known when a bucket leaves early, and the mean must not depend on that.
-        clock, packed = Clock(clock.step, clock.round, 0.0, workers=comm.size), fence(part.flats)
+        clock = Clock(clock.step, clock.round, 0.0, workers=self._comm.size)
+        job = partial(self._reduce, b, clock, memory, fence(part.flats))
+        self._air.append(self._queue.give(job).then(lambda join: join()))
 
-        def job() -> tuple[Packed | NotFinite, Callable[[], None]]:
-            packed()
+    @torch.no_grad()
+    def _reduce(self, b: int, clock: Clock, memory: State, packed: Callable[[], None]) -> Callable[[], None]:
+        """In the queue: send a bucket, and only then finish the one before, whose message still travels."""
+        assert self._comm is not None
+        packed()
+        self._means.append(self.reduce.start(self._parts[b], self._comm, clock, memory))
+        for done in [b - 1] * (b > 0) + [b] * (b == len(self._parts) - 1):
             try:
-                with torch.no_grad():
-                    mean = self.reduce.start(part, comm, clock, memory).wait()
-            except NotFinite as error:  # on all ranks; it does not matter if the bucket is sent again
-                return error, packed
-            return mean, fence(mean.flats)
-
-        def use(result: tuple[Packed | NotFinite, Callable[[], None]]) -> Packed | NotFinite:
-            result[1]()
-            return result[0]
-
-        self._air.append(self._queue.give(job).then(use))
+                mean = self._means[done].wait()
+                if mean is not self._parts[done]:
+                    self._parts[done].read(mean.views)
+            except NotFinite as error:  # on all ranks; it does not matter if all buckets are sent again
+                self._refused = self._refused or error
+        return fence(self.payload.packed.flats)
 
     def settled(self, states: dict[str, State]) -> dict[str, State]:
         """The states as they were before any bucket left early."""
