@@ -11,6 +11,7 @@ import pytest
 # `enough`: ten steps each.
 METHODS = [
     "ddp()",
+    "ddp(delay=1)",
     "local_sgd(every=3)",
     "local_sgd(every=1)",
     "local_sgd(every=3, delay=2)",

@@ -79,10 +79,10 @@ REFUSED = {
     "local_sgd(steps=8)": (
         "local_sgd has no argument 'steps'; it takes every, delay, gain, reduce, buffers, moments, drift."
     ),
-    "ddp(every=8)": "ddp has no argument 'every'; it takes reduce.",
-    "ddp(group=None)": "ddp has no argument 'group'; it takes reduce.",
-    "ddp(model=None)": "ddp has no argument 'model'; it takes reduce.",
-    "ddp(optimizer=None)": "ddp has no argument 'optimizer'; it takes reduce.",
+    "ddp(every=8)": "ddp has no argument 'every'; it takes delay, reduce.",
+    "ddp(group=None)": "ddp has no argument 'group'; it takes delay, reduce.",
+    "ddp(model=None)": "ddp has no argument 'model'; it takes delay, reduce.",
+    "ddp(optimizer=None)": "ddp has no argument 'optimizer'; it takes delay, reduce.",
     "qsr(base=4)": "qsr needs alpha=.",
     "qsr": "qsr needs alpha=.",
     "post_local_sgd(every=4)": "post_local_sgd needs switch=.",

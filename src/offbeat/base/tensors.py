@@ -84,10 +84,17 @@ class Live:
 
 
 class Gradients(Live):
-    """Gradients, averaged before the local step. A gradient that is None counts as zero."""
+    """Gradients, averaged before the local step, in the order in which a backward pass completes them.
+
+    A gradient that is None counts as zero. In a step in which no mean lands, a worker uses its `own`, or 0.
+    """
 
     early = True
     _call = "grads"
+
+    def __init__(self, model: nn.Module, *, own: bool = True) -> None:
+        super().__init__(model)
+        self.names, self.parameters, self.own = self.names[::-1], self.parameters[::-1], own
 
     def tensors(self) -> list[Tensor]:
         for name, p in zip(self.names, self.parameters, strict=True):
@@ -133,9 +140,12 @@ def params(model: nn.Module, only: Sequence[str] | None = None) -> Live:
     return Live(model, only)
 
 
-def grads(model: nn.Module) -> Gradients:
-    """The gradients of the trainable parameters of a model."""
-    return Gradients(model)
+def grads(model: nn.Module, *, own: bool = True) -> Gradients:
+    """The gradients of the trainable parameters of a model.
+
+    In a step in which no mean lands, a worker uses its own gradients, or zeros with own=False.
+    """
+    return Gradients(model, own=own)
 
 
 @torch.no_grad()

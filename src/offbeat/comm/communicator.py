@@ -123,8 +123,9 @@ class Communicator(ABC):
 class Worker(ABC):
     """One rank's own side of a communicator: what it tells the others about itself, and its other threads."""
 
-    def computed(self, step: int) -> None:  # noqa: B027  # not every communicator cares
-        """The gradient after `step` iterations is ready: move a simulated clock, or note what has arrived."""
+    def computed(self, step: int, share: float = 1.0) -> None:  # noqa: B027  # not every communicator cares
+        """This share of the gradient after `step` iterations is ready: move a simulated clock, or note what
+        has arrived."""
 
     def follow(self, track: Track) -> None:  # noqa: B027
         """Begin a run whose place other ranks may look up while they wait. All ranks call this in order."""
@@ -169,8 +170,8 @@ class Wrapped(Communicator, Worker):
     def now(self) -> float:
         return self.comm.now()
 
-    def computed(self, step: int) -> None:
-        self.comm.worker.computed(step)
+    def computed(self, step: int, share: float = 1.0) -> None:
+        self.comm.worker.computed(step, share)
 
     def follow(self, track: Track) -> None:
         self.comm.worker.follow(track)
@@ -199,6 +200,11 @@ class Metered(Wrapped):
 
     def wrap(self, comm: Communicator) -> Communicator:
         return Metered(comm)
+
+    def move(self, to: Metered) -> None:
+        """Let another one count the bytes so far."""
+        to.sent, to.received = to.sent + self.sent, to.received + self.received
+        self.sent = self.received = 0
 
     @property
     def worker(self) -> Worker:

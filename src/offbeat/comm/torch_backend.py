@@ -210,13 +210,13 @@ class Torch(Communicator, Worker):
             self._children[mine] = self._make(str(mine), mine)
         return self._children[mine]
 
-    def computed(self, step: int) -> None:
+    def computed(self, step: int, share: float = 1.0) -> None:
         """Note what arrived during the computation: times of arrival are as fine as steps."""
         for message in list(self._air):
             if message.done():
                 self._air.discard(message)
         for child in self._children.values():
-            child.computed(step)
+            child.computed(step, share)
 
     def follow(self, track: Track) -> None:
         self._lookout.follow(track)

@@ -15,15 +15,17 @@ from offbeat.among import Group, Peers, World
 from offbeat.base.clock import Clock, State
 from offbeat.base.tensors import Gradients, Live, Share
 from offbeat.comm.communicator import Communicator
+from offbeat.comm.presence import Departure
 from offbeat.engine.agreement import OWN, copy_state
+from offbeat.engine.buckets import choose_sender
 from offbeat.engine.extras import BufferRule, MomentRule, Payload, digest_names
 from offbeat.engine.optimizers import read_rates
 from offbeat.engine.part import Landing, Part, check_drift, check_reducer, check_update
 from offbeat.engine.report import Emit, Ledger
 from offbeat.engine.round import NO_WEIGHT, Delay, Rhythm, Round
+from offbeat.engine.sender import Sender
 from offbeat.reduce import Mean, Reducer
 from offbeat.reduce.code import Staged
-from offbeat.reduce.rounded import send
 from offbeat.update.update import Anchor, Replace, Update
 from offbeat.when import Schedule
 
@@ -63,10 +65,11 @@ class Exchange(Part):
         self._plain = self.reduce == Mean() and self.update == Replace()
         in_place = self._plain and delay == 0 and not self.drift and not live.early
         self.payload = Payload(live, buffers, moments, in_place=in_place)
+        self.sender = choose_sender(self.payload, self.update, self.reduce, delay, self.peers)
         self._index, self._ledger = 0, Ledger(when, drift=self.drift)
         self._states: dict[str, State] = {"update": self.update.init()}
         if not isinstance(self.update, Reducer):
-            self._states["reduce"] = self.reduce.init()
+            self._states["reduce"] = self.sender.init()
         self._round: Round | None = None  # the one in the air
         self._landed_at, self.opened, self._rates_digest = -1, False, 0
         self._rates: tuple[float, ...] = ()  # of every live tensor in the last step, that of its own group
@@ -88,7 +91,13 @@ class Exchange(Part):
         return self._everyone if isinstance(self.peers, World) else self.peers.at(round)
 
     def communicators(self) -> list[Communicator]:
+        self.outside = self.sender.connect(self._everyone)
         return [self._everyone, self._peers_at(self.rhythm.round)]
+
+    def send_whole(self) -> None:
+        """Send each payload as a whole when its round begins. Call it before the first round."""
+        self.sender = Sender(self.payload, self.update, self.reduce)
+        self._states |= {"reduce": self.sender.init()} if "reduce" in self._states else {}
 
     def observe(self, loss: float | Tensor) -> None:
         self._ledger.observe(loss)
@@ -119,16 +128,17 @@ class Exchange(Part):
         self._rates_digest, self._rates = read_rates(self.payload.moments.optimizers, parameters)
 
     def before(self, clock: Clock) -> bool:
-        if self.live.early:
+        if isinstance(self.live, Gradients):
             self.tick(replace(clock, step=clock.step + 1))
+            if not self.live.own and self._landed_at <= clock.step:
+                torch._foreach_zero_(self.live.tensors())
         return True
 
     def after(self, clock: Clock) -> Landing | None:
         if self.live.early:
             return None
         self.tick(clock)
-        landed = self._landed_at == clock.step
-        return Landing(frozenset(self.live.names), self._scope) if landed else None
+        return Landing(frozenset(self.live.names), self._scope) if self._landed_at == clock.step else None
 
     def tick(self, clock: Clock) -> None:
         """Do what the rhythm says for this step: land, advance, begin, and land at once without a delay."""
@@ -158,24 +168,14 @@ class Exchange(Part):
             averages = payload.moments.rule == "average"
             moments = payload.moments.find() if averages else {}
             digest = digest_names(moments) if averages else 0
-            heads = round.compare(self._index, self._rates_digest, self._everyone.rank, digest, self._weight)
+            weight = self.sender.check_unchanged(round, self._weight)
+            heads = round.compare(self._index, self._rates_digest, self._everyone.rank, digest, weight)
             factor = 1.0 if self._weight == NO_WEIGHT else round.weigh(heads)
             self._weight = NO_WEIGHT
             if averages:
                 moments = payload.moments.choose(moments, heads, round)
-            notes, live = share or (self.live.notes(), self.live.tensors())
-            if len(payload.packed.names) > len(live):
-                extras = [*notes.values(), *payload.buffers.averaged().values()]
-                payload.packed.cut(len(live))[1].read(extras)
-            if self._plain and factor == 1:
-                round.mean = send(payload.packed, round.comm, live)
-            else:
-                state = self._states["update"]
-                self.update.outgoing(live, payload.own, clock, state)
-                if factor != 1:
-                    payload.packed.scale(factor)
-                memory = self._states.get("reduce", state)  # an update that owns its code has one state
-                round.mean = self.reduce.start(payload.packed, round.comm, clock, memory)
+            share = share or (self.live.notes(), self.live.tensors())
+            round.mean = self.sender.start(round, share, factor, heads, self._states)
             round.messages.append(round.mean)
             if payload.has_extras:
                 payload.send_extras(moments, round, factor, late=self.delay != 0)
@@ -210,6 +210,7 @@ class Exchange(Part):
                 self.live.land_notes(notes.views, late=self.reduce.remembers or self.delay != 0)
             if self.payload.has_extras:
                 self.payload.land_extras(buffers.views, round)
+        self.sender.landed(clock, self.rhythm, self._states)
         stepped, self._landed_at = clock.step > self._landed_at, clock.step
         self._ledger.close(round, *distances, stepped=stepped, everyone=self._everyone)
 
@@ -230,12 +231,14 @@ class Exchange(Part):
 
     @torch.no_grad()
     def flush(self, clock: Clock) -> None:
+        self.sender.drain(self._states)
         if self._round is not None:
             self.snapshot_rates()
             # No step is left for gradients in the air: only the extras are applied.
             with self.live.aside() if isinstance(self.live, Gradients) else nullcontext():
                 self.land(clock)
         self._ledger.flush(wait=True)
+        self.sender.close(wait=True)
         if self.live.early:
             return
         # The update's last act is a round if it sends something.
@@ -263,9 +266,21 @@ class Exchange(Part):
         if self._round is None and (anchor := self.anchor) is not None:
             anchor.follow(self.live.tensors(), landing.names, landing.workers)
 
+    @property
+    def held(self) -> bool:
+        return self.sender.held
+
+    @held.setter
+    def held(self, held: bool) -> None:
+        self.sender.held = held
+
+    def leave(self, departure: Departure) -> None:
+        super().leave(departure)
+        self.sender.close(wait=False)
+
     def state_dict(self) -> State:
         air = None if self._round is None else self._round.state_dict()  # first: arrivals change states
-        own = {"states": copy_state(self._states), "air": air}
+        own = {"states": copy_state(self.sender.settled(self._states)), "air": air}
         place = {"landed_at": self._landed_at, "opened": self.opened, "weight": self._weight}
         inside = {"rhythm": copy_state(self.rhythm.state_dict()), "ledger": self._ledger.state_dict()}
         # Groups of different sizes may hold different tensors: a worker alone in its group sends nothing.
@@ -277,6 +292,8 @@ class Exchange(Part):
         self._landed_at, self.opened, self._weight = state["landed_at"], state["opened"], state["weight"]
         self._ledger.load_state_dict(state["ledger"])
         own = state.get(OWN, state)
+        self.sender.check(own["states"])
+        self.sender.drain(self._states)
         self._states, self._round = copy_state(own["states"]), None
         if own["air"] is not None:
             comm = self._peers_at(own["air"]["round"])

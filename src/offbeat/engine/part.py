@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
 from torch import Tensor, nn
@@ -36,6 +37,7 @@ class Part:
     follows: Part | None = None  # the part that must stand directly before it in the list
     outside: Metered | None = None  # carries messages that no report covers; their bytes go into the totals
     weighs: bool = False  # whether its rounds weigh workers by their samples, or it has no rounds
+    held: bool = False  # inside accumulate(): gradients grow and do not leave
     saved_every: int = 1  # its state can be saved after every so many steps
 
     def bind(self, index: int, optimizers: Sequence[Optimizer], report: Emit) -> None:
@@ -89,6 +91,18 @@ class Part:
 
     def load_state_dict(self, state: State) -> None:
         """Continue from a saved state."""
+
+
+@contextmanager
+def hold(parts: Sequence[Part]) -> Iterator[None]:
+    """Let no gradient leave inside, because more backward passes of the same step follow."""
+    for part in parts:
+        part.held = True
+    try:
+        yield
+    finally:
+        for part in parts:
+            part.held = False
 
 
 def check_samples(samples: float, parts: Sequence[Part]) -> None:

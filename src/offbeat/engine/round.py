@@ -22,7 +22,7 @@ from offbeat.comm.presence import BATCHES
 from offbeat.engine.agreement import copy_state
 from offbeat.engine.report import Report
 from offbeat.reduce.code import Staged
-from offbeat.when import Schedule
+from offbeat.when import Every, Schedule, Then
 
 KINDS = ("round {round}", "averaged()", "finish()")
 ROUND, AVERAGED, FINISH = range(3)
@@ -102,6 +102,13 @@ class Rhythm:
         """The next step after which something happens, as far as is known now."""
         known = (*self.advances, self.lands, self.planned)
         return min((other for other in known if other is not None and other > step), default=None)
+
+    def is_certain(self, step: int) -> bool:
+        """Whether a round begins after this step, whatever the learning rate is and the workers measure."""
+        when = self.when
+        while isinstance(when, Then):
+            when = when.first if step <= when.switch else when.second
+        return when == Every(1)
 
     def begin(self, step: int, messages: int = 2) -> None:
         """A round of so many messages, one after the other, has begun. The planner takes it for two."""

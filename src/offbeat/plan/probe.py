@@ -158,6 +158,9 @@ class _World:
         self.workers, self.width, self.copies, self.gap = workers, width, 0.0, (0, 0)
         self._comm, model = RecordingComm(workers), ProxyModel(job, width)
         self.sync, self._log = build(model, local_optimizer(job, model), group=self._comm), self._comm.log
+        for part in self.sync.parts:
+            if isinstance(part, Exchange):
+                part.send_whole()  # the number of buckets is not a polynomial in the width
         self.traces: dict[Key, Sequence[Event]] = {}
         self.steps: list[Events] = []
         self.reports: list[int] = []

@@ -149,7 +149,7 @@ class RecordingComm(Communicator, Worker):
     def now(self) -> float:
         return 0.0
 
-    def computed(self, step: int) -> None:
+    def computed(self, step: int, share: float = 1.0) -> None:
         self.log.events.append(COMPUTED)
         self.log.step, self.log.sent = self.log.step + 1, 0
 

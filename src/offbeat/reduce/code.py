@@ -62,6 +62,7 @@ class Reducer:
 
     lossy: bool = False  # the result only approximates the mean: send differences from an anchor, not weights
     agrees: bool = True  # all ranks get the same result, to the bit
+    splits: bool = True  # the mean of a payload is that of its parts, or near it
     remembers: bool = False  # the mean may be nonzero where no worker sends anything in this round
 
     def init(self) -> State:

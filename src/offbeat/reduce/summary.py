@@ -95,7 +95,7 @@ class TwoLevel(Reducer):
     Yoon et al., "A2SGD", 2020, arXiv 2006.07405.
     """
 
-    lossy, agrees = True, False
+    lossy, agrees, splits = True, False, False
 
     def start(self, payload: Packed, comm: Communicator, clock: Clock, state: State) -> Pending[Packed]:
         if comm.size == 1:

@@ -81,6 +81,7 @@ class Scheduler:
 
     def __init__(self, workers: int, network: Network, compute: StepSeconds, failures: Failures) -> None:
         self.compute, self.traffic = compute, Traffic(network)
+        self.shares = [0.0] * workers  # of the gradient under way that each has computed
         self.uptimes = [Uptime(failures, rank) for rank in range(workers)]
         self.calls: dict[tuple[Path, str, int], Call] = {}
         self.departures: dict[int, Departure] = {}

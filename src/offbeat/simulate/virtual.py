@@ -132,10 +132,12 @@ class Virtual(Communicator, Worker):
     def now(self) -> float:
         return self._scheduler.clocks[self._actor]
 
-    def computed(self, step: int) -> None:
-        """Move the worker's clock by the time of a gradient and of the failures during it."""
-        seconds = self._scheduler.compute(self._me, step)
-        self._scheduler.clocks[self._me] += seconds + self._scheduler.uptimes[self._me].lose(seconds)
+    def computed(self, step: int, share: float = 1.0) -> None:
+        """Move the worker's clock by the time of a gradient, or a share of it, and of failures in it."""
+        scheduler, me = self._scheduler, self._me
+        seconds = max(0.0, share - scheduler.shares[me]) * scheduler.compute(me, step)
+        scheduler.shares[me] = 0.0 if share == 1 else share
+        scheduler.clocks[me] += seconds + scheduler.uptimes[me].lose(seconds)
 
 
 def find_view(scheduler: Scheduler, path: Path, me: int, actor: int) -> Communicator:

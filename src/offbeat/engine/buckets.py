@@ -1,0 +1,298 @@
+"""A payload of gradients that leaves in parts, each as soon as the backward pass has completed it."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from offbeat.among import Peers, World
+from offbeat.base.clock import Clock, State
+from offbeat.base.errors import CheckpointMismatch, NotFinite
+from offbeat.base.packed import Packed
+from offbeat.base.tensors import Gradients, Share, local
+from offbeat.comm.background import TaskQueue
+from offbeat.comm.communicator import Communicator, Metered, Pending
+from offbeat.engine.agreement import copy_state
+from offbeat.engine.extras import Payload
+from offbeat.engine.report import logger
+from offbeat.engine.round import NO_WEIGHT, Delay, Rhythm, Round
+from offbeat.engine.sender import Heads, Sender
+from offbeat.reduce import Mean, Reducer
+from offbeat.update.update import Replace, Update
+
+AGAIN = -2.0  # in the place of a weight: gradients of this worker have changed since they left
+_PARTS = 8  # buckets of a model of medium size
+_LEAST, _MOST = 2**18, 25 * 2**20  # bytes of a bucket, about
+
+
+def choose_sender(payload: Payload, update: Update, reduce: Reducer, delay: Delay, peers: Peers) -> Sender:
+    """Gradients for all workers leave in buckets if there is more than one; all else leaves as a whole."""
+    if isinstance(payload.live, Gradients) and isinstance(peers, World) and reduce.splits:
+        sizes = [tensor.nbytes for tensor in payload.live.like().values()]
+        if len(lengths := cut_sizes(sizes)) > 1:
+            return Buckets(payload, update, reduce, sizes, lengths, early=delay == 0)
+    return Sender(payload, update, reduce)
+
+
+class Buckets(Sender):
+    """Sends gradients in buckets, in one order, the same on all ranks.
+
+    A bucket leaves during the backward pass, when each of its gradients has grown as often as in any step
+    before, and all buckets before it have left. The others leave at the step. Each has its own part of the
+    reducer's state, so the mean does not depend on when it left. If a gradient changes after its bucket has
+    left, on any rank, all ranks send all buckets again. After the nth time, 2ⁿ⁻¹ rounds leave at the step.
+    """
+
+    def __init__(
+        self,
+        payload: Payload,
+        update: Update,
+        reduce: Reducer,
+        sizes: Sequence[int],
+        lengths: Sequence[int],
+        *,
+        early: bool,
+    ) -> None:
+        super().__init__(payload, update, reduce)
+        self._parameters, self._lengths = payload.live.parameters, list(lengths)
+        self._early = early and isinstance(update, Replace)
+        self._edges = [0, *accumulate(lengths)]  # of the buckets, in gradients
+        self._bucket_of = [b for b, n in enumerate(lengths) for _ in range(n)]
+        done = list(accumulate(sizes, initial=0))
+        # A third of the time of a gradient is the forward pass.
+        self._shares = [(1 + 2 * done[edge] / max(1, done[-1])) / 3 for edge in self._edges[1:]]
+        self._lock = threading.Lock()  # one thread per device runs the backward pass
+        self._grown, self._usual = [0] * len(sizes), [0] * len(sizes)  # how often, in a step
+        self._missing = list[int]()  # gradients that each bucket waits for
+        self._comm: Metered | None = None
+        self._queue: TaskQueue | None = None
+        self._error: Exception | None = None
+        self._weighed, self._times, self._pause = False, 0, 0
+        self._forget()
+
+    def _forget(self) -> None:
+        """No bucket has left, and none may leave early."""
+        self._clock: Clock | None = None  # of the coming round, if its buckets may leave early
+        self._began: float | None = None  # when the first one left early
+        self._air = list[Pending[Any]]()
+        self._means = list[Pending[Packed]]()  # of the buckets that the queue has sent
+        self._refused: NotFinite | None = None
+        self._left = list[tuple[Tensor | None, int]]()  # gradients that left early, and their versions
+        self._kept = list[State]()  # states of the buckets that left, as they were before
+
+    def init(self) -> State:
+        return {"lengths": self._lengths, "parts": [self.reduce.init() for _ in self._lengths]}
+
+    def connect(self, everyone: Communicator) -> Metered:
+        if self._comm is None:
+            worker, self._everyone, self._outside = everyone.worker, everyone, Metered(everyone)
+            self._comm = Metered(worker.duplicate())  # another thread may send, so it has its own order
+            self._queue = None if self.reduce == Mean() else worker.task_queue()
+            self._parts = self.payload.packed.cut(*self._lengths[:-1])  # extras go with the last
+            call = partial(_call, weakref.ref(self))
+            hooks = [
+                p.register_post_accumulate_grad_hook(partial(call, i))  # type: ignore[no-untyped-call]
+                for i, p in enumerate(self._parameters)
+                if self._early
+            ]
+            self._remove_hooks = weakref.finalize(self, lambda: [hook.remove() for hook in hooks])
+        return self._outside
+
+    def landed(self, clock: Clock, rhythm: Rhythm, states: dict[str, State]) -> None:
+        """Let the buckets of the next step leave early, if it is certain to have a round."""
+        assert self._comm is not None
+        self._forget()
+        if self._pause:
+            self._pause -= 1
+        elif self._early and not self._weighed and self._comm.size > 1 and rhythm.is_certain(clock.step + 1):
+            self._clock, self._states = Clock(clock.step + 1, rhythm.round, 0.0), states
+            self._missing = [0] * len(self._lengths)
+            for b, usual in zip(self._bucket_of, self._usual, strict=True):
+                self._missing[b] += usual > 0
+
+    def grew(self, i: int) -> None:
+        """The backward pass has added to gradient i."""
+        with self._lock:
+            if self.held:
+                return
+            self._grown[i] += 1
+            if self._clock is not None and self._error is None and self._grown[i] == self._usual[i]:
+                self._missing[self._bucket_of[i]] -= 1
+                try:
+                    self._send_complete(self._clock)
+                except Exception as error:  # the step raises it, and tells the other workers
+                    self._error = error
+
+    @torch.no_grad()
+    def _send_complete(self, clock: Clock) -> None:
+        while (b := len(self._air)) < len(self._parts) - 1 and self._missing[b] == 0:
+            own = [p.grad for p in self._parameters[self._edges[b] : self._edges[b + 1]]]
+            if any(grad is not None and grad.layout != torch.strided for grad in own):
+                return  # the step refuses it
+            self._everyone.worker.computed(clock.step - 1, self._shares[b])
+            self._began = self._everyone.now() if self._began is None else self._began
+            for grad, view in zip(own, self._parts[b].views, strict=True):
+                view.zero_() if grad is None else view.copy_(local(grad))
+            self._left += [(grad, 0 if grad is None else grad._version) for grad in own]
+            self._send(b, clock, self._states)
+
+    def check_unchanged(self, round: Round, weight: float) -> float:
+        self._usual = [max(pair) for pair in zip(self._usual, self._grown, strict=True)]
+        self._grown = [0] * len(self._grown)
+        self._weighed = weight != NO_WEIGHT  # the weight was not known when the buckets left
+        round.began = round.began if self._began is None else self._began
+        for p, (grad, version) in zip(self._parameters, self._left, strict=False):
+            if not self._weighed and (p.grad is not grad or (grad is not None and grad._version != version)):
+                return AGAIN
+        return weight
+
+    def start(
+        self, round: Round, share: Share, factor: float, heads: Heads, states: dict[str, State]
+    ) -> Pending[Packed]:
+        live = self.pack_extras(share)
+        if self._clock is not None:  # some may have left, here or elsewhere
+            mean = self._send_rest(round, live, states)
+            if not self._has_changed(round, heads):
+                return mean
+            self._recall(states)
+            self.pack_extras(share)
+        if isinstance(self.update, Replace) and factor == 1:
+            return self._send_rest(round, live, states)
+        self.pack(round, live, factor, states)
+        return self._send_rest(round, None, states)
+
+    def _has_changed(self, round: Round, heads: Heads) -> bool:
+        """Wait for the word of all workers: do all buckets have to be sent again?"""
+        with round.waiting():
+            weights = [weight for _, weight in heads.wait()]
+        if weights[0] < 0 and AGAIN not in weights:
+            return False
+        self._times, self._pause = self._times + 1, 2**self._times
+        if self._times == 1:
+            logger.warning(
+                "Gradients changed after they had left, so they were sent twice. Wrap all backward passes of "
+                "a step but the last in sync.accumulate(), and change gradients only inside sync.step(...)."
+            )
+        return True
+
+    def _recall(self, states: dict[str, State]) -> None:
+        """Drop the means of all buckets, which have left on every rank, and take the states back."""
+        for message in self._air:
+            message.wait()
+        if self._kept:
+            states["reduce"]["parts"] = self._kept
+        self._forget()
+
+    def _send_rest(
+        self, round: Round, live: Sequence[Tensor] | None, states: dict[str, State]
+    ) -> Pending[Packed]:
+        """Send all buckets that have not left, after packing the live tensors, if given."""
+        if self._error is not None:
+            raise self._error
+        for b in range(len(self._air), len(self._parts)):
+            if live is not None:
+                own = live[self._edges[b] : self._edges[b + 1]]
+                self._parts[b].cut(len(own))[0].read(own)
+            self._send(b, round.clock, states)
+        air = list(self._air)
+        wait = partial(self._unpack, air, round)
+        return Pending(wait, lambda: all(m.done() for m in air), lambda: max(m.arrived() for m in air))
+
+    def _unpack(self, air: Sequence[Pending[Any]], round: Round) -> Packed:
+        """Wait for the means of all buckets."""
+        assert self._comm is not None
+        for message in air:
+            message.wait()
+        if self._refused is not None:
+            raise self._refused
+        self._comm.move(round.comm)
+        packed = self.payload.packed
+        return packed.scaled(1 / self._comm.size) if self._queue is None else packed
+
+    def _send(self, b: int, clock: Clock, states: dict[str, State]) -> None:
+        part, memory = self._parts[b], states["reduce"]["parts"][b]
+        assert self._comm is not None
+        if self._queue is None:
+            self._air.append(self._comm.total(part.flats))
+            return
+        if self._clock is not None:
+            self._kept.append(copy_state(memory))
+        # The learning rate is not known when a bucket leaves early, and the mean must not depend on that.
+        clock = Clock(clock.step, clock.round, 0.0, workers=self._comm.size)
+        job = partial(self._reduce, b, clock, memory, fence(part.flats))
+        self._air.append(self._queue.give(job).then(lambda join: join()))
+
+    @torch.no_grad()
+    def _reduce(self, b: int, clock: Clock, memory: State, packed: Callable[[], None]) -> Callable[[], None]:
+        """In the queue: send a bucket, and only then finish the one before, whose message still travels."""
+        assert self._comm is not None
+        packed()
+        self._means.append(self.reduce.start(self._parts[b], self._comm, clock, memory))
+        for done in [b - 1] * (b > 0) + [b] * (b == len(self._parts) - 1):
+            try:
+                mean = self._means[done].wait()
+                if mean is not self._parts[done]:
+                    self._parts[done].read(mean.views)
+            except NotFinite as error:  # on all ranks; it does not matter if all buckets are sent again
+                self._refused = self._refused or error
+        return fence(self.payload.packed.flats)
+
+    def settled(self, states: dict[str, State]) -> dict[str, State]:
+        """The states as they were before any bucket left early."""
+        own = states["reduce"]
+        return {**states, "reduce": {**own, "parts": [*self._kept, *own["parts"][len(self._kept) :]]}}
+
+    def check(self, states: dict[str, State]) -> None:
+        if states["reduce"].get("lengths") != self._lengths:
+            raise CheckpointMismatch("The checkpoint cuts the gradients into other buckets than this run.")
+
+    def drain(self, states: dict[str, State]) -> None:
+        """Send what other ranks wait for, if a bucket has left anywhere; drop the means."""
+        if self._clock is not None:
+            if any(words[0] for words in self._outside.tell([len(self._air)]).wait()):
+                self._send_rest(Round(self._clock, self._outside, since=0), None, states)
+                self._recall(states)
+            self._forget()
+
+    def close(self, *, wait: bool) -> None:
+        """Remove the hooks, and end the thread."""
+        if self._comm is not None:
+            self._remove_hooks()
+            if self._queue is not None:
+                self._queue.close() if wait else self._queue.abandon()
+
+
+def _call(buckets: weakref.ref[Buckets], i: int, parameter: Tensor) -> None:
+    if (alive := buckets()) is not None:
+        alive.grew(i)
+
+
+def cut_sizes(sizes: Sequence[int]) -> list[int]:
+    """The number of tensors in each bucket. The first is short, because nothing travels before it."""
+    usual = min(max(sum(sizes) // _PARTS, _LEAST), _MOST)
+    lengths, filled = [0], 0
+    for size in sizes:
+        if filled >= (usual if len(lengths) > 1 else usual // 4):
+            lengths, filled = [*lengths, 0], 0
+        lengths[-1] += 1
+        filled += size
+    return lengths
+
+
+def fence(tensors: Sequence[Tensor]) -> Callable[[], None]:
+    """Return what another thread calls before it uses these tensors. On a GPU its stream waits for ours."""
+    devices = {tensor.device for tensor in tensors if tensor.is_cuda}
+    events = [(device, torch.cuda.current_stream(device).record_event()) for device in devices]
+
+    def wait() -> None:
+        for device, event in events:
+            torch.cuda.current_stream(device).wait_event(event)
+
+    return wait
