@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,10 @@ from xml.etree import ElementTree
 import pytest
 import warm
 
-from offbeat import Network, Recorded, simulate
+from offbeat import Constant, Network, Recorded, simulate
 from offbeat.app.cli.app import run
+from offbeat.app.cli.plan import _row
+from offbeat.plan import Cluster, Job, plan
 from offbeat.plan.measure import measure_link
 
 GIVEN = ("--workers", "4", "--step", "100ms", "--parameters", "1M", "--link", "48mbit,1ms", "--steps", "64")
@@ -62,6 +65,15 @@ def test_figures_of_the_table_have_no_exponents(capsys: pytest.CaptureFixture[st
         _, out, _ = outcome(capsys, "ddp", "local_sgd(every=8)", *words, "--steps", steps)
         assert not re.findall(r"\de[+-]\d", out)
         assert all(line.split("│")[5].strip() == "0" for line in out.splitlines() if line.startswith("│"))
+
+
+def test_a_spread_that_is_only_rounding_is_none() -> None:
+    cluster = Cluster(4, Constant(0.1), Network(bandwidth=1e8))
+    (found,) = plan(["ddp()"], Job(64, 1_000_000), cluster).predictions
+    spreads = [
+        _row(replace(found, spread=spread))[4] for spread in (0.0, 2.78e-15, 1e-7 * found.seconds, 0.5)
+    ]
+    assert spreads == ["0", "0", "0", "0.5 s"]
 
 
 @pytest.mark.parametrize("width", [120, 80, 40])
