@@ -116,7 +116,7 @@ class Packed:
         return part
 
     def pieces(self, size: int, growth: int) -> Iterator[tuple[Tensor, list[int]]]:
-        """Slices of the vectors, and the tensors inside: whole ones, at least `size` values in the first.
+        """Slices of the vectors and the tensors inside: whole ones, at least `size` values in the first one.
 
         Each slice after it is at least `growth` times as long as the one before; the last one is the rest.
         """
