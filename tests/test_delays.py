@@ -469,7 +469,7 @@ def test_periods_that_change(when: Schedule, delay: Delay) -> None:
     for step in range(1, HORIZON + 1):
         weights = [w - JOB.rate(step - 1) * slope(rank, step - 1) for rank, w in enumerate(weights)]
         if air is not None and air[0] == step:
-            weights = [w + (sum(air[1]) / 2 - sent) / 2 for w, sent in zip(weights, air[1], strict=True)]
+            weights = [w + (sum(air[1]) / 2 - sent) / 4 for w, sent in zip(weights, air[1], strict=True)]
         if step in begins:
             air = (lands[begins.index(step)], weights)
         assert weights == pytest.approx([first[step - 1], second[step - 1]])

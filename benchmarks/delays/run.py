@@ -35,7 +35,7 @@ METHODS = [
     "local_sgd(every={H})",
     "local_sgd(every={H}, delay={d}, gain=1.0)",
     "local_sgd(every={H}, delay={d}, gain=0.75)",
-    "local_sgd(every={H}, delay={d})",
+    "local_sgd(every={H}, delay={d}, gain=0.5)",
     "local_sgd(every={H}, delay={d}, gain=0.25)",
     "dasgd(every={H}, delay={d})",
 ]

@@ -57,7 +57,7 @@ def local_sgd(
     *,
     every: int | Schedule = 8,
     delay: Delay = 0,
-    gain: float = 0.5,
+    gain: float = 0.25,
     group: Group = None,
     **options: Unpack[Options],
 ) -> Synchronizer:
