@@ -257,6 +257,12 @@ def test_losses_are_the_means_of_the_runs_that_are_logged() -> None:
     assert {(row[0].strip("`"), *row[1:4]) for row in rows} == expected
 
 
+def test_the_table_of_codes_is_that_of_its_log() -> None:
+    script = runpy.run_path(str(ROOT / "benchmarks/codes/study.py"))
+    rows = [json.loads(line) for line in script["RESULTS"].read_text().splitlines()]
+    assert script["table"](rows) in (ROOT / "docs/codes.md").read_text()
+
+
 def test_the_demo_printed_what_the_readme_shows() -> None:
     logged = (ROOT / "benchmarks/demo/log.md").read_text().splitlines()
     readme = (ROOT / "README.md").read_text()
