@@ -16,7 +16,7 @@ import offbeat
 from offbeat import Clock, ErrorFeedback, LowRank, Mean, Metered, Quantized, RandomBlock, TopK, TwoLevel
 from offbeat.base.packed import Packed
 from offbeat.reduce.sparse import largest, pack12, pack16, pack_levels, unpack12, unpack16, unpack_levels
-from offbeat.reduce.wire import BlockCodec, pack, unpack
+from offbeat.reduce.wire import BlockCodec, find_scales, pack, unpack
 
 CODES = [
     Mean("bfloat16"),
@@ -208,6 +208,23 @@ def test_blocks_by_hand() -> None:
     assert through([-8.0, 6.9, 5.2, 3.0, 1.2, -1.2, 0, -5.2] * 2, 3) == [-8, 6, 6, 4, 2, -2, 0, -6] * 2
     assert through([-4.0, 2.9, 1.2, 0.9, -0.9, -1.2, -2.9, 0], 2) == [-4, 2, 2, 0, 0, -2, -2, 0]
     assert through([128.0, *[0.6] * 7], 8) == [128, *[1] * 7]
+
+
+def test_scales_are_never_zero() -> None:
+    for top in (0.0, 1e-45, 1e-38):
+        scale = find_scales(torch.tensor([[top, *[0.0] * 7]]), 4, at_random=False)
+        assert scale.item() == -(2.0**-126)
+        assert scale.reciprocal().isfinite()
+
+
+def test_the_largest_draw_stays_in_range(monkeypatch: pytest.MonkeyPatch) -> None:
+    """7 + (1 − 2⁻²⁴) is 8 in float32, and number 8 does not exist."""
+    monkeypatch.setattr(torch, "rand", lambda shape, **_: torch.full(shape, 1 - 2.0**-24))
+    codec, out = BlockCodec(4, 8), torch.zeros(8)
+    wire = torch.zeros(codec.width, dtype=torch.uint8)
+    codec.encode(torch.tensor([-8.0, 7, -8, 7, 0, 0, 0, 0]), wire, torch.Generator())
+    codec.decode(wire, out)
+    assert out.tolist() == [-7, 7, -7, 7, 0, 0, 0, 0]
 
 
 def test_a_rank_does_not_round_what_it_sums_itself() -> None:

@@ -272,6 +272,12 @@ def test_losses_by_length_are_those_of_the_runs() -> None:
     assert rows_below("By length") == [header, *lines]
 
 
+def test_the_table_of_codes_is_that_of_its_log() -> None:
+    script = runpy.run_path(str(ROOT / "benchmarks/codes/study.py"))
+    rows = [json.loads(line) for line in script["RESULTS"].read_text().splitlines()]
+    assert script["table"](rows) in (ROOT / "docs/codes.md").read_text()
+
+
 def test_the_demo_printed_what_the_readme_shows() -> None:
     logged = (ROOT / "benchmarks/demo/log.md").read_text().splitlines()
     readme = (ROOT / "README.md").read_text()

@@ -25,6 +25,7 @@ CODES = [
     "Quantized(8)",
     "Quantized(4)",
     "ErrorFeedback(Quantized(4))",
+    "ErrorFeedback(Quantized(2))",
     "ErrorFeedback(TopK(64))",
     "ErrorFeedback(RandomBlock(64))",
     "ErrorFeedback(LowRank(4))",

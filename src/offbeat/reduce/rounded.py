@@ -96,7 +96,8 @@ class Quantized(Code):
     The value of largest magnitude in a block becomes the lowest number, whatever its sign: the scale s has
     one too. Smaller blocks lose less and send more scales, 2 bytes each. The default is 32 values, or 256
     with 8 bits. `stochastic` rounds at random, so that the error is zero on average; the draws depend on
-    `seed`, round and rank. Sums are float32. Below 8 bits use it with `ErrorFeedback`.
+    `seed`, round and rank. Sums are float32. Below 8 bits use `ErrorFeedback`, so that nothing is lost for
+    good.
 
         offbeat.ddp(model, optimizer, reduce=ErrorFeedback(Quantized(4)))
     """
