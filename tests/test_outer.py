@@ -55,10 +55,10 @@ def test_momentum_grows_over_the_rounds() -> None:
 
 
 def test_the_ramp_of_slowmo_where_the_rate_is_0() -> None:
-    # β = 1/(1 + 1), then 0.625. γ = 1: v = 2, a = −2;   γ = 0: v = 0.625·2 = 1.25, a stays;
-    # γ = 1: r = 1, v = 0.625·1.25 + 2 = 2.78125, a = −4.78125
-    first, _ = walked("slowmo(every=1, momentum=0.625, ramp=1)", 3, lr=lambda step: [[1, 0, 1][step]])
-    assert first[:3] == [-2, -2, -4.78125]
+    # β = 1/4, 2/5, 3/6. γ = 1: v = 2, a = −2;   γ = 0: v = 0.4·2 = 0.8, a stays;
+    # γ = 1: r = 1, v = 0.5·0.8 + 2 = 2.4, a = −4.4
+    first, _ = walked("slowmo(every=1, momentum=0.9, ramp=3)", 3, lr=lambda step: [[1, 0, 1][step]])
+    assert first[:3] == pytest.approx([-2, -2, -4.4], rel=1e-14)
 
 
 def test_the_ramp_counts_rounds_after_the_warm_up() -> None:
