@@ -95,7 +95,7 @@ class Buckets(Sender):
             worker, self._everyone, self._outside = everyone.worker, everyone, Metered(everyone)
             self._comm = Metered(worker.duplicate())  # another thread may send, so it has its own order
             self._queue = None if self.reduce == Mean() else worker.task_queue()
-            self._parts = self.payload.packed.cut(*self._lengths[:-1])  # extras go with the last
+            self.parts = self.payload.packed.cut(*self._lengths[:-1])  # extras go with the last
             call = partial(_call, weakref.ref(self))
             hooks = [
                 p.register_post_accumulate_grad_hook(partial(call, i))  # type: ignore[no-untyped-call]
@@ -132,13 +132,13 @@ class Buckets(Sender):
 
     @torch.no_grad()
     def _send_complete(self, clock: Clock) -> None:
-        while (b := len(self._air)) < len(self._parts) - 1 and self._missing[b] == 0:
+        while (b := len(self._air)) < len(self.parts) - 1 and self._missing[b] == 0:
             own = [p.grad for p in self._parameters[self._edges[b] : self._edges[b + 1]]]
             if any(grad is not None and grad.layout != torch.strided for grad in own):
                 return  # the step refuses it
             self._everyone.worker.computed(clock.step - 1, self._shares[b])
             self._began = self._everyone.now() if self._began is None else self._began
-            for grad, view in zip(own, self._parts[b].views, strict=True):
+            for grad, view in zip(own, self.parts[b].views, strict=True):
                 view.zero_() if grad is None else view.copy_(local(grad))
             self._left += [(grad, 0 if grad is None else grad._version) for grad in own]
             self._send(b, clock, self._states)
@@ -156,16 +156,16 @@ class Buckets(Sender):
     def start(
         self, round: Round, share: Share, factor: float, heads: Heads, states: dict[str, State]
     ) -> Pending[Packed]:
-        live = self.pack_extras(share)
+        notes, live = share
         if self._clock is not None:  # some may have left, here or elsewhere
             mean = self._send_rest(round, live, states)
             if not self._has_changed(round, heads):
                 return mean
             self._recall(states)
-            self.pack_extras(share)
+            self.payload.pack_extras(notes)
         if isinstance(self.update, Replace) and factor == 1:
             return self._send_rest(round, live, states)
-        self.pack(round, live, factor, states)
+        self.pack(round, share, factor, states)
         return self._send_rest(round, None, states)
 
     def _has_changed(self, round: Round, heads: Heads) -> bool:
@@ -196,10 +196,10 @@ class Buckets(Sender):
         """Send all buckets that have not left, after packing the live tensors, if given."""
         if self._error is not None:
             raise self._error
-        for b in range(len(self._air), len(self._parts)):
+        for b in range(len(self._air), len(self.parts)):
             if live is not None:
                 own = live[self._edges[b] : self._edges[b + 1]]
-                self._parts[b].cut(len(own))[0].read(own)
+                self.parts[b].cut(len(own))[0].read(own)
             self._send(b, round.clock, states)
         air = list(self._air)
         wait = partial(self._unpack, air, round)
@@ -217,7 +217,7 @@ class Buckets(Sender):
         return packed.scaled(1 / self._comm.size) if self._queue is None else packed
 
     def _send(self, b: int, clock: Clock, states: dict[str, State]) -> None:
-        part, memory = self._parts[b], states["reduce"]["parts"][b]
+        part, memory = self.parts[b], states["reduce"]["parts"][b]
         assert self._comm is not None
         if self._queue is None:
             self._air.append(self._comm.total(part.flats))
@@ -234,12 +234,12 @@ class Buckets(Sender):
         """In the queue: send a bucket, and only then finish the one before, whose message still travels."""
         assert self._comm is not None
         packed()
-        self._means.append(self.reduce.start(self._parts[b], self._comm, clock, memory))
-        for done in [b - 1] * (b > 0) + [b] * (b == len(self._parts) - 1):
+        self._means.append(self.reduce.start(self.parts[b], self._comm, clock, memory))
+        for done in [b - 1] * (b > 0) + [b] * (b == len(self.parts) - 1):
             try:
                 mean = self._means[done].wait()
-                if mean is not self._parts[done]:
-                    self._parts[done].read(mean.views)
+                if mean is not self.parts[done]:
+                    self.parts[done].read(mean.views)
             except NotFinite as error:  # on all ranks; it does not matter if all buckets are sent again
                 self._refused = self._refused or error
         return fence(self.payload.packed.flats)

@@ -26,6 +26,7 @@ from offbeat.engine.round import NO_WEIGHT, Delay, Rhythm, Round
 from offbeat.engine.sender import Sender
 from offbeat.reduce import Mean, Reducer
 from offbeat.reduce.code import Staged
+from offbeat.reduce.rounded import send
 from offbeat.update.update import Anchor, Replace, Update
 from offbeat.when import Schedule
 
@@ -65,7 +66,7 @@ class Exchange(Part):
         self._plain = self.reduce == Mean() and self.update == Replace()
         in_place = self._plain and delay == 0 and not self.drift and not live.early
         self.payload = Payload(live, buffers, moments, in_place=in_place)
-        self.sender = choose_sender(self.payload, self.update, self.reduce, delay, self.peers)
+        self.sender: Sender = choose_sender(self.payload, self.update, self.reduce, delay, self.peers)
         self._index, self._ledger = 0, Ledger(when, drift=self.drift)
         self._states: dict[str, State] = {"update": self.update.init()}
         if not isinstance(self.update, Reducer):
@@ -168,14 +169,19 @@ class Exchange(Part):
             averages = payload.moments.rule == "average"
             moments = payload.moments.find() if averages else {}
             digest = digest_names(moments) if averages else 0
-            weight = self.sender.check_unchanged(round, self._weight)
+            weight = self.sender.check_unchanged(round, self._weight) if self.sender.parts else self._weight
             heads = round.compare(self._index, self._rates_digest, self._everyone.rank, digest, weight)
             factor = 1.0 if self._weight == NO_WEIGHT else round.weigh(heads)
             self._weight = NO_WEIGHT
             if averages:
                 moments = payload.moments.choose(moments, heads, round)
-            share = share or (self.live.notes(), self.live.tensors())
-            round.mean = self.sender.start(round, share, factor, heads, self._states)
+            notes, live = share or (self.live.notes(), self.live.tensors())
+            if len(payload.packed.names) > len(live):
+                payload.pack_extras(notes)
+            if self._plain and factor == 1 and not self.sender.parts:
+                round.mean = send(payload.packed, round.comm, live)
+            else:
+                round.mean = self.sender.start(round, (notes, live), factor, heads, self._states)
             round.messages.append(round.mean)
             if payload.has_extras:
                 payload.send_extras(moments, round, factor, late=self.delay != 0)
@@ -210,7 +216,8 @@ class Exchange(Part):
                 self.live.land_notes(notes.views, late=self.reduce.remembers or self.delay != 0)
             if self.payload.has_extras:
                 self.payload.land_extras(buffers.views, round)
-        self.sender.landed(clock, self.rhythm, self._states)
+        if self.sender.parts:
+            self.sender.landed(clock, self.rhythm, self._states)
         stepped, self._landed_at = clock.step > self._landed_at, clock.step
         self._ledger.close(round, *distances, stepped=stepped, everyone=self._everyone)
 
@@ -265,14 +272,6 @@ class Exchange(Part):
         """A message in the air still belongs to the old anchor, which then stays."""
         if self._round is None and (anchor := self.anchor) is not None:
             anchor.follow(self.live.tensors(), landing.names, landing.workers)
-
-    @property
-    def held(self) -> bool:
-        return self.sender.held
-
-    @held.setter
-    def held(self, held: bool) -> None:
-        self.sender.held = held
 
     def leave(self, departure: Departure) -> None:
         super().leave(departure)

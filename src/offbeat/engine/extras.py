@@ -160,6 +160,11 @@ class Payload:
     def own(self) -> Packed:
         return self.packed.cut(len(self.live.names))[0]
 
+    def pack_extras(self, notes: Mapping[str, Tensor]) -> None:
+        """Pack what travels with the live tensors."""
+        extras = [*notes.values(), *self.buffers.averaged().values()]
+        self.packed.cut(len(self.live.names))[1].read(extras)
+
     def send_extras(self, moments: dict[str, Tensor], round: Round, factor: float, *, late: bool) -> None:
         """Send rank 0's buffers and the moments. Keep what was sent if the round lands late."""
         if late:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -20,6 +20,9 @@ from offbeat.engine.round import Delay
 from offbeat.reduce import Mean, Reducer
 from offbeat.update.update import Replace, Update
 from offbeat.when import Schedule
+
+if TYPE_CHECKING:
+    from offbeat.engine.sender import Sender
 
 
 class Landing(NamedTuple):
@@ -37,7 +40,7 @@ class Part:
     follows: Part | None = None  # the part that must stand directly before it in the list
     outside: Metered | None = None  # carries messages that no report covers; their bytes go into the totals
     weighs: bool = False  # whether its rounds weigh workers by their samples, or it has no rounds
-    held: bool = False  # inside accumulate(): gradients grow and do not leave
+    sender: Sender | None = None  # what its payloads leave through
     saved_every: int = 1  # its state can be saved after every so many steps
 
     def bind(self, index: int, optimizers: Sequence[Optimizer], report: Emit) -> None:
@@ -96,13 +99,14 @@ class Part:
 @contextmanager
 def hold(parts: Sequence[Part]) -> Iterator[None]:
     """Let no gradient leave inside, because more backward passes of the same step follow."""
-    for part in parts:
-        part.held = True
+    senders = [part.sender for part in parts if part.sender is not None]
+    for sender in senders:
+        sender.held = True
     try:
         yield
     finally:
-        for part in parts:
-            part.held = False
+        for sender in senders:
+            sender.held = False
 
 
 def check_samples(samples: float, parts: Sequence[Part]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torch import Tensor
+from collections.abc import Sequence
 
 from offbeat.base.clock import Clock, State
 from offbeat.base.packed import Packed
@@ -10,9 +10,8 @@ from offbeat.base.tensors import Share
 from offbeat.comm.communicator import Communicator, Metered, Pending
 from offbeat.engine.extras import Payload
 from offbeat.engine.round import Rhythm, Round
-from offbeat.reduce import Mean, Reducer
-from offbeat.reduce.rounded import send
-from offbeat.update.update import Replace, Update
+from offbeat.reduce import Reducer
+from offbeat.update.update import Update
 
 Heads = Pending[list[tuple[int, float]]]
 
@@ -20,6 +19,7 @@ Heads = Pending[list[tuple[int, float]]]
 class Sender:
     """Sends a payload as a whole when its round begins. `states` are those of the update and the reducer."""
 
+    parts: Sequence[Packed] = ()  # that leave one by one
     held = False  # more backward passes of the same step follow
 
     def __init__(self, payload: Payload, update: Update, reduce: Reducer) -> None:
@@ -40,24 +40,14 @@ class Sender:
     def start(
         self, round: Round, share: Share, factor: float, heads: Heads, states: dict[str, State]
     ) -> Pending[Packed]:
-        """Send this worker's share times `factor`. The mean arrives. `heads` brings the word of everyone."""
-        packed, live = self.payload.packed, self.pack_extras(share)
-        if self.reduce == Mean() and self.update == Replace() and factor == 1:
-            return send(packed, round.comm, live)
-        self.pack(round, live, factor, states)
+        """Send the live tensors times `factor`; extras are packed. `heads` brings the word of all workers."""
+        self.pack(round, share, factor, states)
         memory = states.get("reduce", states["update"])  # an update that owns its code has one state
-        return self.reduce.start(packed, round.comm, round.clock, memory)
+        return self.reduce.start(self.payload.packed, round.comm, round.clock, memory)
 
-    def pack_extras(self, share: Share) -> list[Tensor]:
-        """Pack all but the live tensors, which are returned."""
-        payload, (notes, live) = self.payload, share
-        if len(payload.packed.names) > len(live):
-            payload.packed.cut(len(live))[1].read([*notes.values(), *payload.buffers.averaged().values()])
-        return live
-
-    def pack(self, round: Round, live: list[Tensor], factor: float, states: dict[str, State]) -> None:
+    def pack(self, round: Round, share: Share, factor: float, states: dict[str, State]) -> None:
         """Pack what the update sends, times `factor`."""
-        self.update.outgoing(live, self.payload.own, round.clock, states["update"])
+        self.update.outgoing(share[1], self.payload.own, round.clock, states["update"])
         self.payload.packed.scale(factor)
 
     def landed(self, clock: Clock, rhythm: Rhythm, states: dict[str, State]) -> None:
