@@ -33,7 +33,7 @@ ONE_COUNTS = [
     "ddp()",
     "local_sgd(every=1)",
     "local_sgd(every=3, moments='average')",
-    "local_sgd(every=3, delay=2)",
+    "local_sgd(every=3, delay=2, gain=1.0)",
     "slowmo(every=3, lr=1.0, momentum=0.5, ramp=0)",
     "diloco(every=3, lr=0.5, momentum=0.5, ramp=0)",
 ]
@@ -88,8 +88,11 @@ def test_closed_forms() -> None:
     assert walks("local_sgd(every=1)", [0], [0]) == [[2.5], [2.5]]
     # The outer step takes the weighted mean displacement 3.25: lr 2 makes it 6.5.
     assert walks("diloco(every=1, lr=2.0, momentum=0.0)", [1], [3]) == [[6.5], [6.5]]
-    # Delayed by a step: x ← x + (mean − sent). Rank 0: 2 + 3.25 − 1; rank 1: 8 + 3.25 − 4.
-    assert walks("local_sgd(every=2, delay=1)", [0, 1, 5], [0, 3, 5])[0][1:] == [2.0, 3 + 6.5 - 2]
+    # Delayed by a step: x ← x + gain·(mean − sent). Rank 0 has sent 2, and the mean is 6.5.
+    whole = walks("local_sgd(every=2, delay=1, gain=1.0)", [0, 1, 5], [0, 3, 5])
+    assert whole[0][1:] == [2.0, 3 + 6.5 - 2]
+    half = walks("local_sgd(every=2, delay=1, gain=0.5)", [0, 1, 5], [0, 3, 5])
+    assert half[0][1:] == [2.0, 3 + (6.5 - 2) / 2]
 
 
 def test_samples_of_a_warmup_do_not_count_after_it() -> None:
