@@ -104,9 +104,13 @@ def alike(worker: Callable[[offbeat.Communicator], list[Tensor]], expected: list
 
 def plain(expression: str = "ddp()", steps: int = 4, **options: Any) -> list[Tensor]:
     """The weights after some steps whose gradients leave at the step."""
-    return offbeat.simulate(lambda comm: Run(comm, expression, late=True, **options).go(steps).weights(), 3)[
-        0
-    ]
+
+    def worker(comm: offbeat.Communicator) -> list[Tensor]:
+        run = Run(comm, expression, late=True, **options).go(steps)
+        assert run.left == [0] * steps
+        return run.weights()
+
+    return offbeat.simulate(worker, 3)[0]
 
 
 # The mean does not depend on when a bucket leaves.
@@ -233,6 +237,27 @@ def test_a_pass_more_on_one_rank_only(expression: str) -> None:
 
     expected = offbeat.simulate(lambda comm: worker(comm, True), 3)[0]
     alike(lambda comm: worker(comm, False), expected)
+
+
+def test_averaged_buffers_of_a_round_that_is_sent_twice() -> None:
+    """The mean of the ranks' numbers, 0 to 2, however often it is sent."""
+
+    def worker(comm: offbeat.Communicator) -> float:
+        net = Layers()
+        net.register_buffer("own", torch.zeros(1))
+        opt = torch.optim.SGD(net.parameters(), lr=0.5)
+        exchange = Exchange(offbeat.grads(net), when=offbeat.Every(1), among=comm, buffers="average")
+        sync = offbeat.Synchronizer(opt, [exchange])
+        for count in (1, 1, 2):
+            for _ in range(count):
+                net([1.0] * 4).backward()
+            net.own.fill_(comm.rank)
+            sync.step()
+            opt.zero_grad()
+        assert exchange.sender._times == 1
+        return net.own.item()
+
+    assert offbeat.simulate(worker, 3) == [1.0] * 3
 
 
 def clip(run: Run) -> None:
@@ -377,7 +402,10 @@ def test_tied_and_frozen_parameters() -> None:
 
 
 def test_weighted_rounds_leave_at_the_step() -> None:
-    """The weights are known at the step only. The first weighted round is sent twice."""
+    """The weights are known at the step only. The first weighted round is sent twice.
+
+    With weights 1, 2 and 3 the mean rank is 4/3, in two steps.
+    """
 
     def worker(comm: offbeat.Communicator, late: bool) -> list[Tensor]:
         run = Run(comm, late=late).go(2)
@@ -390,6 +418,8 @@ def test_weighted_rounds_leave_at_the_step() -> None:
         return run.weights()
 
     expected = offbeat.simulate(lambda comm: worker(comm, True), 3)[0]
+    total = sum(slope(1, step, 0) for step in range(8)) + 2 * (4 / 3 - 1) / 4
+    torch.testing.assert_close(expected[0], -0.5 * total * Layers().spread)
     alike(lambda comm: worker(comm, False), expected)
 
 
@@ -581,6 +611,13 @@ def test_seconds_by_hand() -> None:
     assert first == pytest.approx((1.0, 1.0), abs=1e-3)
     for waited, in_air in others:
         assert (waited, in_air) == (pytest.approx(0.25, abs=1e-3), pytest.approx(1.75, abs=1e-3))
+
+
+def test_bytes_by_hand() -> None:
+    """Of two workers each sends its 4 layers, 4 notes and 8 words, early or late."""
+    for late in (False, True):
+        runs = offbeat.simulate(lambda comm, late=late: Run(comm, late=late).go(2).sync.reports, 2)
+        assert [report.bytes_sent for report in runs[0]] == [4 * 4 * WIDTH + 4 * 4 + 8 * 8] * 2
 
 
 # A mean that is one step old.

@@ -220,6 +220,7 @@ COPIED = {
     "Loss against time": "curves",
     "A round": "round",
     "Pushes and pulls": "pushpull",
+    "A late mean": "backward",
     "Overlap": "overlap",
     "Plan": "plan",
     "Simulation": "simulate",

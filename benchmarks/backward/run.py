@@ -36,12 +36,12 @@ def measure(link: str, contenders: list[str], args: argparse.Namespace) -> list[
 
 
 def table(rows: list[dict]) -> str:
-    lines = ["| link | contender | step (s) | ratio | quartiles | waited (s) | hidden (s) |"]
-    lines.append("|---|---|---|---|---|---|---|")
+    lines = ["| link | contender | step (s) | ratio | quartiles | CPU (s) | waited (s) | hidden (s) |"]
+    lines.append("|---|---|---|---|---|---|---|---|")
     for row in rows:
         low, _, high = statistics.quantiles(row["ratios"], n=4)
         times = f"{row['step']:.3f} | {row['ratio']:.3f} | {low:.3f}–{high:.3f}"
-        seconds = f"{row['waited']:.3f} | {row['hidden']:.3f}"
+        seconds = f"{row['cpu']:.3f} | {row['waited']:.3f} | {row['hidden']:.3f}"
         lines.append(f"| {row['link']} | `{row['contender']}` | {times} | {seconds} |")
     return "\n".join(lines)
 

@@ -20,8 +20,9 @@ import torch
 import offbeat
 from offbeat.tasks import Task, bytes_task
 
-METHODS = ["ddp()", "ddp(delay=1)"]
-RATES = {"AdamW": [3e-3], "SGD, momentum 0.9": [0.1]}
+CORRECT = "Exchange(grads, delay=1, Correct())"  # own gradients, plus mean − own of the step before
+METHODS = ["ddp()", "ddp(delay=1)", CORRECT]
+RATES = {"AdamW": [3e-3, 1e-3], "SGD, momentum 0.9": [0.1]}
 RESULTS = Path(__file__).parent / "study.jsonl"
 
 
@@ -43,7 +44,12 @@ def worker(comm: offbeat.Communicator, task: Task, row: dict, args: argparse.Nam
     optimizer = make_optimizer(row["optimizer"], model, row["lr"])
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: rate(step, args.steps))
     batches = task.batches(comm.rank, comm.size, args.batch, row["seed"])
-    with offbeat.method(row["method"])(model, optimizer, group=comm) as sync:
+    if row["method"] == CORRECT:
+        late = {"when": offbeat.Every(1), "delay": 1, "update": offbeat.Correct(), "buffers": "follow"}
+        made = offbeat.Synchronizer(optimizer, [offbeat.Exchange(offbeat.grads(model), among=comm, **late)])
+    else:
+        made = offbeat.method(row["method"])(model, optimizer, group=comm)
+    with made as sync:
         for _ in range(args.steps):
             task.loss(model, next(batches)).backward()
             sync.step(lambda: (torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0), optimizer.step()))
@@ -53,22 +59,20 @@ def worker(comm: offbeat.Communicator, task: Task, row: dict, args: argparse.Nam
 
 
 def table(rows: list[dict]) -> str:
-    losses: dict[tuple[str, float], dict[str, dict[int, float]]] = {}
+    """Mean losses, and the mean and spread over the seeds of their distance from `ddp()`."""
+    losses: dict[tuple[str, float, str], dict[int, float]] = {}
     for row in rows:
-        cell = losses.setdefault((row["optimizer"], row["lr"]), {method: {} for method in METHODS})
-        cell[row["method"]][row["seed"]] = row["loss"]
+        losses.setdefault((row["optimizer"], row["lr"], row["method"]), {})[row["seed"]] = row["loss"]
     lines = [
-        "| optimizer | lr | `ddp()` | `ddp(delay=1)` | difference | ± | seeds |",
+        "| optimizer | lr | method | loss | above `ddp()` | ± | seeds |",
         "|---|---|---|---|---|---|---|",
     ]
-    for (optimizer, lr), cell in losses.items():
-        now, late = (cell[method] for method in METHODS)
-        apart = [100 * (late[seed] / now[seed] - 1) for seed in now if seed in late]
-        if apart:
-            spread = statistics.stdev(apart) if len(apart) > 1 else 0.0
-            means = f"{statistics.mean(now.values()):.3f} | {statistics.mean(late.values()):.3f}"
-            change = f"{statistics.mean(apart):+.1f} % | {spread:.1f} | {len(apart)}"
-            lines.append(f"| {optimizer} | {lr:g} | {means} | {change} |")
+    for (optimizer, lr, method), runs in sorted(losses.items()):
+        base = losses[optimizer, lr, METHODS[0]]
+        above = [100 * (runs[seed] / base[seed] - 1) for seed in runs if seed in base]
+        spread = f"{statistics.stdev(above):.1f}" if len(above) > 1 else ""
+        mean = f"{statistics.mean(runs.values()):.3f} | {statistics.mean(above):+.1f} %"
+        lines.append(f"| {optimizer} | {lr:g} | `{method}` | {mean} | {spread} | {len(runs)} |")
     return "\n".join(lines)
 
 

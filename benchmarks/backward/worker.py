@@ -48,20 +48,23 @@ def main() -> None:
     dist.init_process_group("gloo")
     runs = {contender: build(contender, int(batch)) for contender in contenders}
     times: dict[str, list[float]] = {contender: [] for contender in contenders}
+    work: dict[str, list[float]] = {contender: [] for contender in contenders}
     for repetition in range(int(repetitions) + WARM):
         for contender in contenders if repetition % 2 else reversed(contenders):
             dist.barrier()
-            start = time.perf_counter()
+            start, busy = time.perf_counter(), time.process_time()
             for _ in range(int(steps)):
                 runs[contender][0]()
             dist.barrier()  # the last worker counts
             if repetition >= WARM:
                 times[contender].append((time.perf_counter() - start) / int(steps))
+                work[contender].append((time.process_time() - busy) / int(steps))
     if dist.get_rank() == 0:
         ratios = {c: [a / b for a, b in zip(times[c], times[contenders[0]], strict=True)] for c in contenders}
         for contender in contenders:
             waited, hidden = runs[contender][1]()
             row = {"contender": contender, "step": statistics.median(times[contender])}
+            row |= {"cpu": statistics.median(work[contender])}  # of all threads of rank 0
             row |= {"ratio": statistics.median(ratios[contender]), "ratios": ratios[contender]}
             made = (int(repetitions) + WARM) * int(steps)
             print(json.dumps({**row, "waited": waited / made, "hidden": hidden / made}), flush=True)
