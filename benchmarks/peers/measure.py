@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -86,7 +85,15 @@ def timing(setting: Setting, link: str, names: list[str], *, blocks: int, steps:
                 found = told(run_in(lab, {**order, "warm": warm, "steps": count}, timeout=900))
                 seconds = [round(one["seconds"], 5) for one in found]
                 sent = round(statistics.mean(one["bytes"] for one in found))
-                add({**row, "steps": count, "seconds": max(seconds), "bytes": sent, **versions()})
+                add(
+                    {
+                        **row,
+                        "steps": count,
+                        "seconds": max(seconds),
+                        "bytes": sent,
+                        "torch": torch.__version__,
+                    }
+                )
 
 
 def real(setting: Setting, link: str, names: list[str]) -> None:
@@ -104,7 +111,16 @@ def real(setting: Setting, link: str, names: list[str]) -> None:
             points = curve(mine, [torch.load(Path(out) / f"{rank}.pt") for rank in range(WORKERS)])
         sent = round(statistics.mean(one["bytes"] for one in found))
         _, seconds, last = points[-1]
-        add({**row, "seconds": seconds, "loss": last, "bytes": sent, "curve": points, **versions()})
+        add(
+            {
+                **row,
+                "seconds": seconds,
+                "loss": last,
+                "bytes": sent,
+                "curve": points,
+                "torch": torch.__version__,
+            }
+        )
 
 
 def loss(setting: Setting, names: list[str], *, seeds: int | None = None, first: int = 0) -> None:
@@ -139,10 +155,4 @@ def simulate(setting: Setting, rule: str) -> None:
     start = time.perf_counter()
     points = [(step, value) for step, _, value in curve(setting, simulated_runs(setting, rule))]
     took = round(time.perf_counter() - start, 1)
-    add({**row, "loss": points[-1][1], "curve": points, "took": took, **versions()})
-
-
-def versions() -> Row:
-    asked = ["git", "-C", str(HERE), "rev-parse", "--short", "HEAD"]
-    commit = subprocess.run(asked, capture_output=True, text=True).stdout.strip()
-    return {"torch": torch.__version__, "commit": commit}
+    add({**row, "loss": points[-1][1], "curve": points, "took": took, "torch": torch.__version__})

@@ -90,7 +90,8 @@ def main() -> None:
         (folder / "log.md").write_text(report.log(rows))
         print(report.log(rows))
         drawn = figure.PICTURE if folder == HERE else folder / figure.PICTURE.name
-        drawn.write_text(figure.picture(report.results(rows, "50mbit")))
+        if shown := report.results(rows, "50mbit"):
+            drawn.write_text(figure.picture(shown))
 
 
 if __name__ == "__main__":
