@@ -53,7 +53,7 @@ def ours(call: str, *, period: int = 1, start: int = 0, seeds: int = 2) -> Conte
 
 DDP, FLOOR = "torch DDP", "no communication"
 FOUR_BITS = "reduce=ErrorFeedback(Quantized(4))"
-PAPER = "diloco(every=20, lr=0.7, momentum=0.9)"
+PAPER = "diloco(every=20, lr=0.7, momentum=0.9, ramp=0)"
 CONTENDERS = [
     Contender(FLOOR, "alone"),
     Contender(DDP, "torch_ddp", rule="ddp()", seeds=5),
