@@ -92,6 +92,28 @@ class Run:
         return self
 
 
+class Broken(Exception):
+    pass
+
+
+class Break(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        raise Broken
+
+
+def break_off(run: Run) -> None:
+    """A pass that raises after two buckets have left, if they may."""
+    first = Break.apply((run.net.layers[0] * run.net.spread).sum())
+    rest = sum((layer * run.net.spread).sum() for layer in run.net.layers[2:])
+    with pytest.raises(Broken):
+        (first + rest).backward()
+
+
 def equal(a: list[Tensor], b: list[Tensor]) -> bool:
     return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
@@ -307,20 +329,6 @@ def test_gradients_that_change_before_the_step(expression: str, change: Callable
     alike(lambda comm: worker(comm, False), expected)
 
 
-class Broken(Exception):
-    pass
-
-
-class Break(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        raise Broken
-
-
 @pytest.mark.parametrize("expression", METHODS[:3])
 def test_an_error_in_the_middle_of_a_pass(expression: str) -> None:
     """On rank 1, after two buckets have left. It repeats the pass."""
@@ -328,10 +336,7 @@ def test_an_error_in_the_middle_of_a_pass(expression: str) -> None:
     def worker(comm: offbeat.Communicator, late: bool) -> list[Tensor]:
         run = Run(comm, expression, late=late).go(2)
         if comm.rank == 1:
-            first = Break.apply((run.net.layers[0] * run.net.spread).sum())
-            rest = sum((layer * run.net.spread).sum() for layer in run.net.layers[2:])
-            with pytest.raises(Broken):
-                (first + rest).backward()
+            break_off(run)
             run.opt.zero_grad()
         return run.go(2).weights()
 
@@ -436,25 +441,59 @@ def test_one_worker_sends_nothing_early() -> None:
     assert offbeat.simulate(lambda comm: Run(comm).go(3).left, 1) == [[0, 0, 0]]
 
 
-def finish_early(comm: offbeat.Communicator, expression: str, missing: int) -> tuple[bool, int]:
-    """A pass without a step before finish(). On one rank fewer buckets leave."""
+# Between a pass and its step, when fewer buckets have left on one rank than on the others.
 
-    def use(rank: int, step: int, layer: int) -> float:
-        return 0.0 if (rank, step, layer) == (missing, 2, 2) else slope(rank, step, layer)
 
-    run = Run(comm, expression, use=use).go(2)
-    before = run.weights()
+def uneven(rank: int, step: int, layer: int) -> float:
+    return 0.0 if (rank, step, layer) == (1, 2, 2) else slope(rank, step, layer)
+
+
+def between(comm: offbeat.Communicator, expression: str, act: str, late: bool = False) -> list[Tensor]:
+    run = Run(comm, expression, use=uneven, late=late).go(2)
+    saved, before = run.sync.state_dict(), run.weights()
     run.backward()
-    assert len(run.sender._air) == (1 if comm.rank == missing else 3)
-    run.sync.finish()
-    return equal(before, run.weights()), len(run.sender._air)
+    if not late:
+        assert len(run.sender._air) == (1 if comm.rank == 1 else 3)
+    if act == "finish":
+        run.sync.finish()
+        assert equal(before, run.weights())
+        assert run.sender._air == []
+        return before
+    if act == "averaged":
+        with run.sync.averaged():
+            assert equal(before, run.weights())
+    elif act == "state_dict":
+        run.sync.state_dict()
+    elif act == "load_state_dict":
+        run.opt.zero_grad()
+        run.sync.load_state_dict(saved)
+        run.backward()
+    elif act == "a new run":  # the old one is garbage
+        run = Run(comm, expression, use=uneven, late=late).load(run)
+        gc.collect()
+        run.backward()
+    elif act == "a second pass" and comm.rank == 2:
+        run.backward()
+    elif act == "an error" and comm.rank == 2:
+        run.opt.zero_grad()
+        break_off(run)
+        run.opt.zero_grad()
+        run.backward()
+    run.step()
+    run.go(2).sync.finish()
+    return run.weights()
 
 
+ACTS = ["finish", "averaged", "state_dict", "load_state_dict", "a new run", "a second pass", "an error"]
+
+
+@pytest.mark.parametrize("act", ACTS)
 @pytest.mark.parametrize("expression", METHODS[:3])
-def test_finish_after_a_pass_without_a_step(pool: Pool, expression: str) -> None:
-    assert pool.run(finish_early, expression, 1) == [(True, 0)] * 4
-    missing = 1 if expression == "ddp()" else -1  # a simulated worker cannot wait for two things at once
-    assert offbeat.simulate(lambda comm: finish_early(comm, expression, missing), 4) == [(True, 0)] * 4
+def test_between_a_pass_and_its_step(pool: Pool, expression: str, act: str) -> None:
+    expected = offbeat.simulate(lambda comm: between(comm, expression, act, True), 3)[0]
+    alike(lambda comm: between(comm, expression, act), expected)
+    for weights in pool.run(between, expression, act, workers=3):
+        assert equal(weights, expected)
 
 
 # Checkpoints.
@@ -539,22 +578,32 @@ def test_workers_that_are_apart(pool: Pool, expression: str) -> None:
         assert "rank 0 is in round 2 at step 3, rank 1 in finish() at step 2" in str(error)
 
 
-def lost(comm: offbeat.Communicator, expression: str) -> None:
-    run = Run(comm, expression).go(2)
-    with run.sync:
-        if comm.rank == 1:
-            raise Broken
-        run.backward()
-        run.step()
+def lost(comm: offbeat.Communicator, expression: str, late: bool) -> Exception | None:
+    """Rank 1 leaves before a pass, or after it."""
+    run = Run(comm, expression, use=uneven).go(2)
+    try:
+        with run.sync:
+            if comm.rank == 1 and not late:
+                raise Broken
+            run.backward()
+            if comm.rank == 1:
+                raise Broken
+            run.step()
+    except Exception as error:
+        error.__cause__ = error.__context__ = None
+        return error
+    return None
 
 
+@pytest.mark.parametrize("late", [False, True], ids=["before a pass", "after a pass"])
 @pytest.mark.parametrize("expression", METHODS[:3])
-def test_a_lost_worker_is_named_at_the_step(pool: Pool, expression: str) -> None:
-    first, second = pool.attempt(lost, expression, workers=2)
-    assert isinstance(second, Broken)
-    assert isinstance(first, offbeat.PeerLost)
-    assert "Round 2 (step 3)" in str(first)
-    assert "rank 1" in str(first).lower()
+def test_a_lost_worker_is_named_at_the_step(pool: Pool, expression: str, late: bool) -> None:
+    simulated = offbeat.simulate(lambda comm: lost(comm, expression, late), 2)
+    for first, second in (simulated, pool.attempt(lost, expression, late, workers=2)):
+        assert isinstance(second, Broken)
+        assert isinstance(first, offbeat.PeerLost)
+        assert "Round 2 (step 3)" in str(first)
+        assert "rank 1" in str(first).lower()
 
 
 def test_hooks_end_with_the_run() -> None:

@@ -3,7 +3,6 @@
 import heapq
 import itertools
 import threading
-from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -94,7 +93,6 @@ class Scheduler:
         self.current = 0  # the actor that holds the baton
         self.clocks: list[float] = []  # of every actor, as what follows
         self.waiting: dict[int, Call | Condition | None] = {}  # None: can run
-        self.task_queues: dict[int, list[VirtualQueue]] = {}
         self._ranks: list[int] = []
         self._turns: list[threading.Lock] = []  # a lock is released when it is the actor's turn
         self._rng: list[Tensor] = []
@@ -129,13 +127,9 @@ class Scheduler:
         """Deliver something at a given time, before the next actor runs."""
         heapq.heappush(self._posts, (when, next(self._number), deliver))
 
-    def wait(self, actor: int, call: Call) -> None:
+    def wait(self, call: Call) -> None:
         """Give the baton away until the call is complete, then move this actor's clock to its landing."""
-        task_queues = self.task_queues.get(actor, [])
-        if call.missing and not any(task_queue.busy for task_queue in task_queues):
-            for task_queue in task_queues:  # other workers may wait for its jobs; errors are raised later
-                with suppress(BaseException):
-                    task_queue.close()
+        actor = self.current
         if call.missing:
             self.waiting[actor] = call
             self.catch_up(actor)
@@ -149,10 +143,20 @@ class Scheduler:
             raise self.failure
         self.clocks[actor] = max(self.clocks[actor], call.lands)
 
-    def has_landed(self, actor: int, call: Call) -> bool:
+    def has_landed(self, call: Call) -> bool:
         """Whether a message has landed by now. First lets all actors that are behind in time catch up."""
+        actor = self.current
         self.catch_up(actor)
         return not call.missing and call.lands <= self.clocks[actor]
+
+    def until(self, ready: Callable[[], bool], what: str) -> None:
+        """Give the baton away until a condition holds. Raises if nobody can make it hold."""
+        if not ready():
+            self.waiting[self.current] = Condition(ready, what, None)
+            self.catch_up(self.current)
+            if not ready():
+                assert self.failure is not None
+                raise self.failure
 
     def wake(self, now: float) -> None:
         """Let actors continue from now whose condition has come true."""
@@ -203,52 +207,80 @@ class Scheduler:
         if (apart := find_disagreement(sorted(self.tracks, key=lambda track: track.rank))) is not None:
             return Disagreement(apart)
         waits = []
-        for rank, what in self.waiting.items():
-            if rank not in self.on_exit or what is None:
-                continue  # a sidecar waits for its worker
-            if isinstance(what, Condition):
-                waits.append(what.what)
-            else:
+        for actor, what in self.waiting.items():
+            if isinstance(what, Call):
+                rank = self._ranks[actor]
                 others = ", ".join(f"rank {other}" for other in what.members if other not in what.posts)
                 waits.append(f"rank {rank} waits for {what.posts[rank]} from {others}")
+            elif what is not None and actor in self.on_exit:  # sidecars and queues wait for their worker
+                waits.append(what.what)
         return Deadlock("Nobody can move: " + "; ".join(waits) + ".")
 
 
-class VirtualQueue(TaskQueue):
-    """Runs jobs when a worker waits for a result, at the virtual time at which a thread would have run them.
-    During a job, the actor's clock is the queue's."""
+class Aside:
+    """An actor beside a worker, so that a job and the worker can wait for different messages.
 
-    def __init__(self, scheduler: Scheduler, actor: int) -> None:
-        super().__init__()
-        self._clocks, self._actor, self._now, self.busy = scheduler.clocks, actor, 0.0, False
-        self._open: deque[Callable[[], None]] = deque()
-        scheduler.task_queues.setdefault(actor, []).append(self)
+    It runs the jobs of its task queues in the order given, each at the time of its queue.
+    """
+
+    def __init__(self, scheduler: Scheduler, rank: int) -> None:
+        self.scheduler, self.rank = scheduler, rank
+        self.queues: set[VirtualQueue] = set()  # those that have not ended
+        self.jobs: list[Callable[[], None]] = []  # the first of which may be running
+        self.actor = scheduler.add(rank, scheduler.clocks[rank])
+        scheduler.on_exit[rank].append(self.queues.clear)
+        scheduler.on_exit[rank].append(self.notify)
+        scheduler.play(self.actor, self._work)
+
+    def _work(self) -> None:
+        with suppress(BaseException):  # of a standstill, which the workers raise
+            while self.queues:
+                self.scheduler.until(lambda: bool(self.jobs) or not self.queues, "a job")
+                if self.jobs:
+                    self.jobs[0]()
+                    del self.jobs[:1]
+                self.notify()
+
+    def notify(self) -> None:
+        """Let others continue that wait for what has just happened."""
+        self.scheduler.wake(self.scheduler.clocks[self.scheduler.current])
+
+
+class VirtualQueue(TaskQueue):
+    """Runs jobs at the virtual time at which a thread would have run them."""
+
+    def __init__(self, aside: Aside) -> None:
+        self._aside, self._now = aside, 0.0
+        aside.queues.add(self)
 
     def give(self, job: Callable[[], T]) -> Pending[T]:
-        clocks, actor, result = self._clocks, self._actor, list[T]()
-        given, done = clocks[actor], [0.0]
+        scheduler, me, result, done = self._aside.scheduler, self._aside.actor, list[T](), [0.0]
+        clocks, given = scheduler.clocks, scheduler.clocks[scheduler.current]
 
         def run() -> None:
-            worker, self.busy = clocks[actor], True
-            clocks[actor] = max(self._now, given)
-            try:
+            clocks[me] = max(self._now, given)
+            with suppress(BaseException):  # `wait` raises it
                 result.append(self._do(job))
-            finally:
-                self._now = done[0] = clocks[actor]
-                clocks[actor] = worker
-                self.busy = False
+            self._now = done[0] = clocks[me]
 
         def wait() -> T:
-            while not result:
-                if self._error is not None:
-                    raise self._error
-                self._open.popleft()()
-            clocks[actor] = max(clocks[actor], done[0])
+            told = f"rank {self._aside.rank} waits for its task queue"
+            scheduler.until(lambda: bool(result) or self._error is not None, told)
+            if not result and self._error is not None:
+                raise self._error
+            clocks[scheduler.current] = max(clocks[scheduler.current], done[0])
             return result[0]
 
-        self._open.append(run)
-        return Pending(wait, lambda: bool(result) and done[0] <= clocks[actor], lambda: done[0])
+        self._aside.jobs.append(run)
+        self._aside.notify()
+        return Pending(wait, lambda: bool(result) and done[0] <= clocks[scheduler.current], lambda: done[0])
 
     def close(self) -> None:
-        while self._open and self._error is None:
-            self._open.popleft()()
+        aside = self._aside
+        aside.scheduler.until(lambda: not aside.jobs, f"rank {aside.rank} waits for its task queue")
+        self.abandon()
+
+    def abandon(self) -> None:
+        self._aside.jobs = []
+        self._aside.queues.discard(self)
+        self._aside.notify()

@@ -15,7 +15,16 @@ from offbeat.comm.communicator import Communicator, Pending, Worker
 from offbeat.comm.presence import Departure, Track
 from offbeat.simulate.compute import Failures
 from offbeat.simulate.network import Network
-from offbeat.simulate.scheduler import Call, Condition, Path, Post, Scheduler, StepSeconds, VirtualQueue
+from offbeat.simulate.scheduler import (
+    Aside,
+    Call,
+    Condition,
+    Path,
+    Post,
+    Scheduler,
+    StepSeconds,
+    VirtualQueue,
+)
 
 T = TypeVar("T")
 _ANNOUNCEMENT = 8  # bytes
@@ -54,7 +63,7 @@ def simulate(
     def work(rank: int) -> None:
         departure = Departure("has returned")
         try:
-            results[rank] = worker(find_view(scheduler, (tuple(range(workers)),), rank, rank))
+            results[rank] = worker(find_view(scheduler, (tuple(range(workers)),), rank))
         except BaseException as error:  # raised again in the caller's thread
             scheduler.failure = scheduler.failure or error
             departure = Departure.of(error)
@@ -76,10 +85,11 @@ def simulate(
 class Virtual(Communicator, Worker):
     """One simulated worker's view of its peers."""
 
-    def __init__(self, scheduler: Scheduler, path: Path, me: int, actor: int) -> None:
-        self._scheduler, self._path, self._me, self._actor = scheduler, path, me, actor
+    def __init__(self, scheduler: Scheduler, path: Path, me: int) -> None:
+        self._scheduler, self._path, self._me = scheduler, path, me
         self._members, self._number, self._duplicates, self._runs = path[-1], Counter[str](), 0, 0
         self.rank, self.size = self._members.index(me), len(self._members)
+        self._aside: Aside | None = None
 
     def run(
         self, kind: Collective, tensors: Sequence[Tensor], *, src: int = 0, control: bool = False
@@ -95,30 +105,33 @@ class Virtual(Communicator, Worker):
             call.resolve(src, scheduler.traffic, queue=not control)
 
         def wait() -> list[Tensor]:
-            scheduler.wait(self._actor, call)
+            scheduler.wait(call)
             return kind.deliver(given, call.results[self.rank])
 
-        return Pending(wait, lambda: scheduler.has_landed(self._actor, call), lambda: call.lands)
+        return Pending(wait, lambda: scheduler.has_landed(call), lambda: call.lands)
 
     def split(self, groups: Sequence[Sequence[int]]) -> Communicator:
         members = tuple(self._members[rank] for group in groups if self.rank in group for rank in group)
-        return find_view(self._scheduler, (*self._path, members), self._me, self._actor)
+        return find_view(self._scheduler, (*self._path, members), self._me)
 
     @property
     def worker(self) -> Worker:
         return self
 
     def duplicate(self) -> Communicator:
-        return find_view(self._scheduler, self._path_beside(), self._me, self._actor)
+        return find_view(self._scheduler, self._path_beside(), self._me)
 
     def task_queue(self) -> TaskQueue:
-        return VirtualQueue(self._scheduler, self._actor)
+        """Queues that are made without a duplicate in between share an actor."""
+        if self._aside is None or not self._aside.queues:
+            self._aside = Aside(self._scheduler, self._me)
+        return VirtualQueue(self._aside)
 
     def sidecar(self) -> Sidecar:
         return VirtualSidecar(self._scheduler, self._path_beside(), self._me)
 
     def _path_beside(self) -> Path:
-        self._duplicates += 1
+        self._duplicates, self._aside = self._duplicates + 1, None
         return (*self._path, (-self._duplicates,), self._members)
 
     def leave(self, departure: Departure) -> None:
@@ -130,7 +143,7 @@ class Virtual(Communicator, Worker):
         self._scheduler.tracks.add(track)
 
     def now(self) -> float:
-        return self._scheduler.clocks[self._actor]
+        return self._scheduler.clocks[self._scheduler.current]
 
     def computed(self, step: int, share: float = 1.0) -> None:
         """Move the worker's clock by the time of a gradient, or a share of it, and of failures in it."""
@@ -140,9 +153,9 @@ class Virtual(Communicator, Worker):
         scheduler.clocks[me] += seconds + scheduler.uptimes[me].lose(seconds)
 
 
-def find_view(scheduler: Scheduler, path: Path, me: int, actor: int) -> Communicator:
+def find_view(scheduler: Scheduler, path: Path, me: int) -> Communicator:
     """The view that worker `me` has of a communicator. There is one, because it numbers the messages."""
-    return scheduler.views.setdefault((path, me), Virtual(scheduler, path, me, actor))
+    return scheduler.views.setdefault((path, me), Virtual(scheduler, path, me))
 
 
 class VirtualSidecar(Sidecar):
@@ -152,7 +165,7 @@ class VirtualSidecar(Sidecar):
     def __init__(self, scheduler: Scheduler, path: Path, rank: int) -> None:
         self._scheduler, self._path, self._rank, self._stopped = scheduler, path, rank, False
         self._actor = scheduler.add(rank, scheduler.clocks[rank])
-        self.comm = find_view(scheduler, path, rank, self._actor)
+        self.comm = find_view(scheduler, path, rank)
         self._error: BaseException | None = None
         scheduler.on_exit[rank].append(self.stop)
 
