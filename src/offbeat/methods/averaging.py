@@ -44,10 +44,8 @@ def ddp(
         sync = offbeat.ddp(model, optimizer, delay=1)
     """
     live = grads(model, own=False)
-    return Synchronizer(
-        optimizer,
-        [Exchange(live, when=Every(1), among=group, reduce=reduce, delay=delay, buffers="follow")],
-    )
+    gradients = Exchange(live, when=Every(1), among=group, reduce=reduce, delay=delay, buffers="follow")
+    return Synchronizer(optimizer, [gradients])
 
 
 @record_call
@@ -126,8 +124,7 @@ def cocod(
         sync = offbeat.cocod(model, optimizer, every=8, delay=4)
 
     Shen et al., "Faster Distributed Deep Net Training: Computation and Communication Decoupled SGD", IJCAI
-    2019, arXiv 1906.12043.
-    Differs from the paper, where a message has the whole period: that is delay="round".
+    2019, arXiv 1906.12043. Differs from the paper, where a message has the whole period: delay="round".
     """
     return exchange(model, optimizer, every, correct(options), group, delay=delay, **options)
 
@@ -212,8 +209,7 @@ def a2sgd(
 
         sync = offbeat.a2sgd(model, optimizer, every=32)
 
-    Yoon et al., "A2SGD", 2020, arXiv 2006.07405.
-    Differs from the paper, which does not average parameters in between.
+    Yoon et al., "A2SGD", 2020, arXiv 2006.07405. The paper does not average parameters in between.
     """
     return Synchronizer(
         optimizer,
