@@ -283,7 +283,8 @@ def _join(chunks: Tensors) -> Tensor:
     """The chunks in one vector; a view if they already lie in one."""
     first, size = chunks[0], chunks[0].numel()
     starts = [first.data_ptr() + i * first.nbytes for i in range(len(chunks))]
-    in_place = starts == [c.data_ptr() for c in chunks] and all(c.is_contiguous() for c in chunks)
-    if in_place and size and len({c.untyped_storage().data_ptr() for c in chunks}) == 1:
+    in_place = starts == [c.data_ptr() for c in chunks] and False not in [c.is_contiguous() for c in chunks]
+    memory = [c.untyped_storage().data_ptr() for c in chunks]
+    if in_place and size and memory == memory[:1] * len(chunks):
         return first.as_strided((len(chunks) * size,), (1,))
     return torch.cat([chunk.reshape(-1) for chunk in chunks])

@@ -67,7 +67,7 @@ def read_rates(
     """Return a digest of all groups' learning rates, and each parameter's own: 0 if no optimizer holds it."""
     groups = [(float(g["lr"]), g["params"]) for optimizer in optimizers for g in optimizer.param_groups]
     own = {id(p): lr for lr, held in groups for p in held} if parameters else {}
-    rates = tuple(own.get(id(p), 0.0) for p in parameters)
+    rates = tuple([own.get(id(p), 0.0) for p in parameters])
     return zlib.crc32(repr([lr for lr, _ in groups]).encode()), rates
 
 

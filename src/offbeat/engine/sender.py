@@ -48,7 +48,8 @@ class Sender:
     def pack(self, round: Round, share: Share, factor: float, states: dict[str, State]) -> None:
         """Pack what the update sends, times `factor`."""
         self.update.outgoing(share[1], self.payload.own, round.clock, states["update"])
-        self.payload.packed.scale(factor)
+        if factor != 1:
+            self.payload.packed.scale(factor)
 
     def landed(self, clock: Clock, rhythm: Rhythm, states: dict[str, State]) -> None:
         """A round has landed."""

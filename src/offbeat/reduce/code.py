@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from inspect import GEN_SUSPENDED, getgeneratorstate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -70,10 +70,8 @@ class Reducer:
         return {}
 
     def start(self, payload: Packed, comm: Communicator, clock: Clock, state: State) -> Pending[Packed]:
-        """Send the payload, which now belongs to the message; the mean may use its memory.
-
-        A reducer that needs more than one message returns a `Staged`.
-        """
+        """Send the payload, which now belongs to the message; the mean may use its memory. A reducer that
+        needs more than one message returns a `Staged`."""
         raise NotImplementedError
 
 
@@ -213,29 +211,30 @@ class PayloadSplit:
         self._payload, self._clock, self._residual = payload, clock, residual
         self._most = most = Code.most if code is None else code.most
         names, views = payload.names, payload.views
-        extras = [i for i, name in enumerate(names) if name.startswith("+")]
-        coded = {i for i, x in enumerate(views) if i not in extras and (code is None or code.takes(x))}
-        self._rest = [i for i in range(len(views)) if i not in coded]
-        rest = {names[i]: views[i] for i in self._rest}
-        self._exact = Packed.like(rest)
-        self._exact.read(list(rest.values()))
-        for i in extras:
-            views[i].zero_()  # which may be infinite
+        extras = [name.startswith("+") for name in names]
+        coded = [not extras[i] and (code is None or code.takes(view)) for i, view in enumerate(views)]
+        self._rest = [i for i, taken in enumerate(coded) if not taken]
+        if self._rest:
+            self._exact = Packed.like({names[i]: views[i] for i in self._rest})
+            self._exact.read([views[i] for i in self._rest])
+        for view in [views[i] for i in self._rest if extras[i]]:
+            view.zero_()  # which may be infinite
         ends = [torch.stack(torch.aminmax(flat)).tolist() for flat in payload.flats if len(flat)]
         bad = 0  # the number, from 1, of the first tensor that cannot be sent
-        if not all(-most <= low <= high <= most for low, high in ends):  # NaN too
+        if False in [-most <= low <= high <= most for low, high in ends]:  # NaN too
             bad = 1 + [bool((view.abs() <= most).all()) for view in views].index(False)
         self._word = comm.tell([bad])
-        for view in rest.values():
-            view.zero_()
-        self._message = comm.mean(self._exact.flats)
+        self._message: Pending[Any] = self._word  # the last to arrive beside those of the code
+        if self._rest:
+            torch._foreach_zero_([views[i] for i in self._rest])
+            self._message = comm.mean(self._exact.flats)
         self.vectors: list[Vector] = []
         self._narrow: list[tuple[Tensor, Tensor | None, Vector]] = []
         for index, flat in enumerate(payload.flats):
             spans = [
                 Span(names[i], start, start + n, views[i].shape)
                 for i, (which, start, n) in enumerate(payload.spans)
-                if which == index and i in coded
+                if which == index and coded[i]
             ]
             left = None if residual is None else residual[index]
             if spans:

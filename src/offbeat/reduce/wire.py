@@ -78,7 +78,7 @@ class BlockCodec:
     def _encode(self, rows: Tensor, codes: Tensor, scales: Tensor, rng: torch.Generator | None) -> None:
         scale = find_scales(rows, self.bits, at_random=rng is not None)
         scales[: len(rows)].copy_(scale.flatten())
-        inverse, size = scale.reciprocal_(), self._tile(rows)
+        inverse, size = scale.reciprocal_(), tile_size(rows, self.unit)
         tile = torch.empty(min(size, len(rows)), self.unit, device=rows.device)
         for start in range(0, len(rows), size):
             part, inside = rows[start : start + size], slice(start, min(start + size, len(rows)))
@@ -91,7 +91,7 @@ class BlockCodec:
             pack(numbers.to(torch.int8), codes[:, inside], self.bits)
 
     def _decode(self, codes: Tensor, factors: Tensor, out: Tensor, add: bool) -> None:
-        size = self._tile(out)
+        size = tile_size(out, self.unit)
         tile = torch.empty(min(size, len(out)), self.unit, device=out.device)
         for start in range(0, len(out), size):
             part, inside = out[start : start + size], slice(start, min(start + size, len(out)))
@@ -106,10 +106,6 @@ class BlockCodec:
         blocks, planes = wire.numel() // self.width, 3 if self.bits == 3 else 1
         cut = wire.numel() - 2 * blocks
         return wire[:cut].view(planes, blocks, -1), wire[cut:].view(torch.bfloat16)
-
-    def _tile(self, rows: Tensor) -> int:
-        """How many blocks are processed at a time."""
-        return max(1, tile_size(rows) // self.unit)
 
 
 def find_scales(rows: Tensor, bits: int, *, at_random: bool) -> Tensor:
@@ -166,5 +162,6 @@ def _mask(bits: int, size: int) -> int:
     return sum(run << 8 * start for start in range(0, _WORDS[bits].itemsize, size))
 
 
-def tile_size(values: Tensor) -> int:
-    return _TILE if values.device.type == "cpu" else _GPU_TILE
+def tile_size(values: Tensor, unit: int = 1) -> int:
+    """How many units are processed at a time."""
+    return max(1, (_TILE if values.device.type == "cpu" else _GPU_TILE) // unit)
