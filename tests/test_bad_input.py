@@ -145,6 +145,15 @@ BAD: list[tuple[str, Callable[..., Any], dict[str, Any], type[Exception], str]] 
         "Correct(gain=2.0): gain must be above 0 and at most 1.",
     ),
     (
+        "a gain with feedback",
+        build,
+        {"every": 3, "delay": 2, "gain": 0.5, "reduce": offbeat.ErrorFeedback(offbeat.Quantized(8))},
+        ValueError,
+        "reduce=ErrorFeedback(code=Quantized(bits=8, block=256, stochastic=False, seed=0), decay=1.0) with "
+        "update=Rebase(gain=0.5): values that were not sent would be kept by the worker and by the residual, "
+        "and sent twice; use gain=1.0, or leave out the feedback.",
+    ),
+    (
         "gain 0 without a delay",
         build,
         {"gain": 0.0},

@@ -18,7 +18,7 @@ from offbeat.comm.presence import Departure
 from offbeat.engine.report import Emit
 from offbeat.engine.round import Delay
 from offbeat.reduce import Mean, Reducer
-from offbeat.update.update import Replace, Update
+from offbeat.update.update import Rebase, Replace, Update
 from offbeat.when import Schedule
 
 if TYPE_CHECKING:
@@ -169,6 +169,11 @@ def check_reducer(reduce: Reducer | None, update: Update, live: Live) -> Reducer
         raise ValueError(
             f"reduce={chosen!r} with update={update!r}: the weights themselves would be rounded; send the "
             "difference from an anchor, with update=Outer(SGD(lr=1)), which also averages."
+        )
+    if chosen.remembers and isinstance(update, Rebase) and update.gain < 1:
+        raise ValueError(
+            f"reduce={chosen!r} with update={update!r}: values that were not sent would be kept by the worker "
+            "and by the residual, and sent twice; use gain=1.0, or leave out the feedback."
         )
     return chosen
 

@@ -55,7 +55,7 @@ def local_sgd(
     *,
     every: int | Schedule = 8,
     delay: Delay = 0,
-    gain: float = 0.25,
+    gain: float | None = None,
     group: Group = None,
     **options: Unpack[Options],
 ) -> Synchronizer:
@@ -64,11 +64,11 @@ def local_sgd(
         x ← mean(x)                           without delay
         x ← x + gain·(mean(sent) − sent)      with delay: keeps the steps made while the message was in flight
 
-    Larger `every` communicates less and lets the workers drift further apart. Without a delay, `gain` has no
-    effect. With one, a larger `gain` removes more of the differences between the workers where the loss is
-    flat, and overshoots where it is steep, since the steps in flight have already removed some of them there.
-    gain=1.0 is `cocod`. A lossy `reduce` sends differences from an anchor, which takes one more copy of the
-    model.
+    Larger `every` communicates less and lets the workers drift further apart. With a delay, a larger `gain`
+    removes more of the differences between the workers where the loss is flat, and overshoots where it is
+    steep, since the steps in flight have already removed some of them there. The default is 0.25; with
+    `ErrorFeedback` it is 1.0, which is `cocod`. A lossy `reduce` sends differences from an anchor, which takes
+    one more copy of the model.
 
         sync = offbeat.local_sgd(model, optimizer, every=8)
         sync = offbeat.local_sgd(model, optimizer, every=8, delay=4)

@@ -174,8 +174,11 @@ def average(options: Options, keep: float = 0.0) -> Update:
     return Averaging(SGD(lr=1.0), keep=keep) if _is_lossy(options) else Replace(keep)
 
 
-def correct(options: Options, gain: float = 1.0) -> Update:
-    """Return an update that shifts the parameters by gain·(mean − sent)."""
+def correct(options: Options, gain: float | None = 1.0) -> Update:
+    """Return an update that shifts the parameters by gain·(mean − sent); None chooses the gain."""
+    if gain is None:
+        reduce = options.get("reduce")
+        gain = 1.0 if isinstance(reduce, Reducer) and reduce.remembers else 0.25
     return Rebase(gain) if _is_lossy(options) else Correct(gain)
 
 
