@@ -172,8 +172,8 @@ def check_reducer(reduce: Reducer | None, update: Update, live: Live) -> Reducer
         )
     if chosen.remembers and isinstance(update, Rebase) and update.gain < 1:
         raise ValueError(
-            f"reduce={chosen!r} with update={update!r}: values that were not sent would be kept by the worker "
-            "and by the residual, and sent twice; use gain=1.0, or leave out the feedback."
+            f"reduce={chosen!r} with update={update!r}: values that were not sent would be kept by the "
+            "worker and by the residual, and sent twice; use gain=1.0, or leave out the feedback."
         )
     return chosen
 

@@ -67,8 +67,8 @@ def local_sgd(
     Larger `every` communicates less and lets the workers drift further apart. With a delay, a larger `gain`
     removes more of the differences between the workers where the loss is flat, and overshoots where it is
     steep, since the steps in flight have already removed some of them there. The default is 0.25; with
-    `ErrorFeedback` it is 1.0, which is `cocod`. A lossy `reduce` sends differences from an anchor, which takes
-    one more copy of the model.
+    `ErrorFeedback` it is 1.0, which is `cocod`. A lossy `reduce` sends differences from an anchor, which
+    takes one more copy of the model.
 
         sync = offbeat.local_sgd(model, optimizer, every=8)
         sync = offbeat.local_sgd(model, optimizer, every=8, delay=4)
