@@ -1,7 +1,8 @@
 r"""Held-out loss against training time on a slow link, as a picture.
 
     offbeat compare torch_ddp 'local_sgd(every=16)' 'cocod(every=16, delay=8)' \
-        'diloco(every=16, lr=1.0, momentum=0.3, warmup=75)' 'ddp(reduce=ErrorFeedback(Quantized(4)))' \
+        'diloco(every=16, lr=1.0, momentum=0.3, ramp=0, warmup=75)' \
+        'ddp(reduce=ErrorFeedback(Quantized(4, block=256)))' \
         --task bytes --model tiny --steps 300 --batch 8 --lr 0.003 --link 50mbit --evaluations 30 \
         --out runs/curves
     python benchmarks/curves/draw.py runs/curves
@@ -100,8 +101,8 @@ def curve(index: int, method: str, rows: list[Row]) -> list[str]:
         f'<g class="m{index}">',
         f'<polyline class="line" clip-path="url(#plot)" points="{path}"/>',
         f'<circle class="dot" cx="{x}" cy="{y}" r="4.5"/>',
-        f'<line class="line" x1="332" x2="358" y1="{entry - 4}" y2="{entry - 4}"/>',
-        f'<text x="366" y="{entry}">{name}</text>',
+        f'<line class="line" x1="270" x2="296" y1="{entry - 4}" y2="{entry - 4}"/>',
+        f'<text x="304" y="{entry}">{name}</text>',
         "</g>",
     ]
 

@@ -24,7 +24,7 @@ METHODS = [
     "cocod(every=16, delay=14)",
     "dasgd(every=16, delay=14)",
     "diloco(every=16)",
-    "streaming_diloco(every=16, fragments=4, delay=4)",
+    "streaming_diloco(every=16, fragments=4, delay=4, reduce=Mean())",
     "eager_diloco(every=16)",
     "overlap_local_sgd(every=16)",
     "noloco(every=16)",

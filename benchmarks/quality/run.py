@@ -109,11 +109,11 @@ def table(rows: list[dict]) -> str:
     top, low = mean.get(f"local_sgd(every={H})"), mean.get("ddp()")
     lines = ["| method | loss | ± | seeds | gap closed | MB per worker |", "|---|---|---|---|---|---|"]
     for method, loss in sorted(mean.items(), key=lambda item: item[1]):
-        spread = statistics.stdev(losses[method]) if len(losses[method]) > 1 else 0.0
+        spread = f"{statistics.stdev(losses[method]):.4f}" if len(losses[method]) > 1 else ""
         closed = f"{(top - loss) / (top - low):.0%}" if top and low else ""
         sent = statistics.mean(row["megabytes"] for row in rows if row["method"] == method)
         lines.append(
-            f"| `{method}` | {loss:.4f} | {spread:.4f} | {len(losses[method])} | {closed} | {sent:.1f} |"
+            f"| `{method}` | {loss:.4f} | {spread} | {len(losses[method])} | {closed} | {sent:.1f} |"
         )
     return "\n".join(lines)
 
