@@ -64,6 +64,7 @@ class Synchronizer:
             self._worker.follow(self._track)
             for part in self.parts:
                 part.communicators()  # connects to its peers while all workers are here
+            self._comm.tell([]).wait()  # a worker that drops the method now would cut off those who connect
             self._agreed = True
 
     def step(self, local: Callable[[], Any] | None = None, *, samples: float | None = None) -> Any:
