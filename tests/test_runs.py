@@ -301,6 +301,22 @@ def test_each_method_is_shown_at_its_best_rate(tmp_path: Path) -> None:
     assert part["rows"][0]["rates"][2] == [1.0, None]
 
 
+def test_rates_are_compared_over_the_seeds_that_all_have(tmp_path: Path) -> None:
+    """The second seed is the harder one. A rate that has not finished it is not the better for that."""
+    finals = {0.1: {0: 1.0, 1: 3.0}, 0.3: {0: 1.5}}
+    runs = [
+        written(tmp_path, "ddp()", seed=seed, losses=[4.0, loss], lr=lr)
+        for lr, losses in finals.items()
+        for seed, loss in losses.items()
+    ]
+    (row,) = summary.summarize(runs)
+    assert (row.lr, row.loss, row.seeds) == (0.1, 2.0, 2)
+    assert row.rates == ((0.1, 1.0), (0.3, 1.5))
+    assert [run.setting.lr for run in summary.best_runs(runs)] == [0.1, 0.1]
+    (row,) = summary.summarize(runs[1:])
+    assert (row.lr, row.loss) == (0.3, 1.5), "they share no seed"
+
+
 def test_unlike_runs_are_not_compared(tmp_path: Path) -> None:
     runs = [
         written(tmp_path, "ddp()", seed=0, losses=[2.0, 1.0], t=8.0),

@@ -41,7 +41,7 @@ class Row:
 
     method: str
     lr: float | None  # of the rates tried, the one with the lowest final loss
-    rates: tuple[tuple[float, float], ...]  # all rates tried, each with its final loss
+    rates: tuple[tuple[float, float], ...]  # all rates tried, each with its final loss over the seeds of all
     seeds: int
     loss: float
     spread: float | None  # the standard deviation over the seeds
@@ -142,9 +142,18 @@ def _mean_loss(runs: Sequence[Logged]) -> float:
     return statistics.mean(run.loss for run in runs)
 
 
+def _losses(rates: Mapping[float | None, list[Logged]]) -> dict[float | None, float]:
+    """The loss of each rate, over the seeds that all rates have; over all seeds if they share none."""
+    shared = set.intersection(*[{run.setting.seed for run in runs} for runs in rates.values()])
+    return {
+        lr: _mean_loss([run for run in runs if not shared or run.setting.seed in shared])
+        for lr, runs in rates.items()
+    }
+
+
 def _best(rates: Mapping[float | None, list[Logged]]) -> list[Logged]:
     """The runs with the lowest loss. One that diverged is worse than any other."""
-    losses = {lr: _mean_loss(runs) for lr, runs in rates.items()}
+    losses = _losses(rates)
     return rates[min(rates, key=lambda lr: (losses[lr] if math.isfinite(losses[lr]) else math.inf, lr or 0))]
 
 
@@ -168,7 +177,7 @@ def _row(
     sent = reached("sent")
     return Row(
         method=method, lr=runs[0].setting.lr, seeds=len(runs), loss=_mean_loss(runs), seconds=seconds,
-        rates=tuple(sorted((lr or 0.0, _mean_loss(tried)) for lr, tried in rates.items())),
+        rates=tuple(sorted((lr or 0.0, loss) for lr, loss in _losses(rates).items())),
         spread=statistics.stdev(losses) if len(losses) > 1 and all(map(math.isfinite, losses)) else None,
         accuracy=statistics.mean(right) if right else None,
         exposed=_mean(runs, "exposed"), megabytes=_mean(runs, "sent") / 1e6, rounds=_mean(runs, "rounds"),
