@@ -232,20 +232,64 @@ def test_several_passes(expression: str, context: bool) -> None:
 
 @pytest.mark.parametrize("expression", METHODS)
 def test_more_passes_than_before(expression: str, caplog: pytest.LogCaptureFixture) -> None:
-    """The third step sends twice. Fewer passes leave at the step; the usual number leaves early."""
+    """The third and the last step have more passes than the one before: they send twice."""
 
     def worker(comm: offbeat.Communicator) -> list[Tensor]:
         run = passes(comm, expression, [1, 1, 3, 3, 2, 3], context=False)
         assert run.left == [0, 3, 3, 0, 0, 3]
         sizes = [report.bytes_sent for report in run.sync.reports]
-        assert sizes[2] - 64 * 2 == pytest.approx(2 * (sizes[1] - 64 * 2), rel=0.01)
-        assert sizes[1] == sizes[3] == sizes[4] == sizes[5]
+        for twice in (2, 5):
+            assert sizes[twice] - 64 * 2 == pytest.approx(2 * (sizes[1] - 64 * 2), rel=0.01)
+        assert sizes[1] == sizes[3] == sizes[4]
         return run.weights()
 
     with caplog.at_level(logging.WARNING, "offbeat"):
         alike(worker, late_passes(expression, [1, 1, 3, 3, 2, 3]))
     (message,) = {record.getMessage() for record in caplog.records}
     assert "sent twice. Wrap all backward passes of a step but the last in sync.accumulate()" in message
+
+
+def test_one_unusual_step_does_not_end_the_overlap() -> None:
+    """It sends twice, and the next one leaves at the step. After that buckets leave early again."""
+
+    def worker(comm: offbeat.Communicator) -> list[Tensor]:
+        run = passes(comm, "ddp()", [1, 1, 2, 1, 1, 1], context=False)
+        assert run.left == [0, 3, 3, 0, 3, 3]
+        assert run.sender._times == 1
+        return run.weights()
+
+    alike(worker, late_passes("ddp()", [1, 1, 2, 1, 1, 1]))
+
+
+def test_an_accumulation_inside_another() -> None:
+    """The inner one does not end the outer one."""
+
+    def worker(comm: offbeat.Communicator) -> list[Tensor]:
+        run = Run(comm).go(2)
+        with run.sync.accumulate():
+            with run.sync.accumulate():
+                run.backward(0.5)
+            run.backward(0.25)
+        assert len(run.sender._air) == 0
+        run.backward(0.25)
+        run.step()
+        assert (run.left, run.sender._times) == ([0, 3, 3], 0)
+        return run.go(1).weights()
+
+    alike(worker, plain())
+
+
+def test_a_held_pass_after_buckets_have_left() -> None:
+    def worker(comm: offbeat.Communicator) -> list[Tensor]:
+        run = Run(comm).go(2)
+        run.backward(0.5)
+        with run.sync.accumulate():
+            run.backward(0.5)
+        run.step()
+        assert (run.left, run.sender._times) == ([0, 3, 3], 1)
+        return run.go(1).weights()
+
+    alike(worker, plain())
 
 
 @pytest.mark.parametrize("expression", METHODS)
@@ -321,8 +365,9 @@ def test_gradients_that_change_before_the_step(expression: str, change: Callable
             change(run)
             run.step()
         if not late:
-            sent_twice = [i for i, left in enumerate(run.left) if left == 3]
-            assert sent_twice == ([1, 3] if change not in (clear, skip) else sent_twice)
+            twice = change not in (clear, skip)  # these add a pass, and the buckets leave with the last one
+            assert run.left == ([0, 3, 0, 3, 0, 0] if twice else [0, 3, 3, 3, 3, 3])
+            assert run.sender._times == (2 if twice else 0)
         return run.weights()
 
     expected = offbeat.simulate(lambda comm: worker(comm, True), 3)[0]
@@ -406,8 +451,8 @@ def test_tied_and_frozen_parameters() -> None:
 # Rounds that cannot leave early.
 
 
-def test_weighted_rounds_leave_at_the_step() -> None:
-    """The weights are known at the step only. The first weighted round is sent twice.
+def test_weighted_rounds_leave_at_the_step(caplog: pytest.LogCaptureFixture) -> None:
+    """The weights are known at the step only. The first weighted round is sent twice, without a warning.
 
     With weights 1, 2 and 3 the mean rank is 4/3, in two steps.
     """
@@ -425,7 +470,43 @@ def test_weighted_rounds_leave_at_the_step() -> None:
     expected = offbeat.simulate(lambda comm: worker(comm, True), 3)[0]
     total = sum(slope(1, step, 0) for step in range(8)) + 2 * (4 / 3 - 1) / 4
     torch.testing.assert_close(expected[0], -0.5 * total * Layers().spread)
-    alike(lambda comm: worker(comm, False), expected)
+    with caplog.at_level(logging.WARNING, "offbeat"):
+        alike(lambda comm: worker(comm, False), expected)
+        assert caplog.records == []
+
+
+def test_a_change_after_a_weighted_round_is_still_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    def worker(comm: offbeat.Communicator) -> int:
+        run = Run(comm).go(2)
+        run.backward()
+        run.step(samples=1)
+        run.go(2).backward()
+        run.backward()
+        run.step()
+        return run.sender._times
+
+    with caplog.at_level(logging.WARNING, "offbeat"):
+        assert offbeat.simulate(worker, 2) == [2, 2]
+    assert len(caplog.records) == 2, "one per rank"
+
+
+def test_a_model_that_is_converted_before_the_first_step() -> None:
+    """The mean of sevenths in float64, which float32 would round."""
+
+    def worker(comm: offbeat.Communicator) -> list[Tensor]:
+        run = Run(comm)
+        run.net.double()
+        run.net.spread = run.net.spread.double() / 7
+        for _ in range(3):
+            run.net([1.0 + comm.rank] * 4).backward()
+            run.step()
+        assert run.left == [0, 3, 3]
+        return run.weights()
+
+    mean = 1.5 * (Layers().spread.double() / 7)
+    assert not torch.equal(mean, mean.float().double())
+    for weights in offbeat.simulate(worker, 2):
+        assert equal(weights, [-0.5 * mean - 0.5 * mean - 0.5 * mean] * 4)
 
 
 def test_no_bucket_leaves_where_no_round_follows() -> None:
@@ -669,6 +750,23 @@ def test_bytes_by_hand() -> None:
         assert [report.bytes_sent for report in runs[0]] == [4 * 4 * WIDTH + 4 * 4 + 8 * 8] * 2
 
 
+@pytest.mark.parametrize("expression", METHODS[:2])
+def test_bytes_of_buckets_that_are_dropped(expression: str) -> None:
+    """They left for a step that never came. The totals have them, as if the step had come."""
+
+    def worker(comm: offbeat.Communicator, late: bool) -> int:
+        run = Run(comm, expression, late=late).go(2)
+        run.backward()
+        run.sync.finish()
+        round = run.sync.reports[1].bytes_sent - 8 * 8  # without its header
+        return run.sync.totals.bytes_sent - round * (not late)
+
+    early, late = (
+        offbeat.simulate(lambda comm, late=late: worker(comm, late), 2)[0] for late in (False, True)
+    )
+    assert early == late
+
+
 # A mean that is one step old.
 
 
@@ -764,6 +862,35 @@ def test_a_scale_that_changes() -> None:
     alike(worker, plain())
 
 
+def overflow(comm: offbeat.Communicator) -> tuple[list[Tensor], list[float]]:
+    """The second of five gradients overflows on rank 1."""
+    run, scaler = Run(comm, "ddp(delay=1)"), torch.amp.GradScaler("cpu", init_scale=4.0)
+    scales = []
+    for step in range(5):
+        big = 3e38 if (comm.rank, step) == (1, 1) else 1.0
+        slopes = [big * slope(comm.rank, step, layer) for layer in range(4)]
+        scaler.scale(run.net(slopes)).backward()
+        run.step(local=lambda: (scaler.step(run.opt), scaler.update()))
+        scales.append(scaler.get_scale())
+    run.sync.finish()
+    return run.weights(), scales
+
+
+def test_an_overflow_with_a_delay(pool: Pool) -> None:
+    """It reaches all workers one step later. They skip that step together, and halve their scales.
+
+    The gradient of that step was scaled by 4 and is unscaled by 2, so it counts twice: with the means g of
+    five steps, x = −½(g₀ + 2g₂ + g₃). Nothing lands in the first step; the last mean is dropped.
+    """
+    spread = Layers().spread
+    for results in (offbeat.simulate(overflow, 2), pool.run(overflow, workers=2)):
+        for weights, scales in results:
+            assert scales == [4.0, 4.0, 2.0, 2.0, 2.0]
+            for layer, own in enumerate(weights):
+                g = [(slope(0, step, layer) + slope(1, step, layer)) / 2 for step in range(5)]
+                assert torch.equal(own, -0.5 * (g[0] + 2 * g[2] + g[3]) * spread)
+
+
 def test_several_optimizers_and_clipping_inside_the_step() -> None:
     def worker(comm: offbeat.Communicator, late: bool) -> list[Tensor]:
         net = Layers()
@@ -787,7 +914,22 @@ def test_several_optimizers_and_clipping_inside_the_step() -> None:
     alike(lambda comm: worker(comm, False), expected)
 
 
-def replicas_of_shards(comm: offbeat.Communicator, expression: str) -> tuple[list[Tensor], int]:
+def train_squares(net: nn.Module, sync: offbeat.Synchronizer, opt: Any, rank: int, change: str) -> int:
+    """Three steps, the last one with a change after the pass. Return the buckets that left early there."""
+    left = 0
+    for step in range(3):
+        generator = torch.Generator().manual_seed(10 * step + rank)
+        for _ in range(2 if change == "a second pass" and step == 2 else 1):
+            net(torch.randn(4, 256, generator=generator)).square().mean().backward()
+        if change == "scaled" and step == 2:
+            torch._foreach_mul_([p.grad for p in net.parameters()], 3.0)
+        left = len(sync.parts[0].sender._air)
+        sync.step()
+        opt.zero_grad()
+    return left
+
+
+def replicas_of_shards(comm: offbeat.Communicator, change: str) -> tuple[list[Tensor], int, int]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "shard"))
     torch.manual_seed(0)
     net = nn.Sequential(*[nn.Linear(256, 256, bias=False) for _ in range(4)])
@@ -795,36 +937,28 @@ def replicas_of_shards(comm: offbeat.Communicator, expression: str) -> tuple[lis
         fully_shard(layer, mesh=mesh["shard"])
     fully_shard(net, mesh=mesh["shard"])
     opt = torch.optim.SGD(net.parameters(), lr=0.1)
-    sync, left = offbeat.method(expression)(net, opt, group=mesh["replica"]), 0
-    for step in range(3):
-        seed = 10 * step + mesh["replica"].get_local_rank()
-        data = torch.randn(4, 256, generator=torch.Generator().manual_seed(seed))
-        net(data).square().mean().backward()
-        left = len(sync.parts[0].sender._air)
-        sync.step()
-        opt.zero_grad()
+    sync = offbeat.ddp(net, opt, group=mesh["replica"])
+    left = train_squares(net, sync, opt, mesh["replica"].get_local_rank(), change)
     sync.finish()
-    return [p.full_tensor().detach() for p in net.parameters()], left
+    return [p.full_tensor().detach() for p in net.parameters()], left, sync.parts[0].sender._times
 
 
-def whole_replicas(comm: offbeat.Communicator) -> list[Tensor]:
+def whole_replicas(comm: offbeat.Communicator, change: str) -> list[Tensor]:
     torch.manual_seed(0)
     net = nn.Sequential(*[nn.Linear(256, 256, bias=False) for _ in range(4)])
     opt = torch.optim.SGD(net.parameters(), lr=0.1)
     with offbeat.ddp(net, opt, group=comm) as sync:
-        for step in range(3):
-            data = torch.randn(4, 256, generator=torch.Generator().manual_seed(10 * step + comm.rank))
-            net(data).square().mean().backward()
-            sync.step()
-            opt.zero_grad()
+        train_squares(net, sync, opt, comm.rank, change)
     return [p.detach() for p in net.parameters()]
 
 
 @pytest.mark.slow
-def test_replicas_of_shards(pool: Pool) -> None:
-    expected = offbeat.simulate(whole_replicas, 2)[0]
-    for weights, left in pool.run(replicas_of_shards, "ddp()"):
-        assert left == 2  # of three buckets
+@pytest.mark.parametrize("change", ["", "a second pass", "scaled"])
+def test_replicas_of_shards(pool: Pool, change: str) -> None:
+    """A gradient that changes after its bucket has left is sent again, also one that is sharded."""
+    expected = offbeat.simulate(lambda comm: whole_replicas(comm, change), 2)[0]
+    for weights, left, times in pool.run(replicas_of_shards, change):
+        assert (left, times) == (2, 1 if change else 0)  # of three buckets
         for mine, other in zip(weights, expected, strict=True):
             torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-7)
 

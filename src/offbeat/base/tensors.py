@@ -35,6 +35,18 @@ def local(tensor: Tensor) -> Tensor:
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
+def mark(tensor: Tensor | None) -> tuple[object, ...]:
+    """A value that differs after the tensor has been changed in place.
+
+    `torch._foreach_mul_` and FSDP2 change a DTensor without a new version, so its norm is compared too.
+    """
+    if tensor is None or not is_sharded(tensor):
+        return () if tensor is None else (tensor._version,)
+    own = local(tensor)
+    norm = torch.linalg.vector_norm(own, dtype=torch.promote_types(own.dtype, torch.float32))
+    return tensor._version, norm.nan_to_num_(nan=-1.0)  # NaN would differ from itself
+
+
 def named(items: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
     """Tensors by name, without the prefixes that `torch.compile` and wrappers add."""
     items = list(items)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from functools import partial
-from itertools import accumulate
+from functools import cached_property, partial
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from offbeat.among import Peers, World
 from offbeat.base.clock import Clock, State
 from offbeat.base.errors import CheckpointMismatch, NotFinite
 from offbeat.base.packed import Packed
-from offbeat.base.tensors import Gradients, Share, local
+from offbeat.base.tensors import Gradients, Share, local, mark
 from offbeat.comm.background import TaskQueue
 from offbeat.comm.communicator import Communicator, Metered, Pending
 from offbeat.engine.agreement import copy_state
@@ -36,35 +36,28 @@ def choose_sender(payload: Payload, update: Update, reduce: Reducer, delay: Dela
     """Gradients for all workers leave in buckets if there is more than one; all else leaves as a whole."""
     if isinstance(payload.live, Gradients) and isinstance(peers, World) and reduce.splits:
         sizes = [tensor.nbytes for tensor in payload.live.like().values()]
-        if len(lengths := cut_sizes(sizes)) > 1:
-            return Buckets(payload, update, reduce, sizes, lengths, early=delay == 0)
+        if len(cut_sizes(sizes)) > 1:
+            return Buckets(payload, update, reduce, sizes, early=delay == 0)
     return Sender(payload, update, reduce)
 
 
 class Buckets(Sender):
     """Sends gradients in buckets, in one order, the same on all ranks.
 
-    A bucket leaves during the backward pass, when each of its gradients has grown as often as in any step
-    before, and all buckets before it have left. The others leave at the step. Each has its own part of the
+    A bucket leaves during the backward pass, when all before it have left and each of its gradients has grown
+    as often as in the last step in which it grew. The others leave at the step. Each has its own part of the
     reducer's state, so the mean does not depend on when it left. If a gradient changes after its bucket has
     left, on any rank, all ranks send all buckets again. After the nth time, 2ⁿ⁻¹ rounds leave at the step.
     """
 
     def __init__(
-        self,
-        payload: Payload,
-        update: Update,
-        reduce: Reducer,
-        sizes: Sequence[int],
-        lengths: Sequence[int],
-        *,
-        early: bool,
+        self, payload: Payload, update: Update, reduce: Reducer, sizes: Sequence[int], *, early: bool
     ) -> None:
         super().__init__(payload, update, reduce)
-        self._parameters, self._lengths = payload.live.parameters, list(lengths)
+        self._parameters, self._lengths = payload.live.parameters, cut_sizes(sizes)
         self._early = early and isinstance(update, Replace)
-        self._edges = [0, *accumulate(lengths)]  # of the buckets, in gradients
-        self._bucket_of = [b for b, n in enumerate(lengths) for _ in range(n)]
+        self._edges = [0, *accumulate(self._lengths)]  # of the buckets, in gradients
+        self._bucket_of = [b for b, n in enumerate(self._lengths) for _ in range(n)]
         done = list(accumulate(sizes, initial=0))
         # A third of the time of a gradient is the forward pass.
         self._shares = [(1 + 2 * done[edge] / max(1, done[-1])) / 3 for edge in self._edges[1:]]
@@ -74,7 +67,7 @@ class Buckets(Sender):
         self._comm: Metered | None = None
         self._queue: TaskQueue | None = None
         self._error: Exception | None = None
-        self._weighed, self._times, self._pause = False, 0, 0
+        self._weighed, self._warned, self._times, self._pause = False, False, 0, 0
         self._forget()
 
     def _forget(self) -> None:
@@ -84,18 +77,23 @@ class Buckets(Sender):
         self._air = list[Pending[Any]]()
         self._means = list[Pending[Packed]]()  # of the buckets that the queue has sent
         self._refused: NotFinite | None = None
-        self._left = list[tuple[Tensor | None, int]]()  # gradients that left early, and their versions
+        self._left = list[tuple[Tensor | None, Any]]()  # gradients that left early, and their marks
+        self._grew_late = False  # whether one of them has grown since
         self._kept = list[State]()  # states of the buckets that left, as they were before
 
     def init(self) -> State:
         return {"lengths": self._lengths, "parts": [self.reduce.init() for _ in self._lengths]}
+
+    @cached_property
+    def parts(self) -> Sequence[Packed]:  # type: ignore[override]
+        """The buckets; extras go with the last. First used in a round: until then, the model may be moved."""
+        return self.payload.packed.cut(*self._lengths[:-1])
 
     def connect(self, everyone: Communicator) -> Metered:
         if self._comm is None:
             worker, self._everyone, self._outside = everyone.worker, everyone, Metered(everyone)
             self._comm = Metered(worker.duplicate())  # another thread may send, so it has its own order
             self._queue = None if self.reduce == Mean() else worker.task_queue()
-            self.parts = self.payload.packed.cut(*self._lengths[:-1])  # extras go with the last
             call = partial(_call, weakref.ref(self))
             hooks = [
                 p.register_post_accumulate_grad_hook(partial(call, i))  # type: ignore[no-untyped-call]
@@ -107,19 +105,17 @@ class Buckets(Sender):
 
     def landed(self, clock: Clock, rhythm: Rhythm, states: dict[str, State]) -> None:
         """Let the buckets of the next step leave early, if it is certain to have a round."""
-        assert self._comm is not None
         self._forget()
         if self._pause:
             self._pause -= 1
-        elif self._early and not self._weighed and self._comm.size > 1 and rhythm.is_certain(clock.step + 1):
+        elif self._early and not self._weighed and clock.workers > 1 and rhythm.is_certain(clock.step + 1):
             self._clock, self._states = Clock(clock.step + 1, rhythm.round, 0.0), states
-            self._missing = [0] * len(self._lengths)
-            for b, usual in zip(self._bucket_of, self._usual, strict=True):
-                self._missing[b] += usual > 0
+            self._missing = [sum(n > 0 for n in self._usual[a:b]) for a, b in pairwise(self._edges)]
 
     def grew(self, i: int) -> None:
         """The backward pass has added to gradient i."""
         with self._lock:
+            self._grew_late |= self._bucket_of[i] < len(self._air)
             if self.held:
                 return
             self._grown[i] += 1
@@ -140,18 +136,17 @@ class Buckets(Sender):
             self._began = self._everyone.now() if self._began is None else self._began
             for grad, view in zip(own, self.parts[b].views, strict=True):
                 view.zero_() if grad is None else view.copy_(local(grad))
-            self._left += [(grad, 0 if grad is None else grad._version) for grad in own]
+            self._left += [(grad, mark(grad)) for grad in own]
             self._send(b, clock, self._states)
 
     def check_unchanged(self, round: Round, weight: float) -> float:
-        self._usual = [max(pair) for pair in zip(self._usual, self._grown, strict=True)]
+        self._usual = [new or old for new, old in zip(self._grown, self._usual, strict=True)]
         self._grown = [0] * len(self._grown)
         self._weighed = weight != NO_WEIGHT  # the weight was not known when the buckets left
         round.began = round.began if self._began is None else self._began
-        for p, (grad, version) in zip(self._parameters, self._left, strict=False):
-            if not self._weighed and (p.grad is not grad or (grad is not None and grad._version != version)):
-                return AGAIN
-        return weight
+        left = zip(self._parameters, self._left, strict=False)
+        changed = any(p.grad is not grad or mark(grad) != before for p, (grad, before) in left)
+        return AGAIN if (changed or self._grew_late) and not self._weighed else weight
 
     def start(
         self, round: Round, share: Share, factor: float, heads: Heads, states: dict[str, State]
@@ -169,13 +164,14 @@ class Buckets(Sender):
         return self._send_rest(round, None, states)
 
     def _has_changed(self, round: Round, heads: Heads) -> bool:
-        """Wait for the word of all workers: do all buckets have to be sent again?"""
+        """Wait for all workers' headers: do all buckets have to be sent again?"""
         with round.waiting():
             weights = [weight for _, weight in heads.wait()]
         if weights[0] < 0 and AGAIN not in weights:
             return False
         self._times, self._pause = self._times + 1, 2**self._times
-        if self._times == 1:
+        if AGAIN in weights and not self._warned:
+            self._warned = True
             logger.warning(
                 "Gradients changed after they had left, so they were sent twice. Wrap all backward passes of "
                 "a step but the last in sync.accumulate(), and change gradients only inside sync.step(...)."
@@ -255,10 +251,11 @@ class Buckets(Sender):
 
     def drain(self, states: dict[str, State]) -> None:
         """Send what other ranks wait for, if a bucket has left anywhere; drop the means."""
-        if self._clock is not None:
+        if self._clock is not None and self._comm is not None:
             if any(words[0] for words in self._outside.tell([len(self._air)]).wait()):
                 self._send_rest(Round(self._clock, self._outside, since=0), None, states)
                 self._recall(states)
+                self._comm.move(self._outside)  # the bytes go into the totals
             self._forget()
 
     def close(self, *, wait: bool) -> None:

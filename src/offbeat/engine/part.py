@@ -100,13 +100,14 @@ class Part:
 def hold(parts: Sequence[Part]) -> Iterator[None]:
     """Let no gradient leave inside, because more backward passes of the same step follow."""
     senders = [part.sender for part in parts if part.sender is not None]
+    before = [sender.held for sender in senders]
     for sender in senders:
         sender.held = True
     try:
         yield
     finally:
-        for sender in senders:
-            sender.held = False
+        for sender, held in zip(senders, before, strict=True):
+            sender.held = held
 
 
 def check_samples(samples: float, parts: Sequence[Part]) -> None:

@@ -40,7 +40,7 @@ class Sender:
     def start(
         self, round: Round, share: Share, factor: float, heads: Heads, states: dict[str, State]
     ) -> Pending[Packed]:
-        """Send the live tensors times `factor`; extras are packed. `heads` brings the word of all workers."""
+        """Send the live tensors times `factor`; extras are packed. `heads` brings all workers' headers."""
         self.pack(round, share, factor, states)
         memory = states.get("reduce", states["update"])  # an update that owns its code has one state
         return self.reduce.start(self.payload.packed, round.comm, round.clock, memory)
