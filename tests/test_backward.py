@@ -918,9 +918,10 @@ def train_squares(net: nn.Module, sync: offbeat.Synchronizer, opt: Any, rank: in
     """Three steps, the last one with a change after the pass. Return the buckets that left early there."""
     left = 0
     for step in range(3):
-        generator = torch.Generator().manual_seed(10 * step + rank)
-        for _ in range(2 if change == "a second pass" and step == 2 else 1):
-            net(torch.randn(4, 256, generator=generator)).square().mean().backward()
+        data = torch.randn(4, 256, generator=torch.Generator().manual_seed(10 * step + rank))
+        net(data).square().mean().backward()
+        if change == "a second pass" and step == 2:
+            net(data).square().mean().mul(-2).backward()  # turns all signs, and keeps the norm
         if change == "scaled" and step == 2:
             torch._foreach_mul_([p.grad for p in net.parameters()], 3.0)
         left = len(sync.parts[0].sender._air)
