@@ -37,9 +37,8 @@ def ddp(
 
     Gradients are sent in buckets during the backward pass, as in `DistributedDataParallel`. With delay=1 step
     n moves along the gradient at the weights before step n − 1. The first step uses zeros, and `finish()`
-    drops the last mean. Workers stay equal. SGD with momentum β is stable on a curvature λ if lr·λ < 1 − β;
-    without delay, if lr·λ < 2 + 2β. On a small GPT the delay cost 10 % of the loss at the rate of
-    `ddp()`, and 2 % at a third of it.
+    drops the last mean. SGD with momentum β is stable on a curvature λ if lr·λ < 1 − β; without delay, if
+    lr·λ < 2 + 2β. On a small GPT the delay cost 10 % of the loss at `ddp()`'s rate, 2 % at a third of it.
 
         sync = offbeat.ddp(model, optimizer)
         sync = offbeat.ddp(model, optimizer, delay=1)
