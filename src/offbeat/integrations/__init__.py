@@ -1,0 +1,1 @@
+"""Offbeat inside other frameworks. Each module needs its framework and none of the others."""
