@@ -716,19 +716,20 @@ def test_a_group_reports_its_own() -> None:
 
 
 def test_totals_add_up() -> None:
-    """The start: a word of 64 bytes about the method, and x, both buffers, 20 bytes, of which a half. The
-    end: a header, the checksums and the mean of x, 8 bytes: the floating buffer is equal."""
+    """The start: a word of 64 bytes about the method, x and both buffers, 20 bytes, of which a half, and a
+    word of 64 bytes that all are connected. The end: a header, the checksums and the mean of x, 8 bytes: the
+    floating buffer is equal."""
 
     def worker(comm: Communicator) -> None:
         model, sync = line(comm, "local_sgd(every=2)")
         go(model, sync, comm, 1)
-        assert (sync.totals.bytes_sent, sync.totals.rounds) == (64 + 10, 0)
+        assert (sync.totals.bytes_sent, sync.totals.rounds) == (64 + 10 + 64, 0)
         go(model, sync, comm, 4)
         reports = sync.reports
         sync.finish()
         totals = sync.totals
         assert totals.rounds == len(reports) == 2
-        assert totals.bytes_sent == 64 + 10 + sum(r.bytes_sent for r in reports) + 64 + 64 + 8
+        assert totals.bytes_sent == 64 + 10 + 64 + sum(r.bytes_sent for r in reports) + 64 + 64 + 8
         assert totals.bytes_received == totals.bytes_sent
         assert totals.seconds_waited == sum(r.seconds_waited for r in reports)
 
