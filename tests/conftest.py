@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import socket
+import threading
 import traceback
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
@@ -47,6 +48,7 @@ class Pool:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         context = processes()
+        self._blocked: Callable[..., Any] | None = None  # the function that left the store blocked
         self._pipes: list[Connection] = []
         self._processes = []
         for rank in range(SIZE):
@@ -73,6 +75,9 @@ class Pool:
         self, function: Callable[..., Any], *args: Any, workers: int = SIZE, fresh: bool = True
     ) -> list[Any]:
         """Like `run`, but return errors as values."""
+        if self._blocked not in (None, function):
+            self._end()
+            self._start()
         for pipe in self._pipes[:workers]:
             pipe.send((function, args, workers, fresh))
         answers = []
@@ -81,7 +86,10 @@ class Pool:
                 self._end()
                 self._start()
                 raise AssertionError(f"{function}: a worker hangs")
-            answers.append(pipe.recv())
+            answer, blocked = pipe.recv()
+            answers.append(answer)
+            if blocked:
+                self._blocked = function
         return answers
 
     def close(self) -> None:
@@ -112,11 +120,14 @@ def _serve(rank: int, port: int, pipe: Connection) -> None:
             comm = offbeat.Torch(groups[workers], timeout=60) if fresh else communicators.get(workers)
             if comm is None:
                 comm = communicators[workers] = offbeat.Torch(groups[workers], timeout=60)
-            pipe.send(function(comm, *args))
+            answer = function(comm, *args)
         except Exception as error:
             error.__cause__ = error.__context__ = None
             traceback.print_exc()
-            pipe.send(error)
+            answer = error
+        # A thread that still connects to ranks that gave up keeps the store from making process groups.
+        pipe.send((answer, any(thread.name == "offbeat-connect" for thread in threading.enumerate())))
+        del answer
     dist.destroy_process_group()
 
 
