@@ -150,6 +150,7 @@ def test_a_search_of_rates_goes_on_and_report_shows_the_same(
     assert (tmp_path / "runs" / "00-ddp-seed0").exists()
 
 
+@pytest.mark.slow
 def test_rates_are_searched_behind_real_links_too(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     words = ["torch_ddp", "local_sgd(every=4)", *SMALL, "--link", "100mbit", "--lr", "0.01,0.001,0.01"]
     code, text, error = call(capsys, "compare", *words, "--to-loss", "9", "--out", str(tmp_path), "--json")

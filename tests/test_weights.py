@@ -19,9 +19,10 @@ from offbeat import Exchange, Subgroups, params
 
 UNWEIGHED = ("ssd_sgd", "od_sgd", "wagma", "eager_sgd", "eager_diloco", "def_sgd", "a2sgd")
 WEIGHED = [row for row in METHODS if not row.startswith(UNWEIGHED)]
+ROWS = [pytest.param(row, marks=pytest.mark.slow if i % 3 else []) for i, row in enumerate(WEIGHED)]
 
 
-@pytest.mark.parametrize("expression", WEIGHED)
+@pytest.mark.parametrize("expression", ROWS)
 def test_equal_weights_change_no_bit(expression: str) -> None:
     """Three samples each: sums of threes would round."""
     plain, equal = simulated(expression), simulated(expression, samples=(3, 3, 3, 3))
