@@ -132,6 +132,22 @@ def test_every_method_has_a_row_and_a_section() -> None:
     assert sorted(sections) == sorted(offbeat.methods.__all__), "the sections of docs/methods.md"
 
 
+def test_the_reference_has_every_public_name() -> None:
+    text = (ROOT / "docs/reference.md").read_text()
+    assert sorted(re.findall(r"^::: offbeat\.(\w+)$", text, re.MULTILINE)) == sorted(offbeat.__all__)
+    members = re.findall(r"^        - (\w+)$", text, re.MULTILINE)
+    assert sorted(members) == sorted(n for n in vars(offbeat.Synchronizer) if not n.startswith("_"))
+
+
+@pytest.mark.slow
+def test_the_script_of_the_start_page_prints_what_it_says(tmp_path: Path) -> None:
+    text = (ROOT / "docs/index.md").read_text()
+    (tmp_path / "train.py").write_text(text.split("```python\n")[1].split("```")[0])
+    done = launched(*TORCHRUN, str(tmp_path / "train.py"))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == text.split("It prints:\n\n```text\n")[1].split("```")[0]
+
+
 def families(page: str, pattern: str) -> list[str]:
     return [name.lower() for name in re.findall(pattern, (ROOT / page).read_text(), re.MULTILINE)]
 

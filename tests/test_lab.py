@@ -601,3 +601,16 @@ def test_a_lab_works_in_any_thread_and_a_handler_already_set_stays() -> None:
             assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGHUP, before)
+
+
+@needs_lab
+def test_torchrun_on_two_nodes() -> None:
+    """As docs/machines.md has it: an agent on each host, two workers under each."""
+    root = Path(__file__).parent.parent
+    agent = f"exec {sys.executable} -m torch.distributed.run --nnodes 2 --node-rank $RANK --nproc-per-node 2"
+    command = f"{agent} --master-addr $MASTER_ADDR --master-port 29600 {root}/examples/minimal.py"
+    environment = {"PYTHONPATH": str(root / "src"), "OMP_NUM_THREADS": "1"}
+    with Lab(2, rate="1gbit") as lab:
+        first, second = lab.run(["sh", "-c", command], env=environment, timeout=300)
+    assert (first.returncode, second.returncode) == (0, 0), first.stderr + second.stderr
+    assert "weights [1.0, 2.0, 3.0," in first.stdout
