@@ -122,7 +122,8 @@ class Buckets(Sender):
             if self._clock is not None and self._error is None and self._grown[i] == self._usual[i]:
                 self._missing[self._bucket_of[i]] -= 1
                 try:
-                    self._send_complete(self._clock)
+                    if not self._missing[self._bucket_of[i]]:
+                        self._send_complete(self._clock)
                 except Exception as error:  # the step raises it, and tells the other workers
                     self._error = error
 
