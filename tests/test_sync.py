@@ -642,6 +642,8 @@ def test_a_report_by_hand() -> None:
                 drift=pytest.approx(8.0),
                 norm=pytest.approx(math.sqrt(8.0)),
                 period=2,
+                waited_mean=0.0,
+                waited_max=0.0,
             )
             for step in (2, 4)
         ]

@@ -17,11 +17,12 @@ from offbeat.comm.presence import Departure, Track
 from offbeat.engine import agreement
 from offbeat.engine.optimizers import check_trained, learning_rate, list_optimizers, read_rates, replace_steps
 from offbeat.engine.part import Landing, Part, check_parts, check_samples, hold
-from offbeat.engine.report import Costs, Emit, Report, Totals, logger
+from offbeat.engine.report import Costs, Emit, Report, logger
 from offbeat.engine.round import AVERAGED, FINISH, KINDS, compare_headers, header
+from offbeat.engine.run import Run
 
 
-class Synchronizer:
+class Synchronizer(Run):
     """Drives the parts of a method around the local step. `on_report` is called with every `Report`."""
 
     def __init__(
@@ -49,6 +50,7 @@ class Synchronizer:
         self._releasing = [part for part in self.parts if type(part).release is not Part.release]
         self._repeating = [part for part in self.parts if type(part).again is not Part.again]
         for index, part in enumerate(self.parts):
+            part.totals = self._costs.totals
             part.bind(index, self.optimizers, self._emit)
 
     def __repr__(self) -> str:
@@ -225,18 +227,6 @@ class Synchronizer:
         with self._failing():
             for part, saved in zip(self.parts, state["parts"], strict=True):
                 part.load_state_dict(saved)
-
-    @property
-    def reports(self) -> list[Report]:
-        """The reports of the last 1 000 rounds. Waits for the drift of the last one."""
-        self._costs.flush(self.parts)
-        return list(self._costs.reports)
-
-    @property
-    def totals(self) -> Totals:
-        """The cost of the run so far, on this worker."""
-        self._costs.flush(self.parts)
-        return self._costs.totals
 
     def _start(self) -> None:
         """Once: check that all workers agree, and give them rank 0's weights and buffers."""
