@@ -45,6 +45,10 @@ _KNOWN = (
      "Accelerate reads every batch on rank 0 and sends it to the others",
      "set DataLoaderConfiguration(dispatch_batches=False)"),
 )  # fmt: skip
+_HIDDEN = (
+    "Something communicates at every step without going through Python",
+    "look for DistributedDataParallel and for torch's functional collectives",
+)
 _UNKNOWN = ("This script communicates at every step", "do so every few steps, or inside averaged()")
 
 
@@ -155,17 +159,16 @@ class Watch:
         return call
 
     def _say(self, sync: Synchronizer, steps: int) -> None:
-        """Name the most frequent call, or the wrapper whose messages do not go through Python."""
-        (call, place, (what, remedy)), often = (self._calls.most_common(1) or [(("", "", _UNKNOWN), 0)])[0]
-        where = f" ({call} at {place})"
+        """Name each culprit once: a wrapper, whose messages do not go through Python, and traced calls."""
+        named: dict[tuple[str, str], str] = {}
         if find_ddp(sync.model):
-            what, remedy = "DistributedDataParallel averages every gradient", WITHOUT_DDP
-            where = ""  # in its reducer, which is not written in Python
+            named["DistributedDataParallel averages every gradient", WITHOUT_DDP] = ""
             sync._drift_watch = None  # would say the same
-        elif often < steps - 1:
-            what, where = "Something communicates at every step without going through Python", ""
-            remedy = "look for DistributedDataParallel and for torch's functional collectives"
-        logger.warning("%s, which costs what %r saves: %s%s.", what, sync, remedy, where)
+        for (call, place, known), often in self._calls.most_common():
+            if often >= steps - 1:
+                named.setdefault(known, f" ({call} at {place})")
+        for (what, remedy), where in (named or {_HIDDEN: ""}).items():
+            logger.warning("%s, which costs what %r saves: %s%s.", what, sync, remedy, where)
 
 
 def describe(name: str, frame: FrameType | None) -> tuple[str, str, tuple[str, str]]:
