@@ -50,8 +50,8 @@ class Synchronizer(Run):
         self._trained = [(name, p, p.requires_grad) for name, p in parameters.items()]
         self._releasing = [part for part in self.parts if type(part).release is not Part.release]
         self._repeating = [part for part in self.parts if type(part).again is not Part.again]
-        self._watch: Watch | None = Watch(self, self._comm)  # both only in the beginning
-        self._drift_watch: DriftWatch | None = DriftWatch()
+        self._watch: Watch | None = (watch := Watch(self, self._comm))  # both only in the beginning
+        self._drift_watch = DriftWatch() if watch.real else None
         for index, part in enumerate(self.parts):
             part.totals = self._costs.totals
             part.bind(index, self.optimizers, self._emit)

@@ -41,7 +41,7 @@ _KNOWN = (
      "use OffbeatStrategy of offbeat.integrations.lightning, which switches it off"),
     ("logger_connector/result", ".*",
      "Lightning averages a logged value at every step", "call self.log with sync_dist=False"),
-    ("accelerate/data_loader", "_fetch_batches",
+    ("accelerate/data_loader", "_fetch_batches|__iter__",
      "Accelerate reads every batch on rank 0 and sends it to the others",
      "set DataLoaderConfiguration(dispatch_batches=False)"),
 )  # fmt: skip
@@ -64,7 +64,7 @@ class Watch:
     def __init__(self, sync: Synchronizer, comm: Communicator) -> None:
         while isinstance(comm, Wrapped):
             comm = comm.comm
-        self._speaks = comm.rank == 0
+        self.real, self._speaks = isinstance(comm, Torch), comm.rank == 0  # and no simulation
         self._ranks = frozenset(comm.ranks) if isinstance(comm, Torch) and comm.rank == 0 else frozenset()
         self._looks = self._sent = self._hits = self._beside = self._streak = self._traced = 0
         self._calls: Counter[tuple[str, str, tuple[str, str]]] = Counter()
@@ -75,7 +75,9 @@ class Watch:
             if (run := own()) is not None and not run._inside_step:
                 self._beside += 1
 
-        self._hooks = [optimizer.register_step_post_hook(stepped) for optimizer in sync.optimizers]
+        # A wrapper that is an Optimizer only by name, as that of Accelerate, has no hooks.
+        real = [o for o in sync.optimizers if "_optimizer_step_post_hooks" in vars(o)]
+        self._hooks = [optimizer.register_step_post_hook(stepped) for optimizer in real]
 
     def look(self, sync: Synchronizer) -> Watch | None:
         """A step begins. Return None when the watch is over."""
@@ -199,7 +201,7 @@ def find_ddp(model: nn.Module) -> bool:
 
 
 class DriftWatch:
-    """Looks at the first rounds for workers that stay equal although they step."""
+    """Looks at the first rounds of real workers for such that stay equal although they step."""
 
     def __init__(self) -> None:
         self._rounds = self._equal = 0
