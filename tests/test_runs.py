@@ -69,7 +69,7 @@ def test_a_checkpoint_counts_once_all_ranks_have_saved(tmp_path: Path) -> None:
     assert shelves[1].load(30)["x"].tolist() == [30]
     (tmp_path / "step-000000030" / "rank-0.pt").unlink()
     assert shelves[1].steps() == [20]
-    (tmp_path / "step-000000020" / ".rank-0.77").write_bytes(b"half")
+    (tmp_path / "step-000000020" / ".rank-0.pt.77").write_bytes(b"half")
     assert shelves[1].steps() == [20]
 
 
@@ -80,7 +80,7 @@ def test_other_folders_and_torn_files_do_not_disturb_checkpoints(tmp_path: Path)
         (tmp_path / name).mkdir()
         (tmp_path / name / "rank-0.pt").write_bytes(b"")
     (tmp_path / "step-000000007").mkdir()
-    torn, other = (tmp_path / "step-000000007" / f".rank-{rank}.77" for rank in (0, 1))
+    torn, other = (tmp_path / "step-000000007" / f".rank-{rank}.pt.77" for rank in (0, 1))
     torn.write_bytes(b"half")
     other.write_bytes(b"half")
     assert store.steps() == [10]

@@ -610,7 +610,8 @@ def test_a_model_in_ddp_is_refused() -> None:
     model.module = Transport()
     sentence = (
         "The model is wrapped in DistributedDataParallel, which averages gradients at every step: "
-        "pass model.module."
+        "train the model itself, without the wrapper (in Accelerate, prepare_model(model, "
+        "evaluation_mode=True); in transformers, OffbeatTrainer; in Lightning, OffbeatStrategy)."
     )
     with says(TypeError, sentence):
         offbeat.local_sgd(model, sgd(model))
@@ -642,6 +643,8 @@ def test_a_report_by_hand() -> None:
                 drift=pytest.approx(8.0),
                 norm=pytest.approx(math.sqrt(8.0)),
                 period=2,
+                waited_mean=0.0,
+                waited_max=0.0,
             )
             for step in (2, 4)
         ]

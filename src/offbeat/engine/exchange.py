@@ -170,7 +170,8 @@ class Exchange(Part):
             moments = payload.moments.find() if averages else {}
             digest = digest_names(moments) if averages else 0
             weight = self.sender.check_unchanged(round, self._weight) if self.sender.parts else self._weight
-            heads = round.compare(self._index, self._rates_digest, self._everyone.rank, digest, weight)
+            place = (self._index, self._rates_digest, self._everyone.rank)
+            heads = round.compare(*place, digest, weight, self.totals.seconds_waited)
             factor = 1.0 if self._weight == NO_WEIGHT else round.weigh(heads)
             self._weight = NO_WEIGHT
             if averages:

@@ -15,7 +15,7 @@ from offbeat.base.clock import Clock, State
 from offbeat.base.tensors import Live
 from offbeat.comm.communicator import Communicator, Metered
 from offbeat.comm.presence import Departure
-from offbeat.engine.report import Emit
+from offbeat.engine.report import Emit, Totals
 from offbeat.engine.round import Delay
 from offbeat.reduce import Mean, Reducer
 from offbeat.update.update import Rebase, Replace, Update
@@ -42,6 +42,7 @@ class Part:
     weighs: bool = False  # whether its rounds weigh workers by their samples, or it has no rounds
     sender: Sender | None = None  # what its payloads leave through
     saved_every: int = 1  # its state can be saved after every so many steps
+    totals: Totals = Totals()  # what the run has cost this worker; its synchronizer sets it
 
     def bind(self, index: int, optimizers: Sequence[Optimizer], report: Emit) -> None:
         """Receive the place in the list, the optimizers, and the function that takes reports."""

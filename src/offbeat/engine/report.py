@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
@@ -23,6 +24,15 @@ if TYPE_CHECKING:
     from offbeat.engine.round import Round
 
 logger = logging.getLogger("offbeat")
+
+_RECENT = 32  # rounds in which metrics look for what not every part measures
+_MEASURED = {
+    "bytes_sent_round": "bytes_sent",
+    "period": "period",
+    "drift": "drift",
+    "seconds_waited_mean": "waited_mean",
+    "seconds_waited_max": "waited_max",
+}
 
 
 @dataclass(frozen=True)
@@ -39,6 +49,10 @@ class Report:
     drift: float | None  # mean over the workers of |x − x̄|², x taken when it lands
     norm: float | None  # length of the change it made here
     period: int  # steps since the round before
+    # Over its workers: the seconds that each had waited in all when the round began.
+    waited_mean: float | None = field(default=None, kw_only=True)
+    waited_max: float | None = field(default=None, kw_only=True)
+    late: ClassVar[bool] = False  # whether this worker missed the round
 
 
 Emit = Callable[[Report], None]
@@ -53,6 +67,7 @@ class Totals:
     bytes_received: int = 0
     seconds_waited: float = 0.0
     seconds_in_air: float = 0.0
+    late: int = 0  # rounds that this worker missed
 
     @property
     def seconds_hidden(self) -> float:
@@ -75,6 +90,7 @@ class Costs:
         totals.bytes_received += report.bytes_received
         totals.seconds_waited += report.seconds_waited
         totals.seconds_in_air += report.seconds_in_air
+        totals.late += report.late
         logger.debug("%s", report)
 
     def count(self, comm: Metered) -> None:
@@ -87,8 +103,26 @@ class Costs:
         """Wait for the reports of all parts, and count what they sent outside of rounds."""
         for part in parts:
             part.flush_reports(wait=True)
+        self.count_outside(parts)
+
+    def count_outside(self, parts: Sequence[Part]) -> None:
+        for part in parts:
             if part.outside is not None:
                 self.count(part.outside)
+
+    def metrics(self) -> dict[str, float]:
+        """Return what is known so far, by name: of the last rounds, what each has measured last."""
+        totals = self.totals
+        known = {
+            "bytes_sent_total": totals.bytes_sent, "bytes_received_total": totals.bytes_received,
+            "seconds_waited": totals.seconds_waited, "seconds_hidden": totals.seconds_hidden,
+            "round": totals.rounds, "late": totals.late,
+        }  # fmt: skip
+        for report in itertools.islice(reversed(self.reports), _RECENT):
+            for name, attribute in _MEASURED.items():
+                if name not in known and (value := getattr(report, attribute)) is not None:
+                    known[name] = value
+        return known
 
     @contextmanager
     def including(self, comm: Metered) -> Iterator[None]:

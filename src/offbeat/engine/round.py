@@ -27,6 +27,7 @@ from offbeat.when import Every, Schedule, Then
 KINDS = ("round {round}", "averaged()", "finish()")
 ROUND, AVERAGED, FINISH = range(3)
 NO_WEIGHT = -1.0
+_PART = 16  # bits of a header's word that number the part
 
 # One sentence for each word of a header in which all ranks must agree.
 _SENTENCES = (
@@ -132,11 +133,14 @@ class Rhythm:
 
 
 def header(
-    kind: int, part: int, clock: Clock, rates: int, rank: int, digest: int = 0, weight: float = NO_WEIGHT
-) -> list[int]:
-    """Return what a worker is about to do. `rank` is that among all workers; the digest goes above it."""
+    kind: int, part: int, clock: Clock, rates: int, rank: int, digest: int = 0, weight: float = NO_WEIGHT,
+    waited: float = 0.0,
+) -> list[int]:  # fmt: skip
+    """Return what a worker is about to do. `rank` is that among all workers; the digest goes above it, and
+    the microseconds that the worker has waited go above the part."""
     words = struct.unpack("<2q", struct.pack("<2d", clock.lr, weight))
-    return [kind, part, clock.round, clock.step, words[0], rates, rank + (digest << 31), words[1]]
+    place = part + (int(waited * 1e6) << _PART)
+    return [kind, place, clock.round, clock.step, words[0], rates, rank + (digest << 31), words[1]]
 
 
 def compare_headers(headers: Sequence[Sequence[int]]) -> list[tuple[int, float]]:
@@ -145,6 +149,7 @@ def compare_headers(headers: Sequence[Sequence[int]]) -> list[tuple[int, float]]
     for other in headers:
         # A negative word is a negative number: no weight.
         different = [other[i] != first[i] for i in range(6)] + [(other[7] < 0) != (first[7] < 0)]
+        different[1] = (other[1] - first[1]) % 2**_PART != 0
         if True in different:
             field = different.index(True)
             if first[0] != ROUND and field == 3:
@@ -159,7 +164,7 @@ def _name_words(header: Sequence[int]) -> dict[str, object]:
     kind, part, round, step, lr, _, rank, weight = header
     rate, samples = struct.unpack("<2d", struct.pack("<2q", lr, weight))
     given = None if samples < 0 else samples
-    words = (KINDS[kind].format(round=round), part, round, step, rate, rank % 2**31, given)
+    words = (KINDS[kind].format(round=round), part % 2**_PART, round, step, rate, rank % 2**31, given)
     return dict(zip(("kind", "part", "round", "step", "lr", "rank", "weight"), words, strict=True))
 
 
@@ -175,20 +180,23 @@ class Round:
         self._now, self.began = comm.now, comm.now()
         self.waited = 0.0  # seconds this worker has waited for it
         self.messages: list[Pending[Any]] = []
+        self.heads: Pending[list[list[int]]] | None = None  # as they were sent
         self.mean: Pending[Packed]
         self.followed: Pending[list[Tensor]] | None = None  # rank 0's buffers
         self.moments: Pending[Packed] | None = None
         self.sent: list[Tensor] | None = None  # the extras as they were sent, if the round lands late
 
     def compare(
-        self, part: int, rates: int, rank: int, digest: int = 0, weight: float = NO_WEIGHT
+        self, part: int, rates: int, rank: int, digest: int = 0, weight: float = NO_WEIGHT, waited: float = 0
     ) -> Pending[list[tuple[int, float]]]:
         """Send a header. The answer raises unless all workers are in this round, and holds what they sent.
 
-        `part` is the place in the method, `rates` a digest of the learning rates, `rank` that among everyone.
+        `part` is the place in the method, `rates` a digest of the learning rates, `rank` that among everyone,
+        `waited` the seconds that this worker has waited in all.
         """
-        words = header(ROUND, part, self.clock, rates, rank, digest, weight)
-        heads = self.comm.tell(words).then(compare_headers)
+        words = header(ROUND, part, self.clock, rates, rank, digest, weight, waited)
+        self.heads = self.comm.tell(words)
+        heads = self.heads.then(compare_headers)
         self.messages.append(heads)
         return heads
 
@@ -238,7 +246,11 @@ class Round:
         clock, comm, in_air = self.clock, self.comm, max(0.0, landed - self.began)
         place = {"step": clock.step, "round": clock.round, "period": clock.step - self.since}
         costs = {"bytes_sent": comm.sent, "bytes_received": comm.received, "seconds_waited": self.waited}
-        rest = {"workers": comm.size, "seconds_in_air": in_air, "drift": None, "norm": None}
+        rest: State = {"workers": comm.size, "seconds_in_air": in_air, "drift": None, "norm": None}
+        if self.heads is not None:
+            waits = list(zip(*self.heads.wait(), strict=True))[1]  # the part below does not change the order
+            unit = 1e6 * 2**_PART
+            rest |= {"waited_mean": sum(waits) / len(waits) / unit, "waited_max": max(waits) / unit}
         return kind(**{**place, **costs, **rest, **fields})
 
     def state_dict(self) -> State:

@@ -17,11 +17,13 @@ from offbeat.comm.presence import Departure, Track
 from offbeat.engine import agreement
 from offbeat.engine.optimizers import check_trained, learning_rate, list_optimizers, read_rates, replace_steps
 from offbeat.engine.part import Landing, Part, check_parts, check_samples, hold
-from offbeat.engine.report import Costs, Emit, Report, Totals, logger
+from offbeat.engine.report import Costs, Emit, Report, logger
 from offbeat.engine.round import AVERAGED, FINISH, KINDS, compare_headers, header
+from offbeat.engine.run import Run
+from offbeat.engine.watch import DriftWatch, Watch
 
 
-class Synchronizer:
+class Synchronizer(Run):
     """Drives the parts of a method around the local step. `on_report` is called with every `Report`."""
 
     def __init__(
@@ -48,7 +50,10 @@ class Synchronizer:
         self._trained = [(name, p, p.requires_grad) for name, p in parameters.items()]
         self._releasing = [part for part in self.parts if type(part).release is not Part.release]
         self._repeating = [part for part in self.parts if type(part).again is not Part.again]
+        self._watch: Watch | None = (watch := Watch(self, self._comm))  # both only in the beginning
+        self._drift_watch = DriftWatch() if watch.real else None
         for index, part in enumerate(self.parts):
+            part.totals = self._costs.totals
             part.bind(index, self.optimizers, self._emit)
 
     def __repr__(self) -> str:
@@ -114,6 +119,8 @@ class Synchronizer:
             check_samples(samples, self.parts)
         if self._unseen is not None or not self._started:
             self._start()
+        if self._watch is not None:
+            self._watch = self._watch.look(self)
         self._inside_step = True
         self._track.step = self.steps + 1
         self._worker.computed(self.steps)
@@ -169,12 +176,17 @@ class Synchronizer:
                 yield
             finally:
                 self._inside_averaged = False
+                if self._watch is not None:
+                    self._watch.forgive()
 
     def finish(self) -> None:
         """Land messages in the air and leave every worker with the same weights. Every rank calls it."""
         if self.finished:
             return
         self._must_be_open("finish()")
+        if self._watch is not None:
+            self._watch.finish(self.steps, self._comm.size)
+            self._watch = None
         with self._failing():
             self._start()
             with self._costs.including(self._comm):
@@ -226,18 +238,6 @@ class Synchronizer:
             for part, saved in zip(self.parts, state["parts"], strict=True):
                 part.load_state_dict(saved)
 
-    @property
-    def reports(self) -> list[Report]:
-        """The reports of the last 1 000 rounds. Waits for the drift of the last one."""
-        self._costs.flush(self.parts)
-        return list(self._costs.reports)
-
-    @property
-    def totals(self) -> Totals:
-        """The cost of the run so far, on this worker."""
-        self._costs.flush(self.parts)
-        return self._costs.totals
-
     def _start(self) -> None:
         """Once: check that all workers agree, and give them rank 0's weights and buffers."""
         if self._unseen is not None:
@@ -267,6 +267,8 @@ class Synchronizer:
 
     def _emit(self, report: Report) -> None:
         self._costs.add(report)
+        if self._drift_watch is not None:
+            self._drift_watch = self._drift_watch.look(report, self)
         if self.on_report is not None:
             self.on_report(report)
 

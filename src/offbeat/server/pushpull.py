@@ -124,7 +124,7 @@ class PushPull(Part):
         if clock.step == round.since + 1:
             round.began = round.comm.now()
         # Push before landing, so that the gradient travels while the pull is awaited.
-        heads = round.compare(self._index, self._rates, round.comm.rank)
+        heads = round.compare(self._index, self._rates, round.comm.rank, waited=self.totals.seconds_waited)
         slot.applied = self._transport.push(gradient, self.shard, self._options, heads, clock)
         if not synchronous:
             origin = self._land() if self._pull else None

@@ -33,6 +33,10 @@ class GroupReport(Report):
     kind: Kind
     age: int  # of this worker's contribution to the newest mean, in rounds; 0 if fresh
 
+    @property
+    def late(self) -> bool:  # type: ignore[override]
+        return self.kind != "fresh"
+
 
 @dataclass(frozen=True)
 class Attendance:

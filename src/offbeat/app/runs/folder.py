@@ -2,14 +2,11 @@
 
 import json
 import os
-import pickle
 import platform
 import re
 import shutil
 import sys
 import time
-import zipfile
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -20,14 +17,12 @@ import torch
 import offbeat
 from offbeat.app.runs.setting import Setting
 from offbeat.base.errors import BadArgument, CheckpointMismatch
+from offbeat.base.files import delete_torn, read_state, write_state
 from offbeat.tasks import Task
 
 SETTING, ORIGIN = "setting.json", "origin.json"
 KEPT = 2  # checkpoints
 LINES = 2000  # of steps in a log, at most; in a longer run, each covers several steps
-_DAMAGED = (
-    zipfile.BadZipFile, zlib.error, EOFError, pickle.UnpicklingError, RuntimeError, ValueError, OSError
-)  # fmt: skip
 
 Entry = dict[str, Any]
 
@@ -167,14 +162,7 @@ class CheckpointStore:
 
     def save(self, step: int, state: dict[str, Any]) -> None:
         """Write this rank's file in one piece, and delete all but the last two checkpoints."""
-        place = self._path(step)
-        place.mkdir(parents=True, exist_ok=True)
-        beside = place / f".rank-{self.rank}.{os.getpid()}"
-        with beside.open("wb") as file:
-            torch.save(state, file)
-            file.flush()
-            os.fsync(file.fileno())
-        beside.replace(place / f"rank-{self.rank}.pt")
+        write_state(self._path(step) / f"rank-{self.rank}.pt", state)
         if self.rank == 0:
             for old in self.steps()[:-KEPT]:
                 shutil.rmtree(self._path(old), ignore_errors=True)
@@ -188,8 +176,7 @@ class CheckpointStore:
     def delete_after(self, step: int) -> None:
         """Delete what an earlier start of the run has left: this rank's later files, and torn ones."""
         for saved, place in self._places():
-            for path in place.glob(f".rank-{self.rank}.*"):
-                path.unlink()
+            delete_torn(place / f"rank-{self.rank}.pt")
             if saved > step:
                 (place / f"rank-{self.rank}.pt").unlink(missing_ok=True)
 
@@ -197,19 +184,11 @@ class CheckpointStore:
         """This rank's state. Checks the checksums in the file first, which torch does not do."""
         path = self._path(step) / f"rank-{self.rank}.pt"
         try:
-            with zipfile.ZipFile(path) as file:
-                if bad := file.testzip():
-                    raise zipfile.BadZipFile(f"wrong checksum of {bad}")
-                # torch writes none. Checksums do not cover them, and a folder would be read as nothing.
-                if any(entry.external_attr for entry in file.infolist()):
-                    raise zipfile.BadZipFile("wrong attributes")
-            state: dict[str, Any] = torch.load(path, weights_only=True)
-        except _DAMAGED as error:
-            reason = str(error).partition("\n")[0]
+            return read_state(path)
+        except ValueError as error:
             advice = f"delete the folder {str(path.parent)!r} to continue from the checkpoint before it."
-            sentence = f"Rank {self.rank}'s checkpoint {str(path)!r} is damaged ({reason}): {advice}"
+            sentence = f"Rank {self.rank}'s checkpoint {str(path)!r} is damaged ({error}): {advice}"
             raise CheckpointMismatch(sentence) from error
-        return state
 
     def _path(self, step: int) -> Path:
         return self.folder / f"step-{step:09d}"

@@ -1,0 +1,68 @@
+"""Files of tensors that are whole or absent."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import zipfile
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from offbeat.base.clock import State
+
+_DAMAGED = (
+    zipfile.BadZipFile, zlib.error, EOFError, pickle.UnpicklingError, RuntimeError, ValueError, OSError
+)  # fmt: skip
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Give a file to write. Unless the block raises, it replaces `path` in one piece, on the disk."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        yield beside
+        with beside.open("rb") as file:
+            os.fsync(file.fileno())
+        beside.replace(path)
+    finally:
+        beside.unlink(missing_ok=True)
+
+
+def write_state(path: Path, state: State) -> None:
+    """Write a state in one piece: whoever reads the file sees all of it or none."""
+    with replacing(path) as beside, beside.open("wb") as file:
+        torch.save(state, file)
+
+
+def delete_torn(path: Path) -> None:
+    """Delete what a process that was killed during `write_state` has left."""
+    for beside in path.parent.glob(f".{path.name}.*"):
+        beside.unlink(missing_ok=True)
+
+
+def find_damage(path: Path) -> str | None:
+    """Compare the file with the checksums in it, which torch does not do. Return what is wrong."""
+    try:
+        with zipfile.ZipFile(path) as file:
+            if bad := file.testzip():
+                return f"wrong checksum of {bad}"
+            # torch writes none. Checksums do not cover them, and a folder would be read as nothing.
+            return "wrong attributes" if any(entry.external_attr for entry in file.infolist()) else None
+    except _DAMAGED as error:
+        return str(error).partition("\n")[0] or type(error).__name__
+
+
+def read_state(path: Path) -> State:
+    """Return what `write_state` wrote; a ValueError says what is wrong with the file."""
+    if damage := find_damage(path):
+        raise ValueError(damage)
+    try:
+        state: State = torch.load(path, weights_only=True)
+    except _DAMAGED as error:
+        raise ValueError(str(error).partition("\n")[0]) from error
+    return state

@@ -1,0 +1,234 @@
+"""Checkpoints in a folder, one file per rank. The newest one that every rank has is loaded."""
+
+from __future__ import annotations
+
+import random
+import re
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from offbeat.base.clock import State
+from offbeat.base.errors import CheckpointMismatch
+from offbeat.base.files import delete_torn, find_damage, read_state, write_state
+from offbeat.base.tensors import is_sharded, local, named
+from offbeat.comm.communicator import WORDS, Communicator
+from offbeat.engine.report import logger
+
+if TYPE_CHECKING:
+    from offbeat.engine.run import Run, Savable
+
+_FILE = re.compile(r"offbeat-step-(\d+)-rank-(\d+)-of-(\d+)((?:-shard-[\d.]+)?)\.pt")
+_SAVED = WORDS - 2  # checkpoints that a rank tells the others about
+
+
+class Folder:
+    """The checkpoints of a run in a folder, as one rank sees them.
+
+    A rank needs to see only its own files. Ranks that hold shards of one replica count as ranks, too.
+    """
+
+    def __init__(self, folder: str | Path, comm: Communicator, model: nn.Module) -> None:
+        self.folder, self.comm = Path(folder), comm
+        sharded = next((p for p in model.parameters() if is_sharded(p)), None)
+        self._mesh = None if sharded is None else sharded.device_mesh
+        self.shard = ""
+        if self._mesh is not None:
+            self.shard = "-shard-" + ".".join(map(str, self._mesh.get_coordinate() or ()))
+
+    def write(self, step: int, state: State) -> None:
+        """Write this rank's file. Once every rank has done so, delete this rank's older ones."""
+        path, error = self._path(step), None
+        delete_torn(path)
+        try:
+            write_state(path, state)
+        except (OSError, RuntimeError) as reason:  # torch turns a full disk into a RuntimeError
+            error = reason
+        written = self._common(self.comm.tell([] if error else [step + 1]).wait())
+        if error is not None:
+            raise OSError(f"save({str(self.folder)!r}): rank {self.comm.rank} cannot write its file: {error}")
+        if not written:
+            raise OSError(f"save({str(self.folder)!r}): another rank cannot write its file; see its error.")
+        for other in self._steps() - {step}:
+            self._path(other).unlink(missing_ok=True)
+
+    def newest(self) -> int | None:
+        """Return the last step whose files are whole on every rank. Raise if no file fits this run."""
+        own = self._steps()
+        damaged = {step: damage for step in own if (damage := find_damage(self._path(step)))}
+        sizes = {int(found[3]) for found in self._files()}
+        other = 0 if own else max(sizes, default=0)
+        steps = sorted(own - damaged.keys())[-_SAVED:]
+        rows = self.comm.tell([len(damaged), other, *[step + 1 for step in steps]]).wait()
+        newest = max(self._common([row[2:] for row in rows]), default=-1)
+        if newest < 0:
+            self._refuse(rows, damaged)
+        seen = {word - 1 for row in rows for word in row[2:] if word} | damaged.keys()
+        if ignored := sorted(step for step in seen if step > newest):
+            self._say(ignored[-1], newest, rows)
+        for step in own if newest >= 0 else ():
+            if step > newest:  # the run writes it again
+                self._path(step).unlink(missing_ok=True)
+        return None if newest < 0 else newest
+
+    def read(self, step: int) -> State:
+        return read_state(self._path(step))
+
+    def _refuse(self, rows: Sequence[Sequence[int]], damaged: dict[int, str]) -> None:
+        where = f"load({str(self.folder)!r})"
+        for step, reason in damaged.items():
+            raise CheckpointMismatch(
+                f"{where}: rank {self.comm.rank}'s file of step {step} is damaged ({reason}), and there is "
+                "no other checkpoint: to start anew, name another folder."
+            )
+        if bad := [rank for rank, row in enumerate(rows) if row[0]]:
+            raise CheckpointMismatch(f"{where}: the file of rank {bad[0]} is damaged: see its error.")
+        others = [row[1] for row in rows if row[1]]
+        if others and not any(any(row[2:]) for row in rows):
+            raise CheckpointMismatch(
+                f"{where}: the checkpoint is of {others[0]} workers, this run has {self.comm.size}: start as "
+                "many workers, or name another folder."
+            )
+
+    def _say(self, ignored: int, newest: int, rows: Sequence[Sequence[int]]) -> None:
+        lacking = ", ".join(str(rank) for rank, row in enumerate(rows) if ignored + 1 not in row[2:])
+        then = "there is no earlier one" if newest < 0 else f"continuing from step {newest}"
+        if self.comm.rank == 0:
+            logger.warning(
+                "%s: the checkpoint of step %d is ignored, because %s has no whole file of it; %s.",
+                self.folder, ignored, f"rank {lacking}" if lacking else "a shard", then,
+            )  # fmt: skip
+
+    def _path(self, step: int) -> Path:
+        return self.folder / f"offbeat-step-{step}-rank-{self.comm.rank}-of-{self.comm.size}{self.shard}.pt"
+
+    def _files(self) -> list[re.Match[str]]:
+        names = [path.name for path in self.folder.glob("offbeat-step-*.pt")]
+        return [found for name in names if (found := _FILE.fullmatch(name))]
+
+    def _steps(self) -> set[int]:
+        mine = (str(self.comm.rank), str(self.comm.size), self.shard)
+        return {int(found[1]) for found in self._files() if found.groups()[1:] == mine}
+
+    def _common(self, rows: Sequence[Sequence[int]]) -> set[int]:
+        """Return the steps in all rows, each plus 1, on every shard of the model."""
+        common = set.intersection(*map(set, rows)) - {0}
+        if self._mesh is not None:
+            for group in self._mesh.get_all_groups():
+                words = torch.tensor([*sorted(common), *[0] * WORDS][:WORDS], device=self._mesh.device_type)
+                others = [torch.empty_like(words) for _ in range(dist.get_world_size(group))]
+                dist.all_gather(others, words, group=group)
+                common = set.intersection(*[set(other.tolist()) for other in others]) - {0}
+        return {word - 1 for word in common}
+
+
+def capture(sync: Run, others: Mapping[str, Savable]) -> State:
+    """Return all that this rank needs to continue: weights, buffers and optimizers as local shards."""
+    tensors = {name: local(tensor) for name, tensor in _tensors(sync.model).items()}
+    return {
+        "sync": sync.state_dict(),
+        "model": tensors,
+        "optimizers": [_map(optimizer.state_dict()) for optimizer in sync.optimizers],
+        "rng": _random_states(sync.model),
+        "others": {name: other.state_dict() for name, other in others.items()},
+    }
+
+
+def restore(sync: Run, state: State, others: Mapping[str, Savable]) -> None:
+    """Put back what `capture` returned. Every rank calls it. Raises before the model changes."""
+    sync.load_state_dict(state["sync"])
+    with sync._failing():
+        _check(state, others, sync.model, sync.optimizers)
+        _write(state, sync.model, sync.optimizers)
+        for name, other in others.items():
+            other.load_state_dict(state["others"][name])
+        _set_random_states(state["rng"], sync.model)
+
+
+def _check(state: State, others: Iterable[str], model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+    """Raise unless weights, buffers and optimizers fit, and the state of each of the others is there."""
+    saved, own = (
+        {name: (list(t.shape), t.dtype) for name, t in tensors.items()}
+        for tensors in (state["model"], {name: local(t) for name, t in _tensors(model).items()})
+    )
+    for name in {**own, **saved}:
+        if saved.get(name) != own.get(name):
+            theirs, ours = (f"{d[name][0]} {d[name][1]}" if name in d else "nothing" for d in (saved, own))
+            raise CheckpointMismatch(
+                f"The checkpoint has {theirs} for {name!r}, the model has {ours}: build the model as it was."
+            )
+    if len(state["optimizers"]) != len(optimizers):
+        raise CheckpointMismatch(
+            f"The checkpoint has {len(state['optimizers'])} optimizers, this run has {len(optimizers)}."
+        )
+    if missing := [name for name in others if name not in state["others"]]:
+        raise CheckpointMismatch(
+            f"load({missing[0]}=...): the checkpoint was saved without it: pass it to save(), too."
+        )
+
+
+@torch.no_grad()
+def _write(state: State, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+    """Put back weights, buffers and optimizers."""
+    for name, tensor in _tensors(model).items():
+        local(tensor).copy_(state["model"][name])
+    for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        states = {
+            index: {key: _like(value, parameters[index]) for key, value in own.items()}
+            for index, own in saved["state"].items()
+        }
+        optimizer.load_state_dict({**saved, "state": states})
+
+
+def _tensors(model: nn.Module) -> dict[str, Tensor]:
+    return named([*model.named_parameters(), *model.named_buffers()])
+
+
+def _map(value: Any) -> Any:
+    """Return the value with each sharded tensor replaced by its local shard."""
+    if torch.is_tensor(value):
+        return value.to_local() if is_sharded(value) else value
+    if isinstance(value, dict):
+        return {key: _map(item) for key, item in value.items()}
+    return type(value)(map(_map, value)) if type(value) in (list, tuple) else value
+
+
+def _like(value: Any, parameter: Tensor) -> Any:
+    """Return a local shard as a sharded tensor again, if it belongs to a sharded parameter."""
+    if not torch.is_tensor(value) or not is_sharded(parameter) or value.shape != parameter.to_local().shape:
+        return value
+    from torch.distributed.tensor import DTensor
+
+    mesh, placements = parameter.device_mesh, parameter.placements
+    shape, stride = parameter.shape, parameter.stride()
+    return DTensor.from_local(value, mesh, placements, run_check=False, shape=shape, stride=stride)
+
+
+def _devices(model: nn.Module) -> Iterable[torch.device]:
+    """Return the devices of the model other than the CPU, in order."""
+    return sorted({p.device for p in model.parameters()} - {torch.device("cpu")}, key=str)
+
+
+def _random_states(model: nn.Module) -> State:
+    states: State = {"python": random.getstate(), "torch": torch.get_rng_state()}
+    states["devices"] = [torch.get_device_module(d).get_rng_state(d) for d in _devices(model)]
+    if (numpy := sys.modules.get("numpy")) is not None:
+        name, keys, *rest = numpy.random.get_state()
+        states["numpy"] = [name, keys.tolist(), *rest]
+    return states
+
+
+def _set_random_states(states: State, model: nn.Module) -> None:
+    random.setstate(states["python"])
+    torch.set_rng_state(states["torch"])
+    for device, state in zip(_devices(model), states["devices"], strict=True):
+        torch.get_device_module(device).set_rng_state(state, device)
+    if "numpy" in states and (numpy := sys.modules.get("numpy")) is not None:
+        numpy.random.set_state(tuple(states["numpy"]))

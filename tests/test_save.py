@@ -1,0 +1,332 @@
+"""`save` and `load`: one file per rank, whole on all ranks or ignored; the run continues to the bit."""
+
+from __future__ import annotations
+
+import logging
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from conftest import Pool
+from problems import same, snapshot
+from test_fsdp import build, loop, mesh_of_four
+from test_resume import Run
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+
+import offbeat
+
+STEPS, AT = 7, 4
+# An anchor, a message in the air, a server, groups of workers, a wait-free method, a schedule that measures.
+METHODS = [
+    "diloco(every=3, lr=0.5, momentum=0.625, ramp=1)",
+    "local_sgd(every=3, delay=2)",
+    "ssd_sgd(every=3, warmup=0, beta=0.25, in_flight=1, server=SGD(lr=1.0, momentum=0.5))",
+    "noloco(every=2, lr=0.5, momentum=0.625, ramp=1)",
+    "wagma(group_size=2, every=4, grace=60.0)",
+    "adaptive(start=2, sample=4)",
+]
+Traces = list[dict[str, Tensor]]
+
+
+def draw() -> tuple[float, float, float]:
+    return random.random(), float(numpy.random.rand()), float(torch.rand(()))
+
+
+def interrupted(comm: offbeat.Communicator, expression: str, folder: str) -> tuple[Traces, Traces, bool]:
+    """The end of a run that was saved on its way, that of one continued from there, and if draws agree."""
+    torch.manual_seed(comm.rank)
+    run = Run(comm, expression, "adamw", seed=comm.rank)
+    run.go(0, AT)
+    run.sync.save(folder, scheduler=run.scheduler)
+    drawn = draw() if comm.size == 1 else ()
+    whole = run.go(AT, STEPS) + run.end()
+    torch.manual_seed(99)
+    run = Run(comm, expression, "adamw", seed=7)
+    assert run.sync.load(folder, scheduler=run.scheduler)
+    again = draw() if comm.size == 1 else ()
+    return whole, run.go(AT, STEPS) + run.end(), drawn == again
+
+
+@pytest.mark.parametrize("expression", METHODS)
+def test_a_run_continues_to_the_bit(expression: str, tmp_path: Path) -> None:
+    for whole, resumed, _ in offbeat.simulate(lambda comm: interrupted(comm, expression, str(tmp_path)), 4):
+        assert all(same(a, b) for a, b in zip(whole, resumed, strict=True))
+    assert len(list(tmp_path.iterdir())) == 4
+
+
+def test_random_numbers_continue(tmp_path: Path) -> None:
+    assert interrupted(offbeat.Solo(), "local_sgd(every=3)", str(tmp_path))[2]
+
+
+def several(comm: offbeat.Communicator, folder: str) -> list[tuple[Traces, Traces, bool]]:
+    return [interrupted(comm, expression, f"{folder}/{i}") for i, expression in enumerate(METHODS[:5:2])]
+
+
+def test_over_gloo_too(pool: Pool, tmp_path: Path) -> None:
+    for ended in pool.run(several, str(tmp_path), fresh=True):
+        for whole, resumed, _ in ended:
+            # The order of gloo's sums may depend on where a vector lies.
+            for a, b in zip(whole, resumed, strict=True):
+                torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
+
+
+def sharded(comm: offbeat.Communicator, folder: str) -> tuple[list[Tensor], list[Tensor], int]:
+    mesh = mesh_of_four()
+    replica = mesh["replica"].get_local_rank()
+
+    def make() -> Any:
+        model = build()
+        fully_shard(model, mesh=mesh["shard"])
+        opt = torch.optim.AdamW(model.parameters(), lr=0.01)
+        return model, opt, offbeat.diloco(model, opt, every=2, group=mesh["replica"])
+
+    ends = []
+    model, opt, sync = make()
+    loop(model, sync, opt, replica, range(3))
+    sync.save(folder)
+    for _ in range(2):
+        loop(model, sync, opt, replica, range(3, 6))
+        sync.finish()
+        ends.append([p.to_local().detach().clone() for p in model.parameters()])
+        model, opt, sync = make()
+        assert sync.load(folder)
+    return ends[0], ends[1], len(list(Path(folder).iterdir()))
+
+
+@pytest.mark.slow
+def test_shards_are_saved_where_they_are(pool: Pool, tmp_path: Path) -> None:
+    for whole, resumed, files in pool.run(sharded, str(tmp_path), fresh=True):
+        assert all(torch.equal(a, b) for a, b in zip(whole, resumed, strict=True))
+        assert files == 4
+
+
+class Killed(BaseException):
+    pass
+
+
+def die_after(folder: Path, monkeypatch: pytest.MonkeyPatch, first: int, second: int) -> None:
+    """Two workers save after `first` steps. In the next save, rank 1 dies before it writes."""
+
+    def worker(comm: offbeat.Communicator) -> None:
+        run = Run(comm, "local_sgd(every=3, delay=2)", "momentum", seed=0)
+        run.go(0, first)
+        run.sync.save(folder)
+        run.go(first, second)
+        if comm.rank == 1:
+            monkeypatch.setattr("torch.save", torn)
+        run.sync.save(folder)
+
+    def torn(state: object, file: Any) -> None:
+        file.write(b"half")
+        raise Killed
+
+    with monkeypatch.context() as monkeypatch, pytest.raises(Killed):
+        offbeat.simulate(worker, 2)
+
+
+def begin(folder: Path, expression: str = "local_sgd(every=3, delay=2)", workers: int = 2) -> list[Any]:
+    def worker(comm: offbeat.Communicator) -> int | str:
+        run = Run(comm, expression, "momentum", seed=7)
+        try:
+            return run.sync.steps if run.sync.load(folder) else "nothing"
+        except offbeat.OffbeatError as error:
+            return str(error)
+
+    return offbeat.simulate(worker, workers)
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_a_kill_between_two_writes_leaves_the_checkpoint_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    die_after(tmp_path, monkeypatch, 2, 4)
+    old, new = "offbeat-step-2-rank-{}-of-2.pt", "offbeat-step-4-rank-{}-of-2.pt"
+    if new.format(0) not in names(tmp_path):  # rank 1 was first
+        (tmp_path / new.format(0)).write_bytes((tmp_path / old.format(0)).read_bytes())
+    (tmp_path / f".{new.format(1)}.77").write_bytes(b"half")
+    with caplog.at_level(logging.WARNING, "offbeat"):
+        assert begin(tmp_path) == [2, 2]
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{tmp_path}: the checkpoint of step 4 is ignored, because rank 1 has no whole file of it; "
+        "continuing from step 2."
+    ]
+    assert [name for name in names(tmp_path) if name[0] != "."] == [old.format(0), old.format(1)]
+
+
+def test_a_torn_file_is_ignored_if_there_is_another_checkpoint(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def worker(comm: offbeat.Communicator) -> None:
+        run = Run(comm, "local_sgd(every=3, delay=2)", "momentum", seed=0)
+        run.go(0, 2)
+        run.sync.save(tmp_path)
+        kept = {path: path.read_bytes() for path in tmp_path.glob(f"*-rank-{comm.rank}-*")}
+        run.go(2, 4)
+        run.sync.save(tmp_path)
+        for path, whole in kept.items():
+            path.write_bytes(whole)
+
+    offbeat.simulate(worker, 2)
+    last = tmp_path / "offbeat-step-4-rank-1-of-2.pt"
+    last.write_bytes(last.read_bytes()[:-100])
+    with caplog.at_level(logging.WARNING, "offbeat"):
+        assert begin(tmp_path) == [2, 2]
+    assert "step 4 is ignored, because rank 1 has no whole file of it; continuing" in caplog.text
+    other = tmp_path / "offbeat-step-2-rank-0-of-2.pt"
+    other.write_bytes(other.read_bytes()[:-100])
+    mine, theirs = begin(tmp_path)
+    assert mine.startswith(f"load({str(tmp_path)!r}): rank 0's file of step 2 is damaged (")
+    assert mine.endswith("), and there is no other checkpoint: to start anew, name another folder.")
+    assert theirs == f"load({str(tmp_path)!r}): the file of rank 0 is damaged: see its error."
+    other.unlink()
+    assert begin(tmp_path) == ["nothing"] * 2
+    assert "because rank 0 has no whole file of it; there is no earlier one." in caplog.text
+
+
+def test_what_does_not_fit_is_said(tmp_path: Path) -> None:
+    def worker(comm: offbeat.Communicator) -> None:
+        run = Run(comm, "local_sgd(every=3)", "momentum", seed=0)
+        run.go(0, 2)
+        run.sync.save(tmp_path)
+
+    offbeat.simulate(worker, 2)
+    assert begin(tmp_path / "elsewhere") == ["nothing"] * 2
+    assert (
+        begin(tmp_path, "local_sgd(every=4)")
+        == ["The checkpoint has method local_sgd(every=3), this run has local_sgd(every=4)."] * 2
+    )
+    where = f"load({str(tmp_path)!r})"
+    assert (
+        begin(tmp_path, workers=3)
+        == [
+            f"{where}: the checkpoint is of 2 workers, this run has 3: start as many workers, or name "
+            "another folder."
+        ]
+        * 3
+    )
+
+    def other(comm: offbeat.Communicator, **given: Any) -> str:
+        net = nn.Linear(2, 1)
+        opt = torch.optim.SGD(net.parameters(), lr=0.1)
+        before = snapshot(net)
+        with pytest.raises(offbeat.CheckpointMismatch) as error:
+            offbeat.local_sgd(net, opt, every=3, group=comm).load(tmp_path)
+        assert same(before, snapshot(net))
+        return str(error.value)
+
+    assert (
+        offbeat.simulate(other, 2)
+        == [
+            "The checkpoint has nothing for 'weight', the model has [1, 2] torch.float32: build the model "
+            "as it was."
+        ]
+        * 2
+    )
+
+    def scaled(comm: offbeat.Communicator) -> str:
+        run = Run(comm, "local_sgd(every=3)", "momentum", seed=0)
+        with pytest.raises(offbeat.CheckpointMismatch) as error:
+            run.sync.load(tmp_path, scheduler=run.scheduler)
+        return str(error.value)
+
+    assert (
+        offbeat.simulate(scaled, 2)
+        == ["load(scheduler=...): the checkpoint was saved without it: pass it to save(), too."] * 2
+    )
+
+
+def test_a_full_disk_is_one_sentence_on_every_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(state: object, file: Any) -> None:
+        raise RuntimeError("no space left")
+
+    def worker(comm: offbeat.Communicator) -> str:
+        run = Run(comm, "local_sgd(every=3)", "momentum", seed=0)
+        run.go(0, 1)
+        run.sync.save(tmp_path)
+        if comm.rank == 1:
+            monkeypatch.setattr("torch.save", full)
+        run.go(1, 2)
+        try:
+            run.sync.save(tmp_path)
+        except OSError as error:
+            return str(error)
+        return ""
+
+    where = f"save({str(tmp_path)!r})"
+    answers = offbeat.simulate(worker, 2)
+    assert answers[1] == f"{where}: rank 1 cannot write its file: no space left"
+    monkeypatch.undo()
+    assert begin(tmp_path, "local_sgd(every=3)") == [1, 1]
+
+
+NAMES = {"bytes_sent_total", "bytes_received_total", "seconds_waited", "seconds_hidden", "round", "late"}
+LATER = {"bytes_sent_round", "drift", "period", "seconds_waited_mean", "seconds_waited_max"}
+
+
+def test_metrics_are_numbers_and_send_nothing() -> None:
+    """Waiting is told apart: rank 1 is slow, so the others wait for it."""
+
+    def worker(comm: offbeat.Communicator) -> tuple[dict[str, float], ...]:
+        run = Run(comm, "local_sgd(every=2)", "momentum", seed=0)
+        first, told = run.sync.metrics(), list[dict[str, float]]()
+        run.sync.on_report = lambda report: told.append(run.sync.metrics())
+        run.go(0, 6)
+        before = run.sync.totals.bytes_sent
+        last = run.sync.metrics()
+        assert run.sync.totals.bytes_sent == before == last["offbeat/bytes_sent_total"]
+        assert told[-1] == last
+        assert len(told) == 3
+        return first, last
+
+    answers = offbeat.simulate(worker, 3, compute=lambda rank, step: 0.5 if rank == 1 else 0.1)
+    for rank, (first, last) in enumerate(answers):
+        assert set(first) == {f"offbeat/{name}" for name in NAMES | {"step", "workers"}}
+        assert set(last) - set(first) == {f"offbeat/{name}" for name in LATER}
+        assert all(type(value) is float for value in last.values())
+        assert last["offbeat/round"] == 3
+        assert last["offbeat/period"] == 2
+        assert last["offbeat/step"] == 6
+        assert last["offbeat/workers"] == 3
+        assert last["offbeat/drift"] > 0
+        assert last["offbeat/seconds_waited"] == pytest.approx(0.0 if rank == 1 else 2.4, abs=0.01)
+        # as of the beginning of the last round
+        assert last["offbeat/seconds_waited_max"] == pytest.approx(1.6, abs=0.01)
+        assert last["offbeat/seconds_waited_mean"] == pytest.approx(3.2 / 3, abs=0.01)
+
+
+def test_late_rounds_are_counted() -> None:
+    def worker(comm: offbeat.Communicator) -> float:
+        run = Run(comm, "wagma(group_size=2, every=8)", "momentum", seed=0)
+        run.go(0, 8)
+        return run.sync.metrics()["offbeat/late"]
+
+    late = offbeat.simulate(worker, 2, compute=lambda rank, step: 1.0 if rank == 1 else 0.1)
+    assert late[1] > 0 == late[0]
+
+
+def test_optimizers_stay_still() -> None:
+    net = nn.Linear(2, 1)
+    opt = torch.optim.SGD(net.parameters(), lr=0.1)
+    sync = offbeat.local_sgd(net, opt, group=offbeat.Solo())
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(opt, 0.5)
+    before = snapshot(net)
+
+    def closure() -> Tensor:
+        opt.zero_grad()
+        loss = net(torch.ones(1, 2)).sum()
+        loss.backward()
+        return loss
+
+    with sync.still():
+        assert opt.step(closure) is not None
+        scheduler.step()  # and does not warn
+    assert same(before, snapshot(net))
+    opt.step()
+    assert not same(before, snapshot(net))
