@@ -12,6 +12,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ import torch
 import torch.distributed as dist
 from lightning.fabric import Fabric
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -199,7 +200,7 @@ def fit(
     strategy: Any, *callbacks: Callback, model: Any = None, loader: Any = None, **options: Any
 ) -> Trainer:
     model = Regression() if model is None else model
-    checkpoints = any(isinstance(callback, ModelCheckpoint) for callback in callbacks)
+    checkpoints = any(isinstance(callback, Checkpoint) for callback in callbacks)
     path = options.pop("ckpt_path", None)
     options = {"max_epochs": 3, "enable_checkpointing": checkpoints, **QUIET, **options}
     trainer = Trainer(accelerator="cpu", devices=2, strategy=strategy, callbacks=list(callbacks), **options)
@@ -263,11 +264,17 @@ METHODS += [
 ]
 
 
+def clipped_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+    optimizer.step()
+
+
 def by_hand(rank: int) -> dict[str, tuple[Tensor, Tensor]]:
-    """The weights of the Trainer and of a loop without it, for each method."""
+    """The weights of the Trainer and of a loop without it, and the size of the optimizer's state."""
     found = {}
     for method in METHODS:
-        options = {"loader": Resumable(rank), "max_epochs": 2, "limit_val_batches": 0}
+        options: dict[str, Any] = {"loader": Resumable(rank), "max_epochs": 2, "gradient_clip_val": 0.5}
+        options["limit_val_batches"] = 0
         trainer = fit(OffbeatStrategy(method), model=Regression(0.2), **options)
         model = Regression(0.2)
         optimizer, scheduler = optimizer_of(model.net)
@@ -278,10 +285,12 @@ def by_hand(rank: int) -> dict[str, tuple[Tensor, Tensor]]:
                 value = loss(model.net, batch)
                 value.backward()
                 sync.observe(value)
-                sync.step()
+                sync.step(partial(clipped_step, model, optimizer))
                 scheduler.step()
         sync.finish()
-        found[method] = weights(trainer.lightning_module), weights(model)
+        used = [torch.tensor([float(len(o.state))]) for o in (*trainer.optimizers, optimizer)]
+        both = [weights(trainer.lightning_module), weights(model)]
+        found[method] = torch.cat([both[0], used[0]]), torch.cat([both[1], used[1]])
     return found
 
 
@@ -340,7 +349,8 @@ def until_stopped(rank: int, folder: Path) -> None:
             if trainer.global_step == 5:
                 (folder / f"ready-{rank}").touch()
 
-    fit(OffbeatStrategy("local_sgd(every=20)"), Ready(), max_epochs=-1)
+    save = OnExceptionCheckpoint(folder, "stopped")
+    fit(OffbeatStrategy("local_sgd(every=20)"), Ready(), save, max_epochs=-1)
 
 
 class Two(Regression):

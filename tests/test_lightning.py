@@ -19,6 +19,8 @@ import warm
 import offbeat
 from offbeat.lab import Lab, unavailable
 
+ROOT = Path(__file__).parent.parent
+
 # Lightning takes two seconds to import: one process runs these tests.
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("lightning")]
 
@@ -119,6 +121,7 @@ def test_sigterm_stops_all_workers(runs: ModuleType, tmp_path: Path, ranks: tupl
     results = workers.results()
     for rank, result in enumerate(results):
         assert isinstance(result, SIGTERMException if rank in ranks else offbeat.PeerLost), repr(result)
+    assert {path.name for path in tmp_path.iterdir()} == {"ready-0", "ready-1", "stopped.ckpt"}
 
 
 def test_wrong_use_gets_one_sentence_on_every_rank(runs: ModuleType) -> None:
@@ -130,6 +133,7 @@ def test_wrong_use_gets_one_sentence_on_every_rank(runs: ModuleType) -> None:
 
 def test_names_that_lightning_may_move(runs: ModuleType) -> None:
     """Private ones, and the order in which they are used."""
+    import lightning
     from lightning.fabric import Fabric
     from lightning.fabric.utilities import seed
     from lightning.pytorch import Trainer
@@ -137,13 +141,15 @@ def test_names_that_lightning_may_move(runs: ModuleType) -> None:
     from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
     from lightning.pytorch.strategies import DDPStrategy
     from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
+    from packaging.version import Version
 
     def uses(function: object, *words: str) -> None:
         source = inspect.getsource(function)
         places = [source.index(word) for word in words]
         assert places == sorted(places)
 
-    uses(_TrainingEpochLoop.advance, "self._broadcast_sigterm_tensor()", "next(data_fetcher)")
+    if Version(lightning.__version__) >= Version("2.5.2"):
+        uses(_TrainingEpochLoop.advance, "self._broadcast_sigterm_tensor()", "next(data_fetcher)")
     uses(_SignalConnector.register_signal_handlers, "self._sigterm_notifier_fn")
     uses(_SignalConnector._sigterm_notifier_fn, "launcher.kill(signum)", "self.received_sigterm = True")
     uses(Trainer._run, "self.strategy.setup(self)", "restore_training_state()", "register_signal_handlers()")
@@ -187,6 +193,19 @@ trainer = pl.Trainer(strategy="offbeat_slowmo", accelerator="cpu", devices=2, lo
 print(type(trainer.strategy) is OffbeatStrategy, trainer.strategy.method)
 """
     assert warm.run("-c", script).stdout == "True slowmo()\n"
+
+
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+
+
+@pytest.mark.parametrize("launch", [TORCHRUN, []], ids=["torchrun", "python"])
+def test_the_example_runs_quietly(launch: list[str], tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
+    environment["TMPDIR"] = str(tmp_path)
+    done = warm.run(*launch, "examples/lightning_strategy.py", cwd=ROOT, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("diloco(every=16): accuracy 0.")
+    assert done.stderr == ""
 
 
 LAB = """
