@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import socket
 import time
 from collections.abc import Callable, Sequence
@@ -92,7 +91,7 @@ def _work(
 
 
 class Training:
-    """A loop that writes one checkpoint per rank and step: to a temporary file that is then renamed."""
+    """A loop that saves into a directory, and continues from there."""
 
     def __init__(self, expression: str, directory: Path) -> None:
         self.rank = dist.get_rank()
@@ -102,35 +101,18 @@ class Training:
         self.opt = optimizer_for(self.net, "adamw")
         self.scheduler = torch.optim.lr_scheduler.ExponentialLR(self.opt, 0.9)
         self.sync = offbeat.method(expression)(self.net, self.opt)
-        self.step = self.first = self.newest()
-        if self.step:
-            self.load()
-        self.forget()
+        self.step = 0  # passes; some methods make steps of their own
+        self.sync.load(directory, scheduler=self.scheduler, place=self)
+        self.first = self.step
 
-    def newest(self) -> int:
-        """The last step for which every rank has a checkpoint."""
-        mine = {int(path.stem.split("-")[1]) for path in self.directory.glob(f"{self.rank}-*.pt")}
-        heard: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(heard, mine)
-        return max(set.intersection(*heard), default=0)
+    def state_dict(self) -> dict[str, int]:
+        return {"step": self.step}
 
-    def forget(self) -> None:
-        """What an earlier start saved later, and others have not, is of another run."""
-        for path in self.directory.glob(f"{self.rank}-*.pt"):
-            if int(path.stem.split("-")[1]) > self.step:
-                path.unlink()
-
-    def load(self) -> None:
-        state = torch.load(self.directory / f"{self.rank}-{self.step}.pt", weights_only=True)
-        for part in ("net", "opt", "scheduler", "sync"):
-            getattr(self, part).load_state_dict(state[part])
-        torch.set_rng_state(state["rng"])
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.step = state["step"]
 
     def save(self) -> None:
-        parts = {part: getattr(self, part).state_dict() for part in ("net", "opt", "scheduler", "sync")}
-        place = self.directory / f"{self.rank}-{self.step}.pt"
-        torch.save({**parts, "rng": torch.get_rng_state()}, f"{place}.part")
-        os.replace(f"{place}.part", place)
+        self.sync.save(self.directory, scheduler=self.scheduler, place=self)
 
     def one(self) -> dict[str, Tensor]:
         loss = self.net(data(self.rank, self.step))

@@ -104,7 +104,8 @@ def nothing_given(comm: offbeat.Communicator, model: bool) -> offbeat.Synchroniz
 
 WRAPPED = (
     "The model is wrapped in DistributedDataParallel, which averages gradients at every step: "
-    "pass model.module."
+    "train the model itself, without the wrapper (in Accelerate, prepare_model(model, evaluation_mode=True); "
+    "in transformers, OffbeatTrainer; in Lightning, OffbeatStrategy)."
 )
 # What is wrong, the call, its options, the kind of the error, and its sentence.
 BAD: list[tuple[str, Callable[..., Any], dict[str, Any], type[Exception], str]] = [

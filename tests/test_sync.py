@@ -610,7 +610,8 @@ def test_a_model_in_ddp_is_refused() -> None:
     model.module = Transport()
     sentence = (
         "The model is wrapped in DistributedDataParallel, which averages gradients at every step: "
-        "pass model.module."
+        "train the model itself, without the wrapper (in Accelerate, prepare_model(model, "
+        "evaluation_mode=True); in transformers, OffbeatTrainer; in Lightning, OffbeatStrategy)."
     )
     with says(TypeError, sentence):
         offbeat.local_sgd(model, sgd(model))

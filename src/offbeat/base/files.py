@@ -6,6 +6,8 @@ import os
 import pickle
 import zipfile
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -17,18 +19,24 @@ _DAMAGED = (
 )  # fmt: skip
 
 
-def write_state(path: Path, state: State) -> None:
-    """Write a file in one piece, on the disk: whoever reads it sees all of it or none."""
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Give a file to write. Unless the block raises, it replaces `path` in one piece, on the disk."""
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        with beside.open("wb") as file:
-            torch.save(state, file)
-            file.flush()
+        yield beside
+        with beside.open("rb") as file:
             os.fsync(file.fileno())
         beside.replace(path)
     finally:
         beside.unlink(missing_ok=True)
+
+
+def write_state(path: Path, state: State) -> None:
+    """Write a state in one piece: whoever reads the file sees all of it or none."""
+    with replacing(path) as beside, beside.open("wb") as file:
+        torch.save(state, file)
 
 
 def delete_torn(path: Path) -> None:

@@ -108,6 +108,8 @@ class Torch(Communicator, Worker):
     about a second.
     """
 
+    ranks: tuple[int, ...] = ()  # in the default group; unknown if it was split from another communicator
+
     def __init__(self, group: dist.ProcessGroup | None = None, *, timeout: float = 300.0) -> None:
         if not timeout > 0:
             raise ValueError(f"Torch(timeout={timeout}): timeout must be a positive number of seconds.")
@@ -117,6 +119,7 @@ class Torch(Communicator, Worker):
         # All members make their communicators in the same order, so the number is the same everywhere.
         _counts[group] = _counts.get(group, 0) + 1
         ranks = dist.get_process_group_ranks(group)
+        self.ranks = tuple(ranks)
         key = f"offbeat/{group.group_name}/{ranks}/{_counts[group]}"
         lookout = Lookout(key, range(len(ranks)), ranks.index(dist.get_rank()), bulletin(), timeout)
         self._backends = dict(item.split(":") for item in str(get_backend_config(group)).split(","))

@@ -18,6 +18,11 @@ from torch.optim import Optimizer
 _ALL = "ASGD Adadelta Adafactor Adagrad Adam AdamW Adamax LBFGS Muon NAdam RAdam RMSprop Rprop SGD SparseAdam"
 _KNOWN = {getattr(optim, name) for name in _ALL.split() if hasattr(optim, name)}  # torch may lack Muon
 
+WITHOUT_DDP = (
+    "train the model itself, without the wrapper (in Accelerate, prepare_model(model, evaluation_mode=True); "
+    "in transformers, OffbeatTrainer; in Lightning, OffbeatStrategy)"
+)
+
 
 def list_optimizers(optimizer: Optimizer | Sequence[Optimizer], model: nn.Module) -> list[Optimizer]:
     """Return one optimizer or several as a list. Raise if they cannot train this model."""
@@ -29,7 +34,7 @@ def list_optimizers(optimizer: Optimizer | Sequence[Optimizer], model: nn.Module
     if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
         raise TypeError(
             "The model is wrapped in DistributedDataParallel, which averages gradients at every step: "
-            "pass model.module."
+            f"{WITHOUT_DDP}."
         )
     own = {id(p) for p in model.parameters()}
     for optimizer in optimizers:

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from offbeat.base.clock import State
 from offbeat.comm.communicator import Metered
 from offbeat.engine import saving
+from offbeat.engine.export import check_path, write_model
 from offbeat.engine.optimizers import replace_steps
 from offbeat.engine.part import Part
 from offbeat.engine.report import Costs, Report, Totals
@@ -41,6 +42,9 @@ class Run(ABC):
 
     @abstractmethod
     def load_state_dict(self, state: State) -> None: ...
+
+    @abstractmethod
+    def averaged(self) -> AbstractContextManager[None]: ...
 
     @abstractmethod
     def _failing(self) -> AbstractContextManager[None]: ...
@@ -85,8 +89,7 @@ class Run(ABC):
         torch, and the states of `others`, such as a scheduler. Older checkpoints in the folder are deleted
         once every rank has written its file.
         """
-        state = {"sync": self.state_dict(), **saving.capture(self.model, self.optimizers)}
-        state["others"] = {name: other.state_dict() for name, other in others.items()}
+        state = saving.capture(self, others)
         with self._costs.including(self._comm):
             saving.Folder(folder, self._comm, self.model).write(self.steps, state)
 
@@ -103,10 +106,14 @@ class Run(ABC):
             return False
         with self._failing():
             state = place.read(step)
-        self.load_state_dict(state["sync"])
-        with self._failing():
-            saving.check(state, others, self.model, self.optimizers)
-            saving.restore(state, self.model, self.optimizers)
-            for name, other in others.items():
-                other.load_state_dict(state["others"][name])
+        saving.restore(self, state, others)
         return True
+
+    def export(self, path: str | Path) -> None:
+        """Write one file with the consensus of all workers, as `averaged()` shows it. Every rank calls it.
+
+        The suffix is `.safetensors`, which needs that package, or `.pt` for `torch.load`.
+        """
+        path = check_path(path)
+        with self.averaged(), self._failing():
+            write_model(path, self.model, self._comm)

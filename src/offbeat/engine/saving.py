@@ -5,9 +5,9 @@ from __future__ import annotations
 import random
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,9 @@ from offbeat.base.files import delete_torn, find_damage, read_state, write_state
 from offbeat.base.tensors import is_sharded, local, named
 from offbeat.comm.communicator import WORDS, Communicator
 from offbeat.engine.report import logger
+
+if TYPE_CHECKING:
+    from offbeat.engine.run import Run, Savable
 
 _FILE = re.compile(r"offbeat-step-(\d+)-rank-(\d+)-of-(\d+)((?:-shard-[\d.]+)?)\.pt")
 _SAVED = WORDS - 2  # checkpoints that a rank tells the others about
@@ -35,9 +38,9 @@ class Folder:
         self.folder, self.comm = Path(folder), comm
         sharded = next((p for p in model.parameters() if is_sharded(p)), None)
         self._mesh = None if sharded is None else sharded.device_mesh
-        self._shard = ""
+        self.shard = ""
         if self._mesh is not None:
-            self._shard = "-shard-" + ".".join(map(str, self._mesh.get_coordinate() or ()))
+            self.shard = "-shard-" + ".".join(map(str, self._mesh.get_coordinate() or ()))
 
     def write(self, step: int, state: State) -> None:
         """Write this rank's file. Once every rank has done so, delete this rank's older ones."""
@@ -103,14 +106,14 @@ class Folder:
             )  # fmt: skip
 
     def _path(self, step: int) -> Path:
-        return self.folder / f"offbeat-step-{step}-rank-{self.comm.rank}-of-{self.comm.size}{self._shard}.pt"
+        return self.folder / f"offbeat-step-{step}-rank-{self.comm.rank}-of-{self.comm.size}{self.shard}.pt"
 
     def _files(self) -> list[re.Match[str]]:
         names = [path.name for path in self.folder.glob("offbeat-step-*.pt")]
         return [found for name in names if (found := _FILE.fullmatch(name))]
 
     def _steps(self) -> set[int]:
-        mine = (str(self.comm.rank), str(self.comm.size), self._shard)
+        mine = (str(self.comm.rank), str(self.comm.size), self.shard)
         return {int(found[1]) for found in self._files() if found.groups()[1:] == mine}
 
     def _common(self, rows: Sequence[Sequence[int]]) -> set[int]:
@@ -125,14 +128,30 @@ class Folder:
         return {word - 1 for word in common}
 
 
-def capture(model: nn.Module, optimizers: Sequence[Optimizer]) -> State:
-    """Return this rank's weights, buffers and optimizers, with local shards, and its random states."""
-    tensors = {name: local(tensor) for name, tensor in _tensors(model).items()}
-    states = [_map(optimizer.state_dict()) for optimizer in optimizers]
-    return {"model": tensors, "optimizers": states, "rng": _random_states(model)}
+def capture(sync: Run, others: Mapping[str, Savable]) -> State:
+    """Return all that this rank needs to continue: weights, buffers and optimizers as local shards."""
+    tensors = {name: local(tensor) for name, tensor in _tensors(sync.model).items()}
+    return {
+        "sync": sync.state_dict(),
+        "model": tensors,
+        "optimizers": [_map(optimizer.state_dict()) for optimizer in sync.optimizers],
+        "rng": _random_states(sync.model),
+        "others": {name: other.state_dict() for name, other in others.items()},
+    }
 
 
-def check(state: State, others: Iterable[str], model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+def restore(sync: Run, state: State, others: Mapping[str, Savable]) -> None:
+    """Put back what `capture` returned. Every rank calls it. Raises before the model changes."""
+    sync.load_state_dict(state["sync"])
+    with sync._failing():
+        _check(state, others, sync.model, sync.optimizers)
+        _write(state, sync.model, sync.optimizers)
+        for name, other in others.items():
+            other.load_state_dict(state["others"][name])
+        _set_random_states(state["rng"], sync.model)
+
+
+def _check(state: State, others: Iterable[str], model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
     """Raise unless weights, buffers and optimizers fit, and the state of each of the others is there."""
     saved, own = (
         {name: (list(t.shape), t.dtype) for name, t in tensors.items()}
@@ -155,8 +174,8 @@ def check(state: State, others: Iterable[str], model: nn.Module, optimizers: Seq
 
 
 @torch.no_grad()
-def restore(state: State, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-    """Put back what `capture` returned."""
+def _write(state: State, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+    """Put back weights, buffers and optimizers."""
     for name, tensor in _tensors(model).items():
         local(tensor).copy_(state["model"][name])
     for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
@@ -166,7 +185,6 @@ def restore(state: State, model: nn.Module, optimizers: Sequence[Optimizer]) -> 
             for index, own in saved["state"].items()
         }
         optimizer.load_state_dict({**saved, "state": states})
-    _set_random_states(state["rng"], model)
 
 
 def _tensors(model: nn.Module) -> dict[str, Tensor]:

@@ -20,6 +20,7 @@ from offbeat.engine.part import Landing, Part, check_parts, check_samples, hold
 from offbeat.engine.report import Costs, Emit, Report, logger
 from offbeat.engine.round import AVERAGED, FINISH, KINDS, compare_headers, header
 from offbeat.engine.run import Run
+from offbeat.engine.watch import DriftWatch, Watch
 
 
 class Synchronizer(Run):
@@ -49,6 +50,8 @@ class Synchronizer(Run):
         self._trained = [(name, p, p.requires_grad) for name, p in parameters.items()]
         self._releasing = [part for part in self.parts if type(part).release is not Part.release]
         self._repeating = [part for part in self.parts if type(part).again is not Part.again]
+        self._watch: Watch | None = (watch := Watch(self, self._comm))  # both only in the beginning
+        self._drift_watch = DriftWatch() if watch.real else None
         for index, part in enumerate(self.parts):
             part.totals = self._costs.totals
             part.bind(index, self.optimizers, self._emit)
@@ -122,6 +125,8 @@ class Synchronizer(Run):
             check_samples(samples, self.parts)
         if self._unseen is not None or not self._started:
             self._start()
+        if self._watch is not None:
+            self._watch = self._watch.look(self)
         self._inside_step = True
         self._track.step = self.steps + 1
         self._worker.computed(self.steps)
@@ -177,12 +182,17 @@ class Synchronizer(Run):
                 yield
             finally:
                 self._inside_averaged = False
+                if self._watch is not None:
+                    self._watch.forgive()
 
     def finish(self) -> None:
         """Land messages in the air and leave every worker with the same weights. Every rank calls it."""
         if self.finished:
             return
         self._must_be_open("finish()")
+        if self._watch is not None:
+            self._watch.finish(self.steps, self._comm.size)
+            self._watch = None
         with self._failing():
             self._start()
             with self._costs.including(self._comm):
@@ -263,6 +273,8 @@ class Synchronizer(Run):
 
     def _emit(self, report: Report) -> None:
         self._costs.add(report)
+        if self._drift_watch is not None:
+            self._drift_watch = self._drift_watch.look(report, self)
         if self.on_report is not None:
             self.on_report(report)
 

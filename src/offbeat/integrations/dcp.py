@@ -1,0 +1,52 @@
+"""Offbeat's state in a checkpoint of `torch.distributed.checkpoint`."""
+
+from __future__ import annotations
+
+import io
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from offbeat.base.clock import State
+from offbeat.engine import saving
+from offbeat.engine.run import Savable
+from offbeat.engine.synchronizer import Synchronizer
+
+
+class Stateful:
+    """The weights, optimizers and synchronizer of this rank, and `others` such as a scheduler.
+
+        state = {"app": Stateful(model, optimizer, sync, scheduler=scheduler)}
+        dcp.save(state, checkpoint_id=folder)
+        dcp.load(state, checkpoint_id=folder)
+
+    Save after a step, also with `async_save`: the state is copied at once. DCP keeps one copy of tensors that
+    have the same name on several ranks, but the weights of workers differ. It loads no tensor that a new
+    process does not have yet, such as an anchor. So each rank saves one value of its own that holds it all.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | list[Optimizer],
+        sync: Synchronizer,
+        **others: Savable,
+    ) -> None:
+        optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+        if model is not sync.model or [*map(id, optimizers)] != [*map(id, sync.optimizers)]:
+            raise ValueError("Stateful(model, optimizer, sync): pass those that sync was made with.")
+        self.sync, self.others = sync, others
+        shard = saving.Folder("", sync._comm, model).shard
+        self._key = f"rank-{sync._comm.rank}{shard}"
+
+    def state_dict(self) -> State:
+        """Return all that this rank needs to continue, as bytes under a name of its own."""
+        file = io.BytesIO()
+        torch.save(saving.capture(self.sync, self.others), file)
+        return {self._key: file.getvalue()}
+
+    def load_state_dict(self, state: State) -> None:
+        """Continue from what `state_dict` returned on this rank. Every rank calls it."""
+        saved = torch.load(io.BytesIO(state[self._key]), weights_only=True)
+        saving.restore(self.sync, saved, self.others)
