@@ -389,7 +389,7 @@ SENTENCES: dict[str, tuple[Callable[[], Any], str]] = {
     "LBFGS": (lambda: fit(OffbeatStrategy(), model=Curved()), "LBFGS evaluates the loss several times in a"),
     "DDP": (
         lambda: fit(OffbeatStrategy(), model=Wrapped()),
-        "The model is wrapped in DistributedDataParallel, which averages gradients at every step: pass",
+        "The model is wrapped in DistributedDataParallel, which averages gradients at every step: ",
     ),
     "sync_dist": (
         lambda: fit(OffbeatStrategy(), model=Chatty()),

@@ -5,8 +5,8 @@ from __future__ import annotations
 import copy
 import os
 import shutil
-from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -84,21 +84,16 @@ class OffbeatStrategy(pl.strategies.DDPStrategy):  # type: ignore[misc]
         self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any
     ) -> Any:
         sync = self._started()
-        try:
-            # Gradients must be ready before they are unscaled and clipped, so the closure runs here.
-            loss = closure()
+        loss = closure()  # gradients must be ready before they are unscaled and clipped
+        with self._stopping():
             with nullcontext() if sync.before_step() else sync.still():
                 output = super().optimizer_step(optimizer, lambda: loss, model, **kwargs)
             sync.after_step()
-        except PeerLost:
-            if self.lightning_module.trainer.received_sigterm:  # the others have stopped for the same reason
-                raise pl.utilities.exceptions.SIGTERMException from None
-            raise
         return output
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The averaged weights, for a checkpoint. After an error, those of this worker."""
-        with self._hooks.averaged():
+        with self._stopping(), self._hooks.averaged():
             return copy.deepcopy(super().lightning_module_state_dict())
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
@@ -132,6 +127,16 @@ class OffbeatStrategy(pl.strategies.DDPStrategy):  # type: ignore[misc]
         super().remove_checkpoint(filepath)
         if self.local_rank == 0:
             shutil.rmtree(_folder(filepath), ignore_errors=True)
+
+    @contextmanager
+    def _stopping(self) -> Iterator[None]:
+        """After SIGTERM, a worker whose peers have left stops as they do."""
+        try:
+            yield
+        except PeerLost:
+            if self.lightning_module.trainer.received_sigterm:
+                raise pl.utilities.exceptions.SIGTERMException from None
+            raise
 
     def _started(self) -> Synchronizer:
         if self.sync is None:
@@ -173,7 +178,8 @@ class _Hooks(pl.Callback):  # type: ignore[misc]
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
         if trainer.state.fn == pl.trainer.states.TrainerFn.FITTING:
-            self.shown.enter_context(self.averaged())
+            with self.strategy._stopping():
+                self.shown.enter_context(self.averaged())
             self.validating = True
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
