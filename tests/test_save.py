@@ -158,6 +158,8 @@ def test_a_kill_between_two_writes_leaves_the_checkpoint_before(
         "continuing from step 2."
     ]
     assert [name for name in names(tmp_path) if name[0] != "."] == [old.format(0), old.format(1)]
+    offbeat.simulate(lambda comm: Run(comm, "local_sgd()", "momentum", seed=0).sync.save(tmp_path), 2)
+    assert names(tmp_path) == [f"offbeat-step-0-rank-{rank}-of-2.pt" for rank in range(2)]
 
 
 def test_a_torn_file_is_ignored_if_there_is_another_checkpoint(

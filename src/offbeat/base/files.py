@@ -40,7 +40,7 @@ def write_state(path: Path, state: State) -> None:
 
 
 def delete_torn(path: Path) -> None:
-    """Delete what a process that was killed during `write_state` has left."""
+    """Delete what processes that were killed during `write_state` have left. The name may be a pattern."""
     for beside in path.parent.glob(f".{path.name}.*"):
         beside.unlink(missing_ok=True)
 

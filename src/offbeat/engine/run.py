@@ -1,4 +1,4 @@
-"""What a synchronizer offers beside its steps: costs, metrics, still optimizers, and files."""
+"""What a synchronizer offers around its steps: costs, metrics, still optimizers, and files."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from offbeat.comm.communicator import Metered
 from offbeat.engine import saving
 from offbeat.engine.export import check_path, write_model
 from offbeat.engine.optimizers import replace_steps
-from offbeat.engine.part import Part
+from offbeat.engine.part import Part, hold
 from offbeat.engine.report import Costs, Report, Totals
 
 
@@ -30,6 +30,7 @@ class Savable(Protocol):
 class Run(ABC):
     """The calls of a synchronizer that are no part of a step."""
 
+    method: str
     parts: list[Part]
     model: nn.Module
     optimizers: list[Optimizer]
@@ -51,6 +52,13 @@ class Run(ABC):
 
     @abstractmethod
     def _stepped(self, optimizer: Optimizer) -> None: ...
+
+    def __repr__(self) -> str:
+        return self.method
+
+    def accumulate(self) -> AbstractContextManager[None]:
+        """For all backward passes of a step but the last: gradients grow inside, and leave with the last."""
+        return hold(self.parts)
 
     @property
     def reports(self) -> list[Report]:

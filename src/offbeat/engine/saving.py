@@ -45,7 +45,7 @@ class Folder:
     def write(self, step: int, state: State) -> None:
         """Write this rank's file. Once every rank has done so, delete this rank's older ones."""
         path, error = self._path(step), None
-        delete_torn(path)
+        delete_torn(self._path("*"))
         try:
             write_state(path, state)
         except (OSError, RuntimeError) as reason:  # torch turns a full disk into a RuntimeError
@@ -105,7 +105,7 @@ class Folder:
                 self.folder, ignored, f"rank {lacking}" if lacking else "a shard", then,
             )  # fmt: skip
 
-    def _path(self, step: int) -> Path:
+    def _path(self, step: int | str) -> Path:
         return self.folder / f"offbeat-step-{step}-rank-{self.comm.rank}-of-{self.comm.size}{self.shard}.pt"
 
     def _files(self) -> list[re.Match[str]]:

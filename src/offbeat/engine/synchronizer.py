@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from torch import Tensor
@@ -16,7 +16,7 @@ from offbeat.comm.communicator import Metered
 from offbeat.comm.presence import Departure, Track
 from offbeat.engine import agreement
 from offbeat.engine.optimizers import check_trained, learning_rate, list_optimizers, read_rates, replace_steps
-from offbeat.engine.part import Landing, Part, check_parts, check_samples, hold
+from offbeat.engine.part import Landing, Part, check_parts, check_samples
 from offbeat.engine.report import Costs, Emit, Report, logger
 from offbeat.engine.round import AVERAGED, FINISH, KINDS, compare_headers, header
 from offbeat.engine.run import Run
@@ -56,9 +56,6 @@ class Synchronizer(Run):
             part.totals = self._costs.totals
             part.bind(index, self.optimizers, self._emit)
 
-    def __repr__(self) -> str:
-        return self.method
-
     def agree(self, method: str | None = None) -> None:
         """Raise on every rank unless all workers have the same method and model. Sends no weights."""
         if method is not None:
@@ -94,10 +91,6 @@ class Synchronizer(Run):
                     optimizer.step()
             self._after()
         return result
-
-    def accumulate(self) -> AbstractContextManager[None]:
-        """For all backward passes of a step but the last: gradients grow inside, and leave with the last."""
-        return hold(self.parts)
 
     def observe(self, loss: float | Tensor) -> None:
         """Give the loss of the coming step to schedules that depend on it."""
