@@ -50,6 +50,9 @@ class Run(ABC):
     @abstractmethod
     def _failing(self) -> AbstractContextManager[None]: ...
 
+    @abstractmethod
+    def _stepped(self, optimizer: Optimizer) -> None: ...
+
     def __repr__(self) -> str:
         return self.method
 
@@ -82,9 +85,10 @@ class Run(ABC):
     def still(self) -> AbstractContextManager[None]:
         """Inside, `step()` of the optimizers runs its closure and changes nothing.
 
-        For frameworks that own the step, when `before_step()` has returned False.
+        For frameworks that own the step, when `before_step()` has returned False. The method takes the
+        gradients as they are in that call, so they may be clipped before.
         """
-        return replace_steps(self.optimizers, lambda optimizer: None)
+        return replace_steps(self.optimizers, self._stepped)
 
     def save(self, folder: str | Path, **others: Savable) -> None:
         """Write this rank's file of a checkpoint. Every rank calls it after the same step.
