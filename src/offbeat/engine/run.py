@@ -45,6 +45,9 @@ class Run(ABC):
     @abstractmethod
     def _failing(self) -> AbstractContextManager[None]: ...
 
+    @abstractmethod
+    def _stepped(self, optimizer: Optimizer) -> None: ...
+
     @property
     def reports(self) -> list[Report]:
         """The reports of the last 1 000 rounds. Waits for the drift of the last one."""
@@ -70,9 +73,10 @@ class Run(ABC):
     def still(self) -> AbstractContextManager[None]:
         """Inside, `step()` of the optimizers runs its closure and changes nothing.
 
-        For frameworks that own the step, when `before_step()` has returned False.
+        For frameworks that own the step, when `before_step()` has returned False. The method takes the
+        gradients as they are in that call, so they may be clipped before.
         """
-        return replace_steps(self.optimizers, lambda optimizer: None)
+        return replace_steps(self.optimizers, self._stepped)
 
     def save(self, folder: str | Path, **others: Savable) -> None:
         """Write this rank's file of a checkpoint. Every rank calls it after the same step.

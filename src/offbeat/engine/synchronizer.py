@@ -69,6 +69,12 @@ class Synchronizer(Run):
             self._comm.tell([]).wait()  # a worker that drops the method now would cut off those who connect
             self._agreed = True
 
+    def start(self) -> None:
+        """Give rank 0's weights to all workers before their first gradient. Otherwise the first step does."""
+        self._must_be_open("start()")
+        with self._failing():
+            self._start()
+
     def step(self, local: Callable[[], Any] | None = None, *, samples: float | None = None) -> Any:
         """Make one iteration, in place of `optimizer.step()`.
 
