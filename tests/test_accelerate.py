@@ -98,7 +98,7 @@ def laws(folder: str) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     folder = tmp_path_factory.mktemp("accelerate")
-    return frameworks.gather(2, folder, SCRIPT, "laws,drift,resume,misuse,page")
+    return frameworks.gather(2, folder, SCRIPT, "solo,laws,drift,resume,misuse,page")
 
 
 @pytest.mark.parametrize("method", LAWS)
@@ -174,10 +174,19 @@ def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(runs: list[dict[str, 
         torch.testing.assert_close(resumed, whole, rtol=0, atol=0)
 
 
-def misuse(folder: str) -> dict[str, tuple[str, str]]:
+def solo(folder: str) -> tuple[str, str]:
+    """Without a process group and without accelerators, each process is alone."""
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState
 
+    from offbeat.integrations.accelerate import LocalSGD
+
+    found = frameworks.refused(lambda: LocalSGD(Accelerator(), nn.Linear(1, 1), 3))
+    AcceleratorState._reset_state(reset_partial_state=True)
+    return found
+
+
+def misuse(folder: str) -> dict[str, tuple[str, str]]:
     from offbeat.integrations.accelerate import LocalSGD
 
     def train(change: Callable[[Run], Any], **options: Any) -> Callable[[], Any]:
@@ -207,10 +216,6 @@ def misuse(folder: str) -> dict[str, tuple[str, str]]:
     def fsdp(run: Run) -> None:
         os.environ["ACCELERATE_USE_FSDP"] = "true"
 
-    def solo(run: Run) -> None:
-        AcceleratorState._reset_state(reset_partial_state=True)
-        run.accelerator = Accelerator()
-
     def nothing(run: Run) -> None:
         pass
 
@@ -224,13 +229,11 @@ def misuse(folder: str) -> dict[str, tuple[str, str]]:
         "lbfgs": train(lbfgs, local_sgd_steps=3),
         "fp16": train(scale, method="ssd_sgd(every=2)"),
         "fsdp": train(fsdp, local_sgd_steps=3),
-        "solo": train(solo, local_sgd_steps=3),
     }
     found = {}
     for name, case in cases.items():
         found[name] = frameworks.refused(case)
         os.environ.pop("ACCELERATE_USE_FSDP", None)
-    AcceleratorState._reset_state(reset_partial_state=True)
     return found
 
 
@@ -261,11 +264,11 @@ REFUSED = {
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_wrong_use_is_one_sentence_on_every_rank(runs: list[dict[str, Any]], case: str) -> None:
-    assert [rank["misuse"][case] for rank in runs] == [REFUSED[case]] * 2
+    assert [({"solo": rank["solo"]} | rank["misuse"])[case] for rank in runs] == [REFUSED[case]] * 2
 
 
 def test_every_refusal_is_tested(runs: list[dict[str, Any]]) -> None:
-    assert runs[0]["misuse"].keys() == REFUSED.keys()
+    assert {"solo"} | runs[0]["misuse"].keys() == REFUSED.keys()
 
 
 def page(folder: str) -> list[str]:

@@ -298,6 +298,13 @@ def test_a_server_gets_clipped_gradients(runs: list[dict[str, Any]]) -> None:
         assert 0.1 * 1e-3 < rank["clip"]["moved"] <= 4 * 0.1 * 1e-3 * 1.001
 
 
+def solo(folder: str) -> tuple[str, str]:
+    """Without a process group and without accelerators, each process is alone."""
+    from offbeat.integrations.transformers import OffbeatTrainer
+
+    return frameworks.refused(lambda: trainer(OffbeatTrainer, arguments(folder, use_cpu=False)))
+
+
 def misuse(folder: str) -> dict[str, tuple[str, str]]:
     from torch.nn.parallel import DistributedDataParallel
     from transformers import Trainer
@@ -329,11 +336,10 @@ def misuse(folder: str) -> dict[str, tuple[str, str]]:
         "method": build(method="diloco(evry=3)"),
         "lbfgs": build(model=model, optimizers=(lbfgs, torch.optim.lr_scheduler.ConstantLR(lbfgs))),
         "ddp": build(model=DistributedDataParallel(network())),
-        "solo": build(use_cpu=False),
         "fsdp": build(Mine, fsdp="full_shard"),
     }
     found = {name: frameworks.refused(case) for name, case in cases.items()}
-    del os.environ["ACCELERATE_USE_FSDP"]  # set by the last case
+    os.environ.pop("ACCELERATE_USE_FSDP", None)  # set by the last case
     return found
 
 
@@ -380,11 +386,11 @@ REFUSED = {
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_wrong_use_is_one_sentence_on_every_rank(runs: list[dict[str, Any]], case: str) -> None:
-    assert [rank["misuse"][case] for rank in runs] == [REFUSED[case]] * 2
+    assert [({"solo": rank["solo"]} | rank["misuse"])[case] for rank in runs] == [REFUSED[case]] * 2
 
 
 def test_every_refusal_is_tested(runs: list[dict[str, Any]]) -> None:
-    assert runs[0]["misuse"].keys() == REFUSED.keys()
+    assert {"solo"} | runs[0]["misuse"].keys() == REFUSED.keys()
 
 
 @pytest.fixture(scope="module")
@@ -406,7 +412,7 @@ def laws(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 @pytest.fixture(scope="module")
 def runs(wreck: Path) -> list[dict[str, Any]]:
     """Of two processes that do one after the other what the tests below look at."""
-    return frameworks.gather(2, wreck, SCRIPT, "watch,resume,misuse,clip,pins")
+    return frameworks.gather(2, wreck, SCRIPT, "solo,watch,resume,misuse,clip,pins")
 
 
 # The example, imports, and private names.

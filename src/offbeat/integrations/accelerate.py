@@ -174,5 +174,9 @@ def check_accelerator(accelerator: Accelerator, call: str, remedy: str) -> None:
     foreign = [] if kind == DistributedType.NO or kind.name.startswith("MULTI_") else [kind.name]
     plugins = ("DEEPSPEED", "FSDP", "MEGATRON_LM")  # on CPUs, accelerate ignores them
     foreign += [name for name in plugins if os.environ.get(f"ACCELERATE_USE_{name}", "").lower() == "true"]
-    for name in foreign:
-        raise ValueError(f"{call} beside {name}: both distribute the model; switch off {name}.")
+    if foreign:
+        raise beside(call, foreign[0])
+
+
+def beside(call: str, name: str) -> ValueError:
+    return ValueError(f"{call} beside {name}: both distribute the model; switch off {name}.")

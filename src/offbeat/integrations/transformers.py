@@ -20,7 +20,7 @@ try:
     from transformers import Trainer, TrainerCallback, TrainingArguments
     from transformers.trainer import TRAINER_STATE_NAME
 
-    from offbeat.integrations.accelerate import LocalSGD, check_accelerator
+    from offbeat.integrations.accelerate import LocalSGD, beside, check_accelerator
 except ImportError as error:
     needed = "offbeat.integrations.transformers needs transformers: pip install 'offbeat[transformers]'."
     raise ImportError(needed) from error
@@ -59,9 +59,9 @@ class OffbeatMixin(Base):
         return None if self._rounds is None else self._rounds.sync
 
     def create_accelerator_and_postprocess(self) -> None:
+        check_arguments(self.args, type(self).__name__)
         super().create_accelerator_and_postprocess()
         check_accelerator(self.accelerator, type(self).__name__, "TrainingArguments(use_cpu=True)")
-        check_arguments(self.args)
         unwrapped = partial(self.accelerator.prepare_model, evaluation_mode=True)  # places it, without DDP
         vars(self.accelerator)["prepare_model"] = unwrapped
 
@@ -122,13 +122,18 @@ class OffbeatMixin(Base):
         """The last of the files that each rank writes. All are complete when rank 0 describes the folder."""
         super()._save_rng_state(output_dir)
         if self.sync is not None:
-            self.sync.save(output_dir)
+            assert self.lr_scheduler is not None
+            self.sync.save(output_dir, scheduler=self.lr_scheduler)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        super()._load_optimizer_and_scheduler(checkpoint)
         self._begin()
-        if self.sync is not None and checkpoint is not None and not self.sync.load(checkpoint):
+        if self.sync is None or checkpoint is None:
+            super()._load_optimizer_and_scheduler(checkpoint)
+            return
+        assert self.lr_scheduler is not None
+        if not self.sync.load(checkpoint, scheduler=self.lr_scheduler):
             logger.warning("%s has no files of Offbeat: all workers start from its weights.", checkpoint)
+            super()._load_optimizer_and_scheduler(checkpoint)
 
     def _load_best_model(self) -> None:
         self._end()  # what is in the air lands before the best model takes its place
@@ -170,8 +175,11 @@ def find_newest(folder: str) -> str | None:
     return None
 
 
-def check_arguments(args: TrainingArguments) -> None:
+def check_arguments(args: TrainingArguments, call: str) -> None:
     """Refuse what makes workers meet at every step, or starts them again one by one."""
+    for name in ("deepspeed", "fsdp"):
+        if getattr(args, name):
+            raise beside(call, name.upper())
     if args.auto_find_batch_size:
         raise ValueError(
             "TrainingArguments(auto_find_batch_size=True): a worker that starts again leaves the others "
