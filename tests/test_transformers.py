@@ -277,6 +277,35 @@ def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(runs: list[dict[str, 
         close(rank["resume"][place], rank["resume"]["whole"], **EXACTLY)
 
 
+def again(folder: str) -> dict[str, Any]:
+    """Train twice with the same trainer; fail on one rank."""
+    from offbeat.integrations.transformers import OffbeatTrainer
+
+    class Failing(OffbeatTrainer):
+        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+            if self.state.global_step == 2 and self.args.process_index == 1:
+                raise RuntimeError("bad batch")
+            return super().compute_loss(*args, **kwargs)
+
+    run = trainer(OffbeatTrainer, arguments(folder, max_steps=4), method="local_sgd(every=2)")
+    steps = []
+    for _ in range(2):
+        run.train()
+        steps.append((run.state.global_step, run.sync.steps))
+    failing = trainer(Failing, arguments(folder, max_steps=5), method="local_sgd(every=3)")
+    error = frameworks.refused(failing.train)
+    return {"steps": steps, "error": error, "left": "backward" in vars(failing.accelerator)}
+
+
+def test_a_trainer_trains_again_and_a_failure_is_heard(runs: list[dict[str, Any]]) -> None:
+    assert [rank["again"]["steps"] for rank in runs] == [[(4, 4), (4, 4)]] * 2
+    assert [rank["again"]["left"] for rank in runs] == [False, False]
+    heard, own = (rank["again"]["error"] for rank in runs)
+    assert own == ("RuntimeError", "bad batch")
+    assert heard[0] == "PeerLost"
+    assert heard[1].endswith("rank 1 failed (RuntimeError: bad batch).")
+
+
 # What is refused.
 
 
@@ -412,7 +441,7 @@ def laws(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 @pytest.fixture(scope="module")
 def runs(wreck: Path) -> list[dict[str, Any]]:
     """Of two processes that do one after the other what the tests below look at."""
-    return frameworks.gather(2, wreck, SCRIPT, "solo,watch,resume,misuse,clip,pins")
+    return frameworks.gather(2, wreck, SCRIPT, "solo,watch,resume,misuse,clip,pins,again")
 
 
 # The example, imports, and private names.
