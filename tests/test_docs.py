@@ -162,7 +162,8 @@ def test_the_readme_has_one_method_of_each_family() -> None:
 
 
 EXAMPLES = {"digits.py": 120, "minimal.py": 50, "simulate.py": 80}
-EXAMPLES |= {"lightning_strategy.py": 80}  # tests/test_lightning.py runs it
+# The tests of the frameworks run these.
+EXAMPLES |= {"accelerate_local_sgd.py": 80, "lightning_strategy.py": 80, "transformers_trainer.py": 80}
 
 
 def test_examples_are_short_and_say_how_to_run_them() -> None:

@@ -298,12 +298,20 @@ def test_clipping_happens_before_the_push() -> None:
         nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         sync.step()
 
+    def by_a_framework(sync: offbeat.Synchronizer, optimizer: Any, model: Vector, step: int) -> None:
+        assert sync.before_step() is False
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        with sync.still():
+            optimizer.step()
+        sync.after_step()
+
     expression = "ssd_sgd(every=2, warmup=2)"
-    inside, before, not_at_all = (
+    inside, before, theirs, not_at_all = (
         simulate(lambda comm, f=f: after_steps(comm, f, expression), 2)
-        for f in (clipping, clipped_beforehand, plainly)
+        for f in (clipping, clipped_beforehand, by_a_framework, plainly)
     )
     np.testing.assert_array_equal(inside, before)
+    np.testing.assert_array_equal(inside, theirs)
     assert not np.array_equal(inside, not_at_all)
 
 

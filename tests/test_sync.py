@@ -239,6 +239,21 @@ CLOSED = "this run was ended by finish(): make a new synchronizer."
 NOT_LIVE = "not inside averaged(), where the weights are not the live ones."
 
 
+def test_all_start_with_the_weights_of_rank_0() -> None:
+    def worker(comm: Communicator) -> list[dict[str, torch.Tensor]]:
+        net = Dyadic(comm.rank)
+        sync = offbeat.local_sgd(net, optimizer_for(net), every=2, group=comm)
+        before = snapshot(net)
+        sync.start()
+        sync.start()  # once is enough
+        return [before, snapshot(net)]
+
+    (own, first), (other, second) = offbeat.simulate(worker, 2)
+    assert not same(own, other)
+    assert same(own, first)
+    assert same(own, second)
+
+
 def test_what_is_not_done_inside_averaged() -> None:
     _, sync = line(Solo(), "local_sgd(every=2)")
     state = sync.state_dict()
@@ -246,6 +261,7 @@ def test_what_is_not_done_inside_averaged() -> None:
         with says(RuntimeError, f"averaged(): {NOT_LIVE}"), sync.averaged():
             pass
         for name, call in {
+            "start()": sync.start,
             "step()": sync.step,
             "before_step()": sync.before_step,
             "finish()": sync.finish,

@@ -8,6 +8,7 @@ are forks as well. Tests of imports, or of how workers are launched, use a real 
 from __future__ import annotations
 
 import ctypes
+import functools
 import gc
 import importlib
 import json
@@ -37,10 +38,10 @@ def run(*words: str, timeout: float = 240, **options: Any) -> subprocess.Complet
     return subprocess.CompletedProcess(words, process.returncode, out, error)
 
 
-def start(*words: str, **options: Any) -> subprocess.Popen[str]:
-    """`python WORDS`, like `subprocess.Popen`."""
+def start(*words: str, also: str = "", **options: Any) -> subprocess.Popen[str]:
+    """`python WORDS`, like `subprocess.Popen`. Its server has imported the modules in `also` as well."""
     options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, **options}
-    popen = Forked if sys.platform == "linux" else subprocess.Popen
+    popen = forked(also) if sys.platform == "linux" else subprocess.Popen
     return popen([sys.executable, *words], **options)
 
 
@@ -86,18 +87,26 @@ class Forked(subprocess.Popen[str]):
     """Starts the server with the first program."""
 
     _forker: Forker | None = None
+    also = ""
 
     def _execute_child(self, *args: Any) -> None:
-        if Forked._forker is None:
+        kind = type(self)
+        if kind._forker is None:
             ours, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
-            command = [sys.executable, __file__, str(theirs.fileno())]
+            command = [sys.executable, __file__, str(theirs.fileno()), *self.also.split()]
             alone = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # a fork has no other threads
             options: Any = {"stdin": subprocess.DEVNULL, "pass_fds": [theirs.fileno()]}
             server = subprocess.Popen(command, env={**os.environ, **alone}, **options)
             theirs.close()
             server.returncode = 0  # it ends with this process, so nobody waits for it
-            Forked._forker = Forker(ours)
-        Forked._forker.execute(self, *args)
+            kind._forker = Forker(ours)
+        kind._forker.execute(self, *args)
+
+
+@functools.cache
+def forked(also: str) -> type[Forked]:
+    """Programs that are forked from one server."""
+    return type("Forked", (Forked,), {"also": also})
 
 
 def serve(door: socket.socket) -> tuple[dict[str, Any], list[int]]:
@@ -172,7 +181,7 @@ def execute(words: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    for name in IMPORTED:
+    for name in [*IMPORTED, *sys.argv[2:]]:
         importlib.import_module(name)
     for module in pkgutil.walk_packages(sys.modules["offbeat.app"].__path__, "offbeat.app."):
         importlib.import_module(module.name)
