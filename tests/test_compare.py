@@ -197,7 +197,8 @@ def test_unlike_runs_have_their_own_tables(capsys: pytest.CaptureFixture[str], t
     simulated(capsys, tmp_path / "one")
     simulated(capsys, tmp_path / "two", "--steps", "16", "--straggler", "rank=0,delay=1")
     torn = next((tmp_path / "two").glob("01-*")) / "rank-1.jsonl"
-    torn.write_text("".join(line for line in torn.open() if '"kind": "end"' not in line))
+    lines = torn.read_text().splitlines(keepends=True)
+    torn.write_text("".join(line for line in lines if '"kind": "end"' not in line))
     words = ["report", str(tmp_path / "one"), str(tmp_path / "two"), "--out", str(tmp_path / "both.html")]
     code, text, error = call(capsys, *words)
     assert (code, error) == (0, "")
@@ -293,8 +294,11 @@ def broken_task(place: Path, text: str) -> str:
             "password required for extraction); replace or delete it.",
         ),
         (["--task", "SYNTAX"], "'own.py' cannot be used: SyntaxError: invalid syntax (own.py, line 1)."),
-        (["--task", "IMPORT"], "'own.py' cannot be used: ModuleNotFoundError: No module named 'nowhere'."),
-        (["--task", "RAISES"], "'own.py' cannot be used: KeyError: 'size'."),
+        (
+            ["--task", "IMPORT"],
+            "'own.py' cannot be used: line 1: ModuleNotFoundError: No module named 'nowhere'.",
+        ),
+        (["--task", "RAISES"], "'own.py' cannot be used: line 2: KeyError: 'size'."),
         (["--task", "mine.py"], "The task file 'mine.py' does not exist."),
         (["--model", "huge"], "offbeat: --model 'huge': size must be one of"),
         (["--workers", "0"], "--workers 0: must be at least 1."),

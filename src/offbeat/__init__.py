@@ -3,24 +3,24 @@
 from importlib import import_module as _import_module
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 
+__version__ = "0.1.0"
+
 if _TYPE_CHECKING:
     from offbeat.names import *  # noqa: F403
     from offbeat.names import __all__ as __all__
+else:
 
-__version__ = "0.1.0"
-
-
-def __getattr__(name: str) -> object:
-    """Import all names once one of them is used, so that `offbeat --version` need not wait for torch."""
-    if name != "__all__" and name.startswith("__"):
+    def __getattr__(name: str) -> object:
+        """Import all names once one of them is used, so that `offbeat --version` need not wait for torch."""
+        if name == "__all__" or not name.startswith("__"):
+            names = _import_module("offbeat.names")
+            public = getattr(names, "__all__", [])  # nothing while it is being imported
+            globals().update({each: getattr(names, each) for each in public})
+            if name == "__all__":
+                return public
+            if name in globals():  # also a package that was imported with them, such as offbeat.methods
+                return globals()[name]
         raise AttributeError(f"module 'offbeat' has no attribute {name!r}")
-    names = _import_module("offbeat.names")
-    public = getattr(names, "__all__", [])  # nothing while it is being imported
-    globals().update({public_name: getattr(names, public_name) for public_name in public})
-    if name in public or name == "__all__":
-        return getattr(names, name)
-    raise AttributeError(f"module 'offbeat' has no attribute {name!r}")
 
-
-def __dir__() -> list[str]:
-    return [*globals(), *getattr(_import_module("offbeat.names"), "__all__", [])]
+    def __dir__() -> list[str]:
+        return [*globals(), *getattr(_import_module("offbeat.names"), "__all__", [])]

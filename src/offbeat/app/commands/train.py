@@ -103,7 +103,7 @@ def _resumed(given: SimpleNamespace, place: Path, started: Launch | None) -> Set
     """The setting of the run, with more steps if the user has typed them. Other options must be the same."""
     before = folders.setting_of(place)
     workers = given.workers if started is None else started.workers
-    typed = replace(_setting_of(given, before.workers if workers is None else workers))
+    typed = _setting_of(given, before.workers if workers is None else workers)
     own = {
         name: value
         for name, value in asdict(typed).items()
