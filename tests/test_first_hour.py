@@ -21,10 +21,12 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import offbeat
 from offbeat.app.cli.app import run
+from offbeat.app.cli.options import Refused, reading
 from offbeat.app.commands.catalogue import read_catalogue
 from offbeat.app.commands.progress import Tail, follow_progress
 from offbeat.app.report.page import render
 from offbeat.app.runs import folder as folders
+from offbeat.app.runs.frames import describe
 from offbeat.app.runs.summary import read
 from offbeat.base.errors import OffbeatError
 from offbeat.tasks import LoaderBatches, find_task
@@ -269,6 +271,9 @@ def test_a_full_disk_is_one_sentence(tmp_path: Path) -> None:
     (place / f".rank-0.pt.{os.getpid()}").symlink_to("/dev/full")
     with pytest.raises(OffbeatError, match=r"^Cannot write '.*rank-0.pt': the disk is full\.$"):
         store.save(4, {"x": torch.zeros(100_000)})
+    assert describe(OSError(28, "No space left on device", "log")) == "the disk is full: 'log'."
+    with pytest.raises(Refused, match=r"^No space left on device\.$"), reading():
+        raise OSError(28, "No space left on device")
 
 
 @pytest.mark.parametrize("name", ["rng", "sync", "model", "costs", "units"])

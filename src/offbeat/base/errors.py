@@ -78,5 +78,5 @@ def suggest(word: str, known: Iterable[str]) -> str:
     >>> suggest("dilco", ["ddp", "diloco"])
     " (did you mean 'diloco'?)"
     """
-    near = get_close_matches(word, list(known), n=1)
+    near = get_close_matches(word, list(known), n=1, cutoff=0.8)
     return f" (did you mean {near[0]!r}?)" if near else ""

@@ -87,5 +87,5 @@ def reading(option: str = "", value: object = None) -> Iterator[None]:
     except (ValueError, TypeError) as error:
         raise Refused(f"{typed}: {error}" if option else str(error)) from error
     except OSError as error:
-        where = f" {error.filename!r}" if error.filename else ""
-        raise Refused(f"{error.strerror or error}:{where}.") from error
+        where = f": {error.filename!r}" if error.filename else ""
+        raise Refused(f"{error.strerror or error}{where}.") from error

@@ -1,6 +1,5 @@
 """The folder of a run: its setting, its origin, one log per rank, checkpoints."""
 
-import errno
 import fcntl
 import json
 import os
@@ -19,6 +18,7 @@ import torch
 from torch import nn
 
 import offbeat
+from offbeat.app.runs.frames import FULL
 from offbeat.app.runs.schema import ORIGIN_FILE, SETTING_FILE, Entry, read_entry, read_json
 from offbeat.app.runs.setting import Setting
 from offbeat.base.errors import BadArgument, CheckpointMismatch, OffbeatError
@@ -86,7 +86,7 @@ def full_disk_said(path: Path) -> Iterator[None]:
         yield
     except (OSError, RuntimeError) as error:
         reason = getattr(error, "strerror", None) or str(error).partition("\n")[0]
-        if "inline_container" in str(error) or getattr(error, "errno", 0) in (errno.ENOSPC, errno.EDQUOT):
+        if "inline_container" in str(error) or getattr(error, "errno", 0) in FULL:
             reason = "the disk is full"  # torch reports only that a write has failed
         raise OffbeatError(f"Cannot write {str(path)!r}: {reason}.") from error
 

@@ -1,5 +1,6 @@
 """Where an error comes from: the frames of the user's own code."""
 
+import errno
 import os
 import sysconfig
 import traceback
@@ -9,6 +10,7 @@ import torch
 
 import offbeat
 
+FULL = (errno.ENOSPC, errno.EDQUOT)  # numbers of errors
 _OTHERS = {
     str(Path(offbeat.__file__).parent), str(Path(torch.__file__).parent.parent),
     *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")),
@@ -26,7 +28,9 @@ def own_frames(error: BaseException) -> str:
 
 
 def describe(error: BaseException) -> str:
-    """The last line of a traceback, such as `ValueError: boom`."""
+    """The last line of a traceback, such as `ValueError: boom`; a full disk is said in words."""
+    if isinstance(error, OSError) and error.errno in FULL:
+        return f"the disk is full{f': {error.filename!r}' if error.filename else ''}."
     return "".join(traceback.format_exception_only(error)).strip()
 
 

@@ -20,6 +20,7 @@ import tempfile
 import threading
 import traceback
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 
@@ -127,12 +128,13 @@ def main() -> None:
         print(error, file=launcher)
         code = LOST if isinstance(error, PeerLost) else 1
     except (Exception, KeyboardInterrupt) as error:
-        traceback.print_exc()
-        print(own_frames(error), describe(error), sep="\n", file=launcher)
+        print(own_frames(error), describe(error), sep="\n", file=launcher, flush=True)
+        with suppress(OSError):  # the disk may be full
+            traceback.print_exc()
         code = 1
-    launcher.flush()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (launcher, sys.stdout, sys.stderr):
+        with suppress(OSError):
+            stream.flush()
     os._exit(code)  # a fork that frees its objects first copies all of its parent's memory
 
 
