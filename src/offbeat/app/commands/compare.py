@@ -1,5 +1,6 @@
 """`offbeat compare`"""
 
+import shlex
 import sys
 import time
 from collections.abc import Sequence
@@ -47,7 +48,9 @@ def run(given: SimpleNamespace) -> int:
     if len(rates) > 1:
         _announce(len(prepared), len(missing), len(rates), given.seeds)
     if missing and not _launch(missing, place, quiet=given.quiet):
-        print(f"offbeat: stopped; to run the rest, repeat with --out {place}", file=sys.stderr)
+        print(
+            f"offbeat: stopped; to run the rest, repeat with --out {shlex.quote(str(place))}", file=sys.stderr
+        )
         return 130
     show_runs(
         [read(folder) for folder in prepared], place / "report.html", to_loss=given.to_loss, json=given.json

@@ -1,6 +1,7 @@
 """`offbeat train`"""
 
 import importlib.util
+import shlex
 import sys
 import time
 from contextlib import ExitStack
@@ -162,7 +163,7 @@ def _say_finished(place: Path, setting: Setting) -> None:
 def _say_stopped(place: Path, setting: Setting) -> int:
     saved = _last_saved(place, setting)
     where = "there is no checkpoint yet" if saved is None else f"the last checkpoint is at step {saved}"
-    command = f"offbeat train --resume --checkpoint-dir {place}"
+    command = shlex.join(["offbeat", "train", "--resume", "--checkpoint-dir", str(place)])
     print(f"offbeat: stopped; {where}: continue with {command}", file=sys.stderr)
     return 130
 
