@@ -114,7 +114,8 @@ BAD: list[tuple[str, Callable[..., Any], dict[str, Any], type[Exception], str]] 
         build,
         {"evry": 3},
         TypeError,
-        "local_sgd has no argument 'evry'; it takes every, delay, gain, reduce, buffers, moments, drift.",
+        "local_sgd has no argument 'evry' (did you mean 'every'?); it takes every, delay, gain, reduce, "
+        "buffers, moments, drift.",
     ),
     ("every 0", build, {"every": 0}, ValueError, "Every(steps=0): steps must be at least 1."),
     (
@@ -276,7 +277,10 @@ def test_a_missing_argument() -> None:
 @pytest.mark.parametrize(
     ("expression", "sentence"),
     [
-        ("local_sgd(evry=3)", "local_sgd has no argument 'evry'; it takes every, delay, gain, reduce, buff"),
+        (
+            "local_sgd(evry=3)",
+            "local_sgd has no argument 'evry' (did you mean 'every'?); it takes every, delay",
+        ),
         ("qsr()", "qsr needs alpha=."),
         ("local_sgd(every=)", "this is not a valid expression: invalid syntax."),
         ("local_sgd(every=Every())", "Every() missing 1 required positional argument: 'steps'."),

@@ -316,7 +316,7 @@ def test_a_run_is_not_resumed_from_a_damaged_checkpoint(tmp_path: Path, damage: 
         full = setting.fill(task)
         prepare(tmp_path / name, full, task)
         assert launch([tmp_path / name])
-    path = tmp_path / "one/checkpoints/step-000000005/rank-1.pt"
+    path = tmp_path / "one/checkpoints/step-000000006/rank-1.pt"  # of the end
     state = torch.load(path, weights_only=True)
     if damage == "bit":
         flip(path, next(iter(state["model"].values())))

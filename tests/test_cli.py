@@ -13,9 +13,10 @@ from rich.console import Console
 from rich.progress import Progress
 
 import offbeat
-from offbeat.app.cli import main, show
+from offbeat.app.cli import main
 from offbeat.app.cli.app import run
-from offbeat.app.cli.show import line_columns
+from offbeat.app.commands import show
+from offbeat.app.commands.progress import draw_bar, line_columns
 from offbeat.plan import methods_table as methods_table
 from offbeat.plan.methods_table import without_warmup
 
@@ -108,7 +109,7 @@ def test_the_warm_up_is_left_out_of_the_figures_alone(entries: dict[str, methods
 
 
 def test_methods_as_a_table_and_as_json(capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, err = outcome(capsys, "methods", "diloco")
+    code, out, err = outcome(capsys, "methods", "diloco", "--verbose")
     assert (code, err) == (0, "")
     assert "diloco(every=64)" in out
     assert "0.0156" in out
@@ -233,9 +234,20 @@ def test_a_runs_line_is_whole_at_any_width(width: int) -> None:
     console = Console(width=width, file=io.StringIO(), force_terminal=True, color_system=None)
     progress = Progress(*line_columns(width), console=console)
     told = "loss 0.123  1,234 images/s  exposed 77%  12.3 MB  period 8  drift 0.01"
-    progress.add_task("hierarchical(nodes=[[0], [1]]) seed 0", total=300, completed=20, status=told)
+    bar = draw_bar(20, 300, 31.0, 420.0)
+    progress.add_task("hierarchical(nodes=[[0], [1]]) seed 0", total=300, bar=bar, status=told)
     console.print(progress.get_renderable())
     text = console.file.getvalue()  # type: ignore[attr-defined]
     assert max(map(len, text.splitlines())) <= width
-    for word in ["hierarchical(nodes=[[0],", "[1]])", "20/300", *told.split()]:
+    for word in [
+        "hierarchical(nodes=[[0],",
+        "[1]])",
+        "█",
+        "20/300,",
+        "31",
+        "7",
+        "min",
+        "left",
+        *told.split(),
+    ]:
         assert word in text, word

@@ -134,7 +134,7 @@ def test_every_method_has_a_row_and_a_section() -> None:
 
 def test_the_reference_has_every_public_name() -> None:
     text = (ROOT / "docs/reference.md").read_text()
-    assert sorted(re.findall(r"^::: offbeat\.(\w+)$", text, re.MULTILINE)) == sorted(offbeat.__all__)
+    assert sorted(re.findall(r"^::: offbeat\.names\.(\w+)$", text, re.MULTILINE)) == sorted(offbeat.__all__)
     members = re.findall(r"^        - (\w+)$", text, re.MULTILINE)
     assert sorted(members) == sorted(n for n in dir(offbeat.Synchronizer) if not n.startswith("_"))
 

@@ -13,9 +13,9 @@ from torch import nn
 
 import offbeat
 import offbeat.app.cli.app
-import offbeat.app.cli.compare
-import offbeat.app.cli.lab
-import offbeat.app.cli.train
+import offbeat.app.commands.compare
+import offbeat.app.commands.lab
+import offbeat.app.commands.train
 from offbeat import methods
 from offbeat.lab import Lab
 from offbeat.methods.expression import DEEPEST, LONGEST, VALUES, method
@@ -37,7 +37,7 @@ CALLS = {
 TEXTS = {"--task", "--data", "--out", "--cluster", "--recorded", "--script", "--draw", "--checkpoint-dir"}
 
 
-class Ready(Exception):
+class Ready(BaseException):
     """All options have been read, and the work would begin."""
 
 
@@ -76,11 +76,11 @@ def test_an_option_is_read_or_refused_in_a_sentence(
     option: str,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    for module in (offbeat.app.cli.train, offbeat.app.cli.compare):
+    for module in (offbeat.app.commands.train, offbeat.app.commands.compare):
         monkeypatch.setattr(module, "launch", ready)
     monkeypatch.setattr(offbeat.app.runs.setting, "_check_method", lambda setting, task: None)  # it is slow
-    monkeypatch.setattr(offbeat.app.cli.lab, "Lab", Unopened)
-    monkeypatch.setattr(offbeat.app.cli.lab, "unavailable", lambda: None)
+    monkeypatch.setattr(offbeat.app.commands.lab, "Lab", Unopened)
+    monkeypatch.setattr(offbeat.app.commands.lab, "unavailable", lambda: None)
     for number, text in enumerate(NONSENSE):
         words = [word for word in CALLS[command] if not word.startswith(f"{option}=")]
         words = [word.replace("here", f"here{number}") for word in words]
@@ -142,7 +142,7 @@ def test_what_is_said(
     sentence: str,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(offbeat.app.cli.lab, "unavailable", lambda: None)
+    monkeypatch.setattr(offbeat.app.commands.lab, "unavailable", lambda: None)
     words = [word for word in CALLS[command] if not word.startswith(f"{option}=")]
     assert offbeat.app.cli.app.run([command, f"{option}={text}", *words]) == 2
     assert capsys.readouterr().err == f"offbeat: {sentence}\n"

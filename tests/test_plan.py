@@ -282,6 +282,19 @@ def test_copies_of_the_model(expression: str) -> None:
     assert told.copies == pytest.approx(COPIES[expression], abs=0.15)
 
 
+def test_codes_that_send_in_pieces_are_planned() -> None:
+    """With two workers, the largest of the small models sends the mean of a fragment in two pieces."""
+    cluster = Cluster(2, Constant(1.0), Network(bandwidth=1e9))
+    sent, rounds = [], []
+    for steps in (64 * 4, 64 * 8):
+        told = predict("streaming_diloco(every=64, fragments=3)", Job(steps, 12_000_000), cluster)
+        sent.append(told.bytes_sent)
+        rounds.append(told.rounds)
+    assert rounds[1] - rounds[0] == 12
+    # Each sends half of a third of the model to the other, and the mean of its own half: 4.5 bits a value.
+    assert sent[1] - sent[0] == pytest.approx(12 * 4e6 * 4.5 / 8, rel=0.01)
+
+
 def test_a_method_without_a_row_of_its_own() -> None:
     """Parts put together anew are planned like any other: a schedule no method has, in another update."""
     told = predict("diloco(every=Then(32, Every(4), Every(16)))", HAND, Cluster(4, Constant(1.0), WIRE))

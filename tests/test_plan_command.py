@@ -16,7 +16,7 @@ import warm
 
 from offbeat import Constant, Network, Recorded, simulate
 from offbeat.app.cli.app import run
-from offbeat.app.cli.plan import _row
+from offbeat.app.commands.plan import _row
 from offbeat.plan import Cluster, Job, plan
 from offbeat.plan.measure import measure_link
 
@@ -135,10 +135,26 @@ def test_what_the_options_mean(capsys: pytest.CaptureFixture[str]) -> None:
     assert seconds["failures"] == pytest.approx(plain * (1 + 4 * 10 / 3600 * 150), rel=0.001)
 
 
+@pytest.mark.parametrize(
+    ("useless", "sentence"),
+    [
+        (["--tail", "3", "--jitter", "0.1"], "--tail and --jitter exclude each other: leave one out."),
+        (["--recorded", "x.json"], "--recorded and --step exclude each other: leave one out."),
+        (["--no-cosine", "--warmup", "5"], "--no-cosine and --warmup exclude each other: leave one out."),
+        (["--restart", "60s", "--checkpoint", "0s"], "--restart and --checkpoint need --failures."),
+    ],
+)
+def test_options_that_do_nothing_are_refused(
+    capsys: pytest.CaptureFixture[str], useless: list[str], sentence: str
+) -> None:
+    code = run(["plan", *GIVEN, "--steps", "10", *useless])
+    assert (code, *capsys.readouterr()) == (2, "", f"offbeat: {sentence}\n")
+
+
 def test_the_rate_reaches_schedules(capsys: pytest.CaptureFixture[str]) -> None:
     qsr = "qsr(alpha=0.0175, base=4, warmup=100, total=936)"
-    rate = ("--steps", "936", "--lr", "0.008", "--warmup", "100")
-    decayed = told(capsys, qsr, *GIVEN, *rate)["predictions"][0]["rounds"]
+    rate = ("--steps", "936", "--lr", "0.008")
+    decayed = told(capsys, qsr, *GIVEN, *rate, "--warmup", "100")["predictions"][0]["rounds"]
     flat = told(capsys, qsr, *GIVEN, *rate, "--no-cosine")["predictions"][0]["rounds"]
     assert decayed < flat == 234
 
@@ -181,7 +197,11 @@ def test_what_a_file_leaves_open_is_asked_for(capsys: pytest.CaptureFixture[str]
         ),
         ((CLUSTER,), ("--jitter", "0", "--steps", "9"), "defines a Cluster: leave out --jitter, or change"),
         ((CLUSTER,), ("--measure", "--task", "digits"), "leave out --measure, --task, or change the file."),
-        ((JOB,), ("--no-cosine", "--workers", "4"), "defines a Job: leave out --cosine, or change the file."),
+        (
+            (JOB,),
+            ("--no-cosine", "--workers", "4"),
+            "defines a Job: leave out --no-cosine, or change the file.",
+        ),
     ],
 )
 def test_what_a_file_defines_is_not_given_twice(
@@ -240,8 +260,8 @@ NONSENSE = [
     (("--reduce", "star"), "--reduce 'star': reduce must be one of 'ideal', 'ring', 'tree', 'direct'."),
     (("--jitter=-1",), "--jitter -1.0: "),
     (("--tail", "0"), "--tail 0.0: "),
-    (("--restart", "soon"), "--restart 'soon': a time is a number"),
-    (("--checkpoint", "soon"), "--checkpoint 'soon': a time is a number"),
+    (("--failures", "1", "--restart", "soon"), "--restart 'soon': a time is a number"),
+    (("--failures", "1", "--checkpoint", "soon"), "--checkpoint 'soon': a time is a number"),
     (("--dtype", "int8"), "--dtype 'int8': choose one of 'float32', "),
     (("--layers", "0"), "--layers 0: layers must be a whole number from 1 to 1000."),
     (("--optimizer", "lion"), "--optimizer 'lion': choose one of "),

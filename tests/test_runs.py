@@ -16,8 +16,8 @@ import torch
 from test_pictures import pictures
 
 import offbeat
-from offbeat.app.cli.compare import with_period
-from offbeat.app.cli.report import caption
+from offbeat.app.commands.report import caption
+from offbeat.app.commands.study import with_period
 from offbeat.app.report.page import collect, render
 from offbeat.app.runs import summary
 from offbeat.app.runs.folder import CheckpointStore, Record, cut, entries, log_path, prepare
@@ -33,8 +33,8 @@ def test_a_torn_log_can_be_read_and_cut(tmp_path: Path) -> None:
     path = tmp_path / "rank-0.jsonl"
     record = Record(path)
     for step in range(5):
-        record.write("steps", step=step, t=step / 2)
-    record.write("end", step=4)
+        record.write("steps", step=step, t=step / 2, seconds=0.5, exposed=0.0, loss=1.0, units=8)
+    record.write("end", step=4, t=2.5, rounds=1, sent=0, exposed=0.0, air=0.0)
     record.close()
     whole = path.read_bytes()
     for length in range(len(whole) + 1):
@@ -44,6 +44,11 @@ def test_a_torn_log_can_be_read_and_cut(tmp_path: Path) -> None:
     cut(path, after=2)
     assert [entry["step"] for entry in entries(path)] == [0, 1, 2]
     assert list(entries(tmp_path / "none")) == []
+    foreign = b"[1]\n3\nnull\n\xff\n{}\n" + b"[" * 100_000 + b"\n"
+    path.write_bytes(foreign + whole.replace(b'"loss": 1.0', b'"loss": NaN'))
+    skipped: list[int] = []
+    assert len(list(entries(path, skipped=skipped))) == 6
+    assert skipped == [1, 2, 3, 4, 5, 6]
 
 
 def test_a_long_run_writes_one_line_for_several_steps(tmp_path: Path) -> None:

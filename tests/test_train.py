@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -22,6 +24,7 @@ import warm
 from offbeat.app.runs.folder import CheckpointStore, entries, finished, log_path
 from offbeat.app.runs.summary import read
 from offbeat.lab import unavailable
+from offbeat.tasks import digits_task
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parent.parent
@@ -104,10 +107,14 @@ def test_a_run_leaves_logs_and_checkpoints(whole: Path) -> None:
     assert [e["step"] for e in run.evals] == [0, 20, 40, 60]
     assert run.evals[-1]["loss"] < run.evals[0]["loss"]
     kept = CheckpointStore(whole / "checkpoints", rank=0, workers=2).steps()
-    assert kept[-2:] == [49, 56]
+    assert kept[-2:] == [56, 60]
     assert len(kept) <= 3, "rank 0 drops the old when it saves, perhaps before the others have saved"
     state = torch.load(whole / "checkpoints/step-000000056/rank-1.pt", weights_only=True)
     assert state["batches"] == {"step": 56}
+    model = digits_task("tiny").model()
+    model.load_state_dict(torch.load(whole / "model.pt", weights_only=True))
+    assert checksum(model) == run.ends[0]["weights"], "the model after the last step"
+    assert digits_task("tiny").evaluate(model) == pytest.approx(run.evals[-1]["loss"], rel=1e-6)
     assert run.origin["command"][:2] == ["offbeat", "train"]
 
 
@@ -131,6 +138,31 @@ def test_a_run_killed_at_any_moment_is_resumed_exactly(whole: Path, tmp_path: Pa
     assert outcome(tmp_path / "run") == outcome(whole)
 
 
+def checksum(model: torch.nn.Module) -> str:
+    digest = hashlib.blake2b(digest_size=8)
+    for tensor in model.state_dict().values():
+        digest.update(tensor.numpy().tobytes())
+    return digest.hexdigest()
+
+
+def test_a_finished_run_is_extended(whole: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(whole, tmp_path / "run"))
+    done = offbeat("train", "--resume", "--checkpoint-dir", str(folder), "--steps", "70")
+    assert done.returncode == 0
+    assert all(line.startswith(f"offbeat: {METHOD} seed 0: ") for line in done.stderr.splitlines()), (
+        done.stderr
+    )
+    assert f"torch.load({str(folder / 'model.pt')!r}, weights_only=True)" in done.stdout
+    before, after = read(whole), read(folder)
+    assert after.complete
+    assert [e["step"] for e in after.evals] == [0, 20, 40, 69, 70]
+    kept = [(e["step"], e["loss"]) for e in before.ranks[1] if e["kind"] == "steps"]
+    now = [(e["step"], e["loss"]) for e in after.ranks[1] if e["kind"] == "steps"]
+    assert now[:60] == kept
+    assert [step for step, _ in now] == list(range(1, 71))
+    assert after.ends[0]["sent"] > before.ends[0]["sent"]
+
+
 def test_ctrl_c_saves_a_checkpoint_and_resuming_is_exact(whole: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     words = [
@@ -149,13 +181,14 @@ def test_ctrl_c_saves_a_checkpoint_and_resuming_is_exact(whole: Path, tmp_path: 
     process.send_signal(signal.SIGINT)
     _, error = process.communicate(timeout=180)
     assert process.returncode == 130, error
-    assert re.fullmatch(
-        r"offbeat: stopped; the last checkpoint is at step \d+: continue with .* --resume\n", error
-    ), error
+    hint = re.fullmatch(
+        r"offbeat: stopped; the last checkpoint is at step \d+: continue with offbeat (.*)\n", error
+    )
+    assert hint is not None, error
     saved = CheckpointStore(folder / "checkpoints", rank=0, workers=2).steps()[-1]
     assert saved == last_step(folder), "it ended with the step it saved"
     assert not list(folder.glob(".stop*"))
-    done = offbeat(*words, "--resume")
+    done = offbeat(*hint[1].split())
     assert done.returncode == 0, done.stderr
     assert outcome(folder)[-2:] == outcome(whole)[-2:]
 
@@ -269,14 +302,28 @@ def test_a_worker_that_fails_is_quoted(tmp_path: Path) -> None:
         "def task(seed=0):\n"
         "    base = digits_task('tiny')\n"
         "    def loss(model, batch):\n"
+        "        print('a word from the task')\n"
         "        raise ArithmeticError('the loss is on holiday')\n"
         "    return replace(base, loss=loss)\n"
+        "def diverging(seed=0):\n"
+        "    base = digits_task('tiny')\n"
+        "    losses = iter([1, 1, 1, float('nan')])\n"
+        "    return replace(base, loss=lambda model, batch: next(losses) * base.loss(model, batch))\n"
     )
-    done = offbeat("train", "ddp", "--task", str(tmp_path / "bad.py"), "--workers", "2", cwd=tmp_path)
+    words = ["--workers", "2", "--checkpoint-dir"]
+    done = offbeat("train", "ddp", "--task", "bad.py", *words, "one", cwd=tmp_path)
     assert done.returncode == 1
-    assert re.fullmatch(r"offbeat: Rank \d: ArithmeticError: the loss is on holiday\n", done.stderr), (
-        done.stderr
-    )
+    sentence, *frames, output = done.stderr.splitlines()
+    assert re.fullmatch(r"offbeat: Rank \d: ArithmeticError: the loss is on holiday", sentence)
+    assert frames[0] == f'  File "{tmp_path / "bad.py"}", line 7, in loss'
+    assert frames[-1].strip() == "raise ArithmeticError('the loss is on holiday')"
+    printed = (tmp_path / output.rpartition(" ")[2]).read_text()
+    assert "a word from the task\n" in printed
+    assert "Traceback" in printed
+    done = offbeat("train", "ddp", "--task", "bad.py:diverging", *words, "two", cwd=tmp_path)
+    assert done.returncode == 1
+    told = r"offbeat: Rank \d: The training loss of step 4 is nan: lower the learning rate \(--lr\), or .*\n"
+    assert re.fullmatch(told, done.stderr), done.stderr
 
 
 @needs_lab

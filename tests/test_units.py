@@ -12,10 +12,10 @@ import typer
 from sentences import says
 
 import offbeat.app.cli.app
-import offbeat.app.cli.compare
-import offbeat.app.cli.lab
-import offbeat.app.cli.plan
-import offbeat.app.cli.train
+import offbeat.app.commands.compare
+import offbeat.app.commands.lab
+import offbeat.app.commands.plan
+import offbeat.app.commands.train
 import offbeat.base.units
 from offbeat.app.runs.folder import setting_of
 from offbeat.app.runs.setting import Setting
@@ -208,7 +208,7 @@ def test_a_run_parses_its_stragglers_once(monkeypatch: pytest.MonkeyPatch) -> No
 # Every command that has the option.
 
 
-class Ready(Exception):
+class Ready(BaseException):
     """All options have been read, and the work would begin."""
 
     def __init__(self, read: Any) -> None:
@@ -227,7 +227,7 @@ def ready(*args: Any, **kwargs: Any) -> Any:
 CALLS = {
     "train": ["ddp()", "--checkpoint-dir", "here"],
     "compare": ["ddp()", "--out", "here", "--simulate"],
-    "plan": ["--workers=4", "--step=1s", "--parameters=1M", "--link=1gbit", "--steps=8"],
+    "plan": ["--workers=4", "--step=1s", "--parameters=1M", "--link=1gbit", "--steps=8", "--failures=1"],
     "lab": ["--", "true"],
 }
 
@@ -238,13 +238,13 @@ def read(
 ) -> Callable[..., Any]:
     """What a command reads from an option: its value, or the sentence with which it is refused."""
     monkeypatch.chdir(tmp_path)
-    for module in (offbeat.app.cli.train, offbeat.app.cli.compare):
+    for module in (offbeat.app.commands.train, offbeat.app.commands.compare):
         monkeypatch.setattr(module, "launch", ready)
         monkeypatch.setattr(module, "check", offbeat.app.runs.setting.check)
     monkeypatch.setattr(offbeat.app.runs.setting, "_check_method", lambda setting, task: None)
-    monkeypatch.setattr(offbeat.app.cli.plan, "plan", ready)
-    monkeypatch.setattr(offbeat.app.cli.lab, "Lab", Unopened)
-    monkeypatch.setattr(offbeat.app.cli.lab, "unavailable", lambda: None)
+    monkeypatch.setattr(offbeat.app.commands.plan, "plan", ready)
+    monkeypatch.setattr(offbeat.app.commands.lab, "Lab", Unopened)
+    monkeypatch.setattr(offbeat.app.commands.lab, "unavailable", lambda: None)
 
     def answer(command: str, option: str, text: str) -> Any:
         try:
@@ -267,14 +267,14 @@ def commands_with(option: str) -> list[str]:
 
 def test_the_commands_that_have_them() -> None:
     for option in ("--link", "--straggler"):
-        assert sorted(commands_with(option)) == ["compare", "plan", "train"]
-    assert commands_with("--rate") == ["lab"]
+        lab = ["lab"] if option == "--link" else []
+        assert sorted(commands_with(option)) == ["compare", *lab, "plan", "train"]
+    assert commands_with("--rate") == ["lab"], "the former name still works"
 
 
 OPTIONS = {
     "--link": BAD_LINKS,
     "--straggler": BAD_STRAGGLERS,
-    "--rate": BAD_RATES,
     "--step": BAD_TIMES,
     "--restart": BAD_TIMES,
     "--checkpoint": BAD_TIMES,
@@ -319,7 +319,7 @@ def test_good_text_means_the_same_everywhere(read: Callable[..., Any], command: 
 
 
 def test_the_rate_of_a_lab(read: Callable[..., Any]) -> None:
-    assert {text: read("lab", "--rate", text) for text in ("100mbit", "12.5mbps")} == {
+    assert {text: read("lab", "--link", text) for text in ("100mbit", "12.5mbps")} == {
         "100mbit": 10**8,
         "12.5mbps": 10**8,
     }

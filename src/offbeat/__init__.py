@@ -1,43 +1,26 @@
 """Train one PyTorch model on many workers that rarely communicate."""
 
-# ruff: noqa: F403, F405 - the names of packages are listed in their own __all__
-from offbeat import methods as _methods
-from offbeat.among import Butterfly, Pairs, Peers, Subgroups, World
-from offbeat.base.clock import Clock
-from offbeat.base.errors import CheckpointMismatch, Deadlock, Disagreement, NotFinite, OffbeatError, PeerLost
-from offbeat.base.packed import Packed
-from offbeat.base.tensors import flatten, grads, params
-from offbeat.comm.background import Solo
-from offbeat.comm.communicator import Communicator, Metered, Pending
-from offbeat.comm.throttled import Throttled
-from offbeat.comm.torch_backend import Torch
-from offbeat.engine.ddp_hook import ddp_hook
-from offbeat.engine.exchange import Exchange
-from offbeat.engine.part import Part
-from offbeat.engine.pull import PseudoSync
-from offbeat.engine.report import Report, Totals
-from offbeat.engine.synchronizer import Synchronizer
-from offbeat.methods import *
-from offbeat.methods.expression import method
-from offbeat.reduce import *
-from offbeat.server import *
-from offbeat.simulate import *
-from offbeat.update.outer import SGD, Eager, Gossip, Outer, Overlap, SlowMo
-from offbeat.update.update import Correct, Detached, Rebase, Replace, Update
-from offbeat.waitfree import *
-from offbeat.when import QSR, AdaComm, Adaptive, Every, Never, Schedule, Then
+from importlib import import_module as _import_module
+from typing import TYPE_CHECKING as _TYPE_CHECKING
 
 __version__ = "0.1.0"
 
-__all__ = ["GLU", "QSR", "SGD"]
-__all__ += ["AdaComm", "Adaptive", "Attendance", "Butterfly", "CheckpointMismatch", "Clock", "Code"]
-__all__ += ["Communicator", "Compensated", "Compute", "Constant", "Correct", "Deadlock", "Detached"]
-__all__ += ["Disagreement", "Eager", "EagerGradients", "ErrorFeedback", "Every", "Exchange", "Failures"]
-__all__ += ["Gossip", "GroupAverage", "GroupReport", "HeavyTailed", "Jittered", "Level", "LocalRule"]
-__all__ += ["LocalStep", "LowRank", "Mean", "Metered", "Network", "Never", "NotFinite", "OffbeatError"]
-__all__ += ["Outer", "Overlap", "Packed", "Pairs", "Part", "PeerLost", "Peers", "Pending", "PseudoSync"]
-__all__ += ["PushPull", "Quantized", "RandomBlock", "Rebase", "Recorded", "Reducer", "Replace", "Report"]
-__all__ += ["Schedule", "SlowMo", "Solo", "Stragglers", "Subgroups", "Synchronizer", "Then", "Throttled"]
-__all__ += ["TopK", "Torch", "Totals", "TwoLevel", "Uneven", "Update", "Virtual", "World"]
-__all__ += ["ddp_hook", "flatten", "grads", "method", "params", "simulate"]
-__all__ += _methods.__all__
+if _TYPE_CHECKING:
+    from offbeat.names import *  # noqa: F403
+    from offbeat.names import __all__ as __all__
+else:
+
+    def __getattr__(name: str) -> object:
+        """Import all names once one of them is used, so that `offbeat --version` need not wait for torch."""
+        if name == "__all__" or not name.startswith("__"):
+            names = _import_module("offbeat.names")
+            public = getattr(names, "__all__", [])  # nothing while it is being imported
+            globals().update({each: getattr(names, each) for each in public})
+            if name == "__all__":
+                return public
+            if name in globals():  # also a package that was imported with them, such as offbeat.methods
+                return globals()[name]
+        raise AttributeError(f"module 'offbeat' has no attribute {name!r}")
+
+    def __dir__() -> list[str]:
+        return [*globals(), *getattr(_import_module("offbeat.names"), "__all__", [])]

@@ -13,6 +13,12 @@ argument's name, value and reason separate. The command line prints them as `--o
 
 from __future__ import annotations
 
+from difflib import get_close_matches
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
 
 class OffbeatError(RuntimeError):
     """The base of all errors about workers and checkpoints."""
@@ -64,3 +70,13 @@ def show(value: object, most: int = 200) -> str:
         return f"a number of {value.bit_length()} bits"  # Python refuses to print it
     text = repr(value)
     return text if len(text) <= most else f"{text[: most // 2]}…{text[-most // 4 :]}"
+
+
+def suggest(word: str, known: Iterable[str]) -> str:
+    """A question to put into a sentence, if the word is like a known one; else nothing.
+
+    >>> suggest("dilco", ["ddp", "diloco"])
+    " (did you mean 'diloco'?)"
+    """
+    near = get_close_matches(word, list(known), n=1, cutoff=0.8)
+    return f" (did you mean {near[0]!r}?)" if near else ""

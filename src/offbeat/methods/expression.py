@@ -13,7 +13,7 @@ from torch import nn
 
 from offbeat import methods, reduce
 from offbeat import when as schedule
-from offbeat.base.errors import show
+from offbeat.base.errors import show, suggest
 from offbeat.engine.synchronizer import Synchronizer
 from offbeat.methods.parts import Optimizers, check_names, check_numbers
 from offbeat.server import rules
@@ -86,7 +86,8 @@ def method(expression: str) -> Call:
         tree = _parse(expression.strip())
         call = tree if isinstance(tree, ast.Call) else ast.Call(func=tree, args=[], keywords=[])
         if not isinstance(call.func, ast.Name) or (name := call.func.id) not in methods.__all__:
-            raise TypeError(f"name one of {', '.join(methods.__all__)}.")
+            meant = suggest(call.func.id, methods.__all__) if isinstance(call.func, ast.Name) else ""
+            raise TypeError(f"name one of {', '.join(methods.__all__)}{meant}.")
         if call.args:
             raise TypeError(f"name the arguments, as in {name}(every=8).")
         given = _read_keywords(call)

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from offbeat.among import Group, Peers, communicator
 from offbeat.base.checks import is_whole
 from offbeat.base.clock import State
-from offbeat.base.errors import OffbeatError, show
+from offbeat.base.errors import OffbeatError, show, suggest
 from offbeat.base.packed import Packed
 from offbeat.base.tensors import grads, params, trainable
 from offbeat.engine.agreement import compare_lines
@@ -94,7 +94,8 @@ def check_names(name: str, known: Mapping[str, Any], given: Collection[str]) -> 
     """Refuse arguments the method does not have, and the lack of one that has no default."""
     for key in given:
         if key not in known:
-            raise TypeError(f"{name} has no argument {key!r}; it takes {', '.join(known)}.")
+            meant = suggest(key, known)
+            raise TypeError(f"{name} has no argument {key!r}{meant}; it takes {', '.join(known)}.")
     for key, default in known.items():
         if default is inspect.Parameter.empty and key not in given:
             raise TypeError(f"{name} needs {key}=.")

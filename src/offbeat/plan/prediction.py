@@ -117,6 +117,8 @@ def _probe_or_sgd(call: Call, job: Job, cluster: Cluster) -> tuple[Seen, Job, tu
     for part in seen.sync.parts:
         if isinstance(part, Exchange) and (needs := " and ".join(sorted(part.when.needs))):
             notes.append(f"its period follows the {needs}; planned as it starts")
+        if isinstance(part, Exchange) and part.live.early and not part.delay:
+            notes.append("its gradients are sent after the backward pass here; a real run overlaps the two")
     return seen, job, tuple(dict.fromkeys(notes))
 
 

@@ -23,7 +23,16 @@ from offbeat.engine.part import Part
 from offbeat.plan.groups import Groups
 from offbeat.plan.job import Job, ProxyModel, local_optimizer
 from offbeat.plan.recording import COMPUTED, Beside, Event, Events, RecordingComm, Sent, Size, Waited
-from offbeat.plan.trace import Differ, PeriodicTrace, combine, find_period, fold, split_by_workers
+from offbeat.plan.trace import (
+    Differ,
+    Key,
+    PeriodicTrace,
+    combine,
+    find_period,
+    fold,
+    join_pieces,
+    split_by_workers,
+)  # fmt: skip
 from offbeat.reduce import Reducer
 from offbeat.reduce.code import list_buffers
 from offbeat.server import PushPull
@@ -33,7 +42,6 @@ from offbeat.waitfree.base import Waitfree
 from offbeat.when import Every, Never
 
 Build = Callable[..., Synchronizer]
-Key = str | tuple[int, str]
 _WIDTHS = (64, 128, 192)  # bytes are quadratic in the width, so three widths give any other
 _SMALL = 16  # up to this many workers are recorded one by one
 _LOOKS = 32  # steps after which memory is measured
@@ -105,7 +113,11 @@ def probe(build: Build, job: Job, workers: int) -> Seen:
         except Differ:
             why = "the messages of this method depend on the number of workers"
             raise ValueError(f"Cluster(workers={workers}): {why}: plan it for up to {_SMALL}.") from None
-    traces = {key: merge([world.traces[key] for world in worlds]) for key in first.traces}
+    try:
+        traces = {key: merge([world.traces[key] for world in worlds]) for key in first.traces}
+    except Differ:
+        joined = [join_pieces(world.traces) for world in worlds]
+        traces = {key: merge([each[key] for each in joined]) for key in first.traces}
     sync, equality, waitfree = _World(build, job, workers, 8).sync, {}, {}
     for place, part in enumerate(sync.parts):
         if isinstance(part, Exchange):

@@ -1,11 +1,12 @@
 """From the messages of small models among few workers to those of the real model among all workers."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from offbeat.plan.recording import Beside, Event, Events, Name, Repeated, Sent, Size, Waited
 
+Key = str | tuple[int, str]  # of a trace: a moment of the run, or the place of an exchange and what it does
 Worlds = Sequence[tuple[int, int]]  # the number of workers and the width of the model of each recording
 _LONGEST_BLOCK = 64  # events that repeat within a step
 _LONGEST_PERIOD = 256  # steps
@@ -60,6 +61,25 @@ def split_by_workers(values: dict[int, float]) -> tuple[float, float]:
     many, at_many = rest[0]
     cut = (at_few - at_many) / (1 / few - 1 / many)
     return at_few - cut / few, cut
+
+
+def join_pieces(traces: Mapping[Key, Sequence[Event]]) -> dict[Key, Sequence[Event]]:
+    """Make one message of those that are alike and sent one right after the other. Codes cut a long payload
+    into pieces, and their number is not a polynomial in the width."""
+    pieces = set[Name]()  # all but the first of a message, whose wait stands for all
+    joined = dict[Key, Sequence[Event]]()
+    for key, events in traces.items():
+        joined[key] = kept = list[Event]()
+        for event in events:
+            last = kept[-1] if kept else None
+            if isinstance(event, Sent) and isinstance(last, Sent):
+                if replace(event, name=last.name, given=last.given) == last:
+                    pieces.add(event.name)
+                    kept[-1] = replace(last, given=Size(last.given.whole + event.given.whole))
+                    continue
+            if not (isinstance(event, Waited) and event.name in pieces):
+                kept.append(event)
+    return joined
 
 
 def fold(events: Sequence[Event]) -> Events:

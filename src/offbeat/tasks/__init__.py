@@ -4,16 +4,20 @@ import importlib.util
 import inspect
 import os
 import sys
+import traceback
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from offbeat.base.errors import suggest
 from offbeat.tasks.bytes import bytes_task
+from offbeat.tasks.loader import LoaderBatches
 from offbeat.tasks.pictures import digits_task, images_task
-from offbeat.tasks.task import Batch, Batches, Task
+from offbeat.tasks.task import Batch, Batches, Task, shard
 
-__all__ = ["Batch", "Batches", "Task", "bytes_task", "digits_task", "find_task", "images_task"]
+__all__ = ["Batch", "Batches", "LoaderBatches", "Task", "bytes_task", "digits_task", "find_task"]
+__all__ += ["images_task", "shard"]
 TASKS: dict[str, Callable[..., Task]] = {"bytes": bytes_task, "digits": digits_task, "images": images_task}
 
 
@@ -51,7 +55,7 @@ def _load_function(name: str) -> Callable[..., Task]:
     file, _, function = name.partition(":")
     if not file.endswith(".py"):
         known = f"one of {', '.join(sorted(TASKS))}, or a Python file with a function `task`."
-        raise ValueError(f"There is no task {name!r}: name {known}")
+        raise ValueError(f"There is no task {name!r}{suggest(name, TASKS)}: name {known}")
     if not os.path.isfile(file):
         raise ValueError(f"The task file {file!r} does not exist.")
     spec = importlib.util.spec_from_file_location(Path(file).stem, file)
@@ -71,4 +75,7 @@ def _run(file: str, call: Callable[[], Any]) -> Any:
     try:
         return call()
     except Exception as error:
-        raise ValueError(f"{file!r} cannot be used: {type(error).__name__}: {error}.") from error
+        frames, path = traceback.extract_tb(error.__traceback__), os.path.abspath(file.partition(":")[0])
+        lines = [frame.lineno for frame in frames if os.path.abspath(frame.filename) == path]
+        where = f"line {lines[-1]}: " if lines else ""
+        raise ValueError(f"{file!r} cannot be used: {where}{type(error).__name__}: {error}.") from error

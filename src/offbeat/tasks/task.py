@@ -4,14 +4,16 @@ import hashlib
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import KW_ONLY, dataclass, field
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader
 
-from offbeat.base.errors import BadArgument
+from offbeat.base.errors import BadArgument, suggest
+from offbeat.tasks.loader import LoaderBatches
 
 Batch = tuple[Tensor, Tensor]  # inputs and targets
 FilePath = str | os.PathLike[str]
@@ -57,9 +59,23 @@ class Batches(Iterator[Batch]):
 
 
 class Sharded(Protocol):
-    """Gives a rank its batches. Each of `workers` ranks draws from a part that no other rank sees."""
+    """Gives a rank its batches. Each of `workers` ranks draws from a part that no other rank sees.
 
-    def __call__(self, rank: int, workers: int, batch_size: int, seed: int) -> Batches: ...
+    It returns `Batches`, or a DataLoader of the rank's part.
+    """
+
+    def __call__(self, rank: int, workers: int, batch_size: int, seed: int) -> Any: ...
+
+
+@dataclass(frozen=True)
+class Endless:
+    """The batches of a task. A DataLoader is started again after each pass."""
+
+    batches: Sharded
+
+    def __call__(self, rank: int, workers: int, batch_size: int, seed: int) -> Batches | LoaderBatches:
+        given: Batches | DataLoader[Any] = self.batches(rank, workers, batch_size, seed)
+        return LoaderBatches(given, rank=rank, seed=seed) if isinstance(given, DataLoader) else given
 
 
 def adamw(parameters: Iterable[nn.Parameter], lr: float) -> Optimizer:
@@ -77,10 +93,11 @@ class Task:
     """Something to train.
 
     `model` builds the model, with equal weights on every rank. `loss` is its mean loss on a batch, which is
-    moved to the model's device. `batches` are the endless training batches of one rank. `evaluate` is the
-    loss on data that no rank trains on, and `accuracy` the share of them that a classifier gets right; both
-    leave train/eval mode as it was. `unit` is what one target is, in the plural: images, bytes. `optimizer`,
-    `lr` and `batch_size` are defaults that train it well.
+    moved to the model's device. `batches` are the endless training batches of one rank; if it returns a
+    DataLoader, that is started again after each pass. `evaluate` is the loss on data that no rank trains on,
+    and `accuracy` the share of them that a classifier gets right; both leave train/eval mode as it was.
+    `unit` is what one target is, in the plural: images, bytes. `optimizer`, `lr` and `batch_size` are
+    defaults that train it well.
 
         task = bytes_task("tiny")
         model, batches = task.model(), task.batches(rank=0, workers=4, batch_size=16, seed=0)
@@ -98,6 +115,10 @@ class Task:
     lr: float = field(default=1e-3, repr=False)
     batch_size: int = field(default=16, repr=False)
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.batches, Endless):
+            object.__setattr__(self, "batches", Endless(self.batches))
+
 
 def shard(length: int, *, rank: int, workers: int) -> range:
     """The positions of one rank: `range(length)` cut into `workers` parts that differ by at most one."""
@@ -110,7 +131,8 @@ def shard(length: int, *, rank: int, workers: int) -> range:
 
 def find_size(task: str, size: str, sizes: Mapping[str, T]) -> T:
     if size not in sizes:
-        raise BadArgument("size", size, f"size must be one of {', '.join(map(repr, sizes))}.", call=task)
+        known = f"size must be one of {', '.join(map(repr, sizes))}{suggest(size, sizes)}."
+        raise BadArgument("size", size, known, call=task)
     return sizes[size]
 
 

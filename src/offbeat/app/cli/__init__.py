@@ -2,11 +2,16 @@
 
 import atexit
 import os
+import signal
 import sys
+
+from offbeat.app.cli.interrupt import end_at_once
 
 
 def main() -> None:
     """The entry point of `offbeat`."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not in a background job of a shell
+        signal.signal(signal.SIGINT, end_at_once)
     try:
         import rich  # noqa: F401
         import typer  # noqa: F401

@@ -41,13 +41,33 @@ Simulate = Annotated[
 ]
 Compute = Annotated[str | None, typer.Option(help="With --simulate: the time of one step, 20ms by default.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+Quiet = Annotated[bool, typer.Option("--quiet", help="Show no progress.")]
 Out = Annotated[Path | None, typer.Option(help="Folder for logs and report.html; runs/... by default.")]
 
-RENAMED = {"size": "model", "hosts": "workers", "per_hour": "failures"}  # arguments with other options
+
+def complete_name(incomplete: str) -> list[str]:
+    """The names of methods that begin like this."""
+    from offbeat.app.commands.catalogue import read_catalogue
+
+    families = read_catalogue()["families"].values()
+    return sorted(name for family in families for name in family if name.startswith(incomplete))
+
+
+# Arguments with other options.
+RENAMED = {"size": "model", "hosts": "workers", "rate": "link", "per_hour": "failures"}
 
 
 class Refused(Exception):
-    """The user's input cannot be used. The message is one sentence."""
+    """The user's input cannot be used. The message is one sentence. All ranks say it, or one `alone`."""
+
+    def __init__(self, sentence: str, *, alone: bool = False) -> None:
+        super().__init__(sentence)
+        self.alone = alone
+
+
+def plain(text: str) -> str:
+    """The text with control characters written out, so that none reaches a terminal."""
+    return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
 
 
 def check_loss(to_loss: float | None) -> None:
@@ -67,5 +87,5 @@ def reading(option: str = "", value: object = None) -> Iterator[None]:
     except (ValueError, TypeError) as error:
         raise Refused(f"{typed}: {error}" if option else str(error)) from error
     except OSError as error:
-        where = f" {error.filename!r}" if error.filename else ""
-        raise Refused(f"{error.strerror or error}:{where}.") from error
+        where = f": {error.filename!r}" if error.filename else ""
+        raise Refused(f"{error.strerror or error}{where}.") from error

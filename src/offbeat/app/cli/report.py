@@ -1,33 +1,12 @@
-"""`offbeat report`, and the tables of runs that other commands print, too."""
+"""`offbeat report`"""
 
-import sys
-from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Annotated
 
 import typer
 
-from offbeat.app.cli import options, show
-from offbeat.app.cli.options import check_loss, reading
-from offbeat.app.report.page import write_page
-from offbeat.app.runs.folder import find, setting_of
-from offbeat.app.runs.summary import (
-    VARIED,
-    Logged,
-    Row,
-    read,
-    reference_of,
-    sections,
-    summarize,
-    unfinished,
-)
-from offbeat.app.runs.verdict import verdict
-from offbeat.base.errors import BadArgument
-
-OPTIONAL = ("lr", "accuracy", "MB on the wire")  # columns that are left out if they are empty
-PLACES = {"netns": "shaped links", "simulation": "simulated", "processes": "emulated link"}
-TOLD = ("task", "workers", "steps", "link")  # settings that every title tells
+from offbeat.app.cli import options
 
 
 def report(
@@ -35,7 +14,7 @@ def report(
     to_loss: options.ToLoss = None,
     out: Annotated[Path, typer.Option(help="The HTML file to write.")] = Path("report.html"),
     json: options.Json = False,
-) -> None:
+) -> int:
     """Print the tables and write the report of earlier runs, from their logs.
 
     The report is one HTML file that needs no network. It shows where the time went on each rank, how the loss
@@ -48,93 +27,7 @@ def report(
 
         offbeat report runs/one runs/other --to-loss 1.5 --out both.html --json
     """
-    with reading():
-        check_loss(to_loss)
-        if out.is_dir():
-            raise BadArgument("out", str(out), "this is a folder; name an HTML file.")
-        folders = find(runs)
-        for folder in folders:
-            setting_of(folder)
-    show_runs(folders, out, to_loss=to_loss, json=json)
+    given = SimpleNamespace(**locals())
+    from offbeat.app.commands.report import run
 
-
-def show_runs(folders: Sequence[Path], page: Path, *, to_loss: float | None, json: bool) -> None:
-    """Write the page of these runs, and print a table of each group that can be compared."""
-    runs = [read(folder) for folder in folders]
-    write_page(runs, page, to_loss=to_loss)
-    if json:
-        tables = {caption(group, runs): summarize(group, to_loss=to_loss) for group in sections(runs)}
-        show.print_json([{"section": title, **asdict(row)} for title in tables for row in tables[title]])
-        for text in (text for group in sections(runs) for text in unfinished(group)):
-            print(f"offbeat: unfinished and left out: {text}", file=sys.stderr)
-        return
-    for group in sections(runs):
-        title, reference = caption(group, runs), reference_of(group)
-        show_table(group, f"{title}; the reference is {reference}" if reference else title, to_loss=to_loss)
-    show.console().print(f"report: {page}", soft_wrap=True, markup=False)
-
-
-def show_table(runs: Sequence[Logged], title: str, *, to_loss: float | None = None) -> None:
-    """Print the table of these runs, without empty optional columns. One sentence says what came out."""
-    rows, console = summarize(runs, to_loss=to_loss), show.console()
-    cells = {
-        heading: column
-        for heading, tell in _columns(rows, to_loss).items()
-        if any(column := [tell(row) for row in rows]) or heading not in OPTIONAL
-    }
-    columns = {heading: "fold" if heading == "method" else "right" for heading in cells}
-    if rows:
-        show.print_table(console, title, columns, list(zip(*cells.values(), strict=True)))
-    else:
-        console.print(title, soft_wrap=True, markup=False)
-    lines = [f"unfinished: {text}" for text in unfinished(runs)]
-    ends = [row.method for row in rows if row.rates[1:] and row.lr in (row.rates[0][0], row.rates[-1][0])]
-    if ends:
-        lines.append(f"best at the first or last rate, so others may be better: {', '.join(ends)}")
-    for line in [*lines, verdict(rows, reference_of(runs), to_loss=to_loss)]:
-        if line:
-            console.print(line, soft_wrap=True, markup=False)
-
-
-def caption(runs: Sequence[Logged], among: Sequence[Logged]) -> str:
-    """What was trained, and where. Settings that differ among all runs are told, too."""
-    setting, everything = runs[0].setting, [asdict(run.setting) for run in among]
-    own = {name: value for name, value in asdict(setting).items() if name not in (*TOLD, *VARIED)}
-    words = [setting.task]
-    words += [f"{name} {_tell(own[name])}" for name in own if len({str(s[name]) for s in everything}) > 1]
-    words += [show.count(setting.workers, "worker"), show.count(setting.steps, "step")]
-    if setting.link:
-        words.append(f"{setting.link} ({PLACES[setting.where]})")
-    return ", ".join([*words, show.count(len({run.setting.seed for run in runs}), "seed")])
-
-
-def _tell(value: object) -> str:
-    return " and ".join(value) or "none" if isinstance(value, tuple) else str(value or "default")
-
-
-def _columns(rows: Sequence[Row], to_loss: float | None) -> dict[str, Callable[[Row], str]]:
-    """By heading, what a row shows."""
-
-    def maybe(value: float | None, form: str, missing: str = "") -> str:
-        return missing if value is None else form.format(value)
-
-    searched = len({rate for row in rows for rate, _ in row.rates}) > 1
-    goal = "ref. loss" if to_loss is None else f"loss {to_loss:g}"
-    columns: dict[str, Callable[[Row], str]] = {
-        "method": lambda row: row.method,
-        "lr": lambda row: maybe(row.lr, "{:g}") if searched else "",
-        "loss": lambda row: f"{row.loss:.4f}" + maybe(row.spread, " ± {:.4f}"),
-        "accuracy": lambda row: maybe(row.accuracy, "{:.1%}"),
-        "seconds": lambda row: f"{row.seconds:.2f}",
-        "exposed s": lambda row: f"{row.exposed:.2f}",
-        "hidden s": lambda row: f"{row.hidden:.2f}",
-        "MB/worker": lambda row: f"{row.megabytes:.2f}",
-        "rounds": lambda row: f"{row.rounds:g}",
-        "MB on the wire": lambda row: maybe(row.kernel_megabytes, "{:.2f}"),
-        f"s to {goal}": lambda row: maybe(row.reached, "{:.2f}", "never"),
-        f"MB to {goal}": lambda row: maybe(row.reached_megabytes, "{:.2f}", "never"),
-        "speed-up": lambda row: maybe(row.speedup, "{:.2f}×"),
-    }
-    if to_loss is None:
-        del columns[f"MB to {goal}"]
-    return columns
+    return run(given)

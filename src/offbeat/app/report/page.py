@@ -8,7 +8,8 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from offbeat.app.runs.folder import Entry, write_whole
+from offbeat.app.runs.folder import write_whole
+from offbeat.app.runs.schema import Entry
 from offbeat.app.runs.summary import (
     Logged,
     best_runs,
@@ -45,7 +46,7 @@ def render(
     page, style, script = ((folder / f"page.{kind}").read_text() for kind in ("html", "css", "js"))
     groups = [runs] if curves else sections(runs)
     values = replace_nonfinite([collect(group, curves=curves, to_loss=to_loss) for group in groups])
-    data = json.dumps(values, ensure_ascii=False, allow_nan=False).replace("</", "<\\/")
+    data = json.dumps(values, ensure_ascii=False, allow_nan=False).replace("<", "\\u003c")
     return page.replace("/*STYLE*/", style).replace("/*SCRIPT*/", script).replace("/*DATA*/", data)
 
 

@@ -1,5 +1,6 @@
 """The folder of a run: its setting, its origin, one log per rank, checkpoints."""
 
+import fcntl
 import json
 import os
 import platform
@@ -8,23 +9,25 @@ import shutil
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 import offbeat
+from offbeat.app.runs.frames import FULL
+from offbeat.app.runs.schema import ORIGIN_FILE, SETTING_FILE, Entry, read_entry, read_json
 from offbeat.app.runs.setting import Setting
-from offbeat.base.errors import BadArgument, CheckpointMismatch
+from offbeat.base.errors import BadArgument, CheckpointMismatch, OffbeatError
 from offbeat.base.files import delete_torn, read_state, write_state
 from offbeat.tasks import Task
 
-SETTING, ORIGIN = "setting.json", "origin.json"
+SETTING, ORIGIN, MODEL = "setting.json", "origin.json", "model.pt"
 KEPT = 2  # checkpoints
 LINES = 2000  # of steps in a log, at most; in a longer run, each covers several steps
-
-Entry = dict[str, Any]
 
 
 def write_whole(path: Path, text: str) -> None:
@@ -58,17 +61,43 @@ def prepare_all(place: Path, runs: Mapping[str, tuple[Setting, Task]]) -> list[P
     return [place / name for name in runs]
 
 
-def setting_of(folder: Path) -> Setting:
-    path = folder / SETTING
+@contextmanager
+def lock(folder: Path) -> Iterator[None]:
+    """Keep other processes out of this folder. The system releases the lock if this process is killed."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / ".lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise BlockingIOError(0, "Another process is training in this folder", str(folder)) from None
+        yield
+
+
+def write_model(folder: Path, model: nn.Module) -> None:
+    """Save the weights and buffers of the trained model, for `torch.load` and `load_state_dict`."""
+    with full_disk_said(path := folder / MODEL):
+        write_state(path, dict(model.state_dict()))
+
+
+@contextmanager
+def full_disk_said(path: Path) -> Iterator[None]:
+    """Turn what torch and the system say about a file that cannot be written into one sentence."""
     try:
-        values = json.loads(path.read_text())
-        return Setting(**{**values, "straggler": tuple(values["straggler"])})
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{str(path)!r} does not describe a run ({error!r}).") from error
+        yield
+    except (OSError, RuntimeError) as error:
+        reason = getattr(error, "strerror", None) or str(error).partition("\n")[0]
+        if "inline_container" in str(error) or getattr(error, "errno", 0) in FULL:
+            reason = "the disk is full"  # torch reports only that a write has failed
+        raise OffbeatError(f"Cannot write {str(path)!r}: {reason}.") from error
+
+
+def setting_of(folder: Path) -> Setting:
+    values = read_json(folder / SETTING, SETTING_FILE)
+    return Setting(**{**values, "straggler": tuple(values.get("straggler", ()))})
 
 
 def origin_of(folder: Path) -> dict[str, Any]:
-    return dict(json.loads((folder / ORIGIN).read_text()))
+    return read_json(folder / ORIGIN, ORIGIN_FILE)
 
 
 def find(roots: Sequence[Path]) -> list[Path]:
@@ -100,18 +129,22 @@ def log_path(folder: Path, rank: int) -> Path:
     return folder / f"rank-{rank}.jsonl"
 
 
-def entries(path: Path) -> Iterator[Entry]:
-    """The lines of a log, up to the first one that a kill has torn."""
-    for line in path.read_text().splitlines(keepends=True) if path.exists() else []:
-        try:
-            entry = json.loads(line)
-        except ValueError:
-            return
-        if not line.endswith("\n"):
-            return
-        if "waited" in entry:  # older logs
-            entry["exposed"] = entry.pop("waited")
-        yield entry
+def output_path(folder: Path, rank: int) -> Path:
+    """What a rank has printed, with the traceback of an error."""
+    return folder / f"rank-{rank}.txt"
+
+
+def entries(path: Path, *, skipped: list[int] | None = None) -> Iterator[Entry]:
+    """The lines of a log. The numbers of lines that are torn or foreign are added to `skipped`."""
+    if not path.is_file():
+        return
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            entry = read_entry(line)
+            if entry is not None:
+                yield entry
+            elif skipped is not None:
+                skipped.append(number)
 
 
 class Record:
@@ -149,8 +182,16 @@ class Record:
 
 
 def cut(path: Path, *, after: int) -> None:
-    """Drop the lines after a step; the resumed run writes them again."""
-    kept = [entry for entry in entries(path) if entry["step"] <= after and entry["kind"] != "end"]
+    """Drop the lines after a step; the resumed run writes them again. Drop what a finished run has written
+    at its end, too: an extended run continues from the state before it."""
+    read = list(entries(path))
+    ended = any(entry["kind"] == "end" for entry in read)
+    kept = [
+        entry
+        for entry in read
+        if entry["step"] < after
+        or (entry["step"] == after and entry["kind"] != "end" and not (ended and entry["kind"] == "eval"))
+    ]
     write_whole(path, "".join(json.dumps(entry) + "\n" for entry in kept))
 
 
@@ -162,7 +203,8 @@ class CheckpointStore:
 
     def save(self, step: int, state: dict[str, Any]) -> None:
         """Write this rank's file in one piece, and delete all but the last two checkpoints."""
-        write_state(self._path(step) / f"rank-{self.rank}.pt", state)
+        with full_disk_said(path := self._path(step) / f"rank-{self.rank}.pt"):
+            write_state(path, state)
         if self.rank == 0:
             for old in self.steps()[:-KEPT]:
                 shutil.rmtree(self._path(old), ignore_errors=True)
@@ -170,15 +212,18 @@ class CheckpointStore:
     def steps(self) -> list[int]:
         """The steps with a complete checkpoint, in order."""
         whole = {f"rank-{rank}.pt" for rank in range(self.workers)}
-        files = {step: {path.name for path in place.glob("rank-*.pt")} for step, place in self._places()}
+        files = {
+            step: {path.name for path in place.glob("rank-*.pt") if path.is_file()}
+            for step, place in self._places()
+        }
         return sorted(step for step, names in files.items() if names == whole)
 
     def delete_after(self, step: int) -> None:
         """Delete what an earlier start of the run has left: this rank's later files, and torn ones."""
         for saved, place in self._places():
             delete_torn(place / f"rank-{self.rank}.pt")
-            if saved > step:
-                (place / f"rank-{self.rank}.pt").unlink(missing_ok=True)
+            if saved > step and (own := place / f"rank-{self.rank}.pt").is_file():
+                own.unlink()
 
     def load(self, step: int) -> dict[str, Any]:
         """This rank's state. Checks the checksums in the file first, which torch does not do."""

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,7 +21,8 @@ from pathlib import Path
 import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from offbeat.app.runs.folder import cache_of, finished, setting_of
+from offbeat.app.runs.folder import cache_of, finished, output_path, setting_of
+from offbeat.app.runs.frames import describe, own_frames
 from offbeat.app.runs.loop import Loop
 from offbeat.app.runs.setting import Setting
 from offbeat.app.runs.worker import ENDED, LOST, STOPPED
@@ -39,25 +41,36 @@ LAST_WORDS = 10.0  # seconds the others have to report after a worker has failed
 Ended = dict[int, tuple[int, str]]  # by rank, in the order of their end: exit code and standard error
 
 
-def launch(folders: Sequence[Path], *, resume: bool = False) -> bool:
-    """Train in all of the folders, whose runs have the same workers; False after Ctrl-C."""
+class WorkerFailed(OffbeatError):
+    """A worker has failed. `below` has the frames of the user's code, and where its output is."""
+
+    def __init__(self, sentence: str, below: str = "") -> None:
+        super().__init__(sentence)
+        self.below = below
+
+
+def launch(folders: Sequence[Path], *, resume: bool = False, single: bool = False) -> bool:
+    """Train in all of the folders, whose runs have the same workers; False after Ctrl-C.
+
+    A `single` run is not part of a comparison: its model is saved, and a loss that is NaN is an error.
+    """
     setting = setting_of(folders[0])
     if setting.where == "simulation":
         return all(_simulate(folder, resume=resume) for folder in folders)
+    options = [*(["--resume"] if resume else []), *(["--single"] if single else [])]
     run = _run_in_lab if setting.where == "netns" else _run_processes
-    return run(folders, setting, resume=resume)
+    return run(folders, setting, options)
 
 
 # Without the current folder in sys.path, where a file queue.py would hide Python's own module.
 _WORKER = "import sys; sys.path[:] = filter(None, sys.path); from offbeat.app.runs.worker import main; main()"
 
 
-def _command(folders: Sequence[Path], resume: bool, *options: str) -> list[str]:
-    resuming = ["--resume"] if resume else []
-    return [sys.executable, "-c", _WORKER, *resuming, *options, "--", *map(str, folders)]
+def _command(folders: Sequence[Path], options: Sequence[str]) -> list[str]:
+    return [sys.executable, "-c", _WORKER, *options, "--", *map(str, folders)]
 
 
-def _run_processes(folders: Sequence[Path], setting: Setting, *, resume: bool) -> bool:
+def _run_processes(folders: Sequence[Path], setting: Setting, options: Sequence[str]) -> bool:
     # A store that listens on the loopback; torch's own listens everywhere.
     server = socket.create_server((HERE, 0), backlog=1024)
     port = server.getsockname()[1]
@@ -69,7 +82,7 @@ def _run_processes(folders: Sequence[Path], setting: Setting, *, resume: bool) -
         "GLOO_SOCKET_IFNAME": next(name for _, name in socket.if_nameindex() if name in ("lo", "lo0")),
         "WORLD_SIZE": str(setting.workers), "LOCAL_WORLD_SIZE": str(setting.workers),
     }  # fmt: skip
-    command = _command(folders, resume, "--fork", str(setting.workers))
+    command = _command(folders, [*options, "--fork", str(setting.workers)])
     with _catch_signals() as caught:
         crew = Process(command, environment, stdin=subprocess.PIPE)
         try:
@@ -82,9 +95,9 @@ def _run_processes(folders: Sequence[Path], setting: Setting, *, resume: bool) -
     if caught:
         # A worker that Ctrl-C ended before it could listen has not failed; one that could not save has.
         cut_off = [r for r, (code, text) in ended.items() if code < 0 or "KeyboardInterrupt" in text]
-        _check({r: end for r, end in ended.items() if r not in cut_off and end[0] != LOST})
+        _check({r: end for r, end in ended.items() if r not in cut_off and end[0] != LOST}, folders)
         return all(finished(folder) for folder in folders)
-    complete = _check(ended)
+    complete = _check(ended, folders)
     if len(ended) < setting.workers:
         reason = _last_line(complaint) or f"exit code {crew.returncode}"
         raise OffbeatError(f"The process of the workers ended early: {reason}")
@@ -127,7 +140,7 @@ def _read_ended(crew: Process) -> Ended:
     return {rank: (code, stderr) for rank, code, stderr in ends}
 
 
-def _check(ended: Ended) -> bool:
+def _check(ended: Ended, folders: Sequence[Path]) -> bool:
     """Whether all have finished. Raise the error of the first to fail; workers that lost a peer come last."""
     failed = [(code == LOST, rank) for rank, (code, _) in ended.items() if code not in (0, STOPPED)]
     if not failed:
@@ -135,23 +148,27 @@ def _check(ended: Ended) -> bool:
     rank = min(failed, key=lambda item: item[0])[1]
     code, stderr = ended[rank]
     last = re.sub(r"^\[rank\d+\]: ", "", _last_line(stderr))
+    below = [stderr.rstrip().removesuffix(_last_line(stderr)).strip("\n")] if code == 1 else []
     if code < 0:
         last = ": ".join(filter(None, [f"ended by {signal.Signals(-code).name}", last]))
-    raise OffbeatError(f"Rank {rank}: {last or f'ended with code {code}'}")
+    output = output_path(next((f for f in folders if not finished(f)), folders[-1]), rank)
+    if output.exists() and output.stat().st_size:
+        below.append(f"The output of rank {rank} is in {output}")
+    raise WorkerFailed(f"Rank {rank}: {last or f'ended with code {code}'}", "\n".join(filter(None, below)))
 
 
 def _last_line(text: str) -> str:
     return text.strip().rpartition("\n")[2]
 
 
-def _run_in_lab(folders: Sequence[Path], setting: Setting, *, resume: bool) -> bool:
+def _run_in_lab(folders: Sequence[Path], setting: Setting, options: Sequence[str]) -> bool:
     rate = None if setting.link is None else f"{round(8 * parse_link(setting.link).rate)}bit"
     with Lab(setting.workers, rate=rate) as lab:
-        job = lab.start(_command(folders, resume))
+        job = lab.start(_command(folders, options))
         while job.running:
             time.sleep(0.1)
         runs = sorted(job.wait(), key=lambda run: run.seconds)
-    return _check({run.rank: (run.returncode, run.stderr) for run in runs})
+    return _check({run.rank: (run.returncode, run.stderr) for run in runs}, folders)
 
 
 def _simulate(folder: Path, *, resume: bool) -> bool:
@@ -173,6 +190,13 @@ def _simulate(folder: Path, *, resume: bool) -> bool:
     torch.set_num_threads(1)
     try:
         return all(simulate(worker, setting.workers, network=network, compute=seconds))
+    except OffbeatError:
+        raise
+    except Exception as error:
+        output = output_path(folder, 0)
+        output.write_text(traceback.format_exc())
+        below = f"{own_frames(error)}\nThe traceback is in {output}".strip("\n")
+        raise WorkerFailed(describe(error), below) from error
     finally:
         torch.set_num_threads(threads)
         torch.set_rng_state(state)

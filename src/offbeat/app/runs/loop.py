@@ -2,6 +2,7 @@
 
 import hashlib
 import logging
+import math
 import signal
 import time
 from contextlib import ExitStack
@@ -12,10 +13,10 @@ from typing import Any
 
 import torch
 
-from offbeat.app.runs.folder import CheckpointStore, Record, cut, log_path, write_whole
+from offbeat.app.runs.folder import CheckpointStore, Record, cut, log_path, write_model, write_whole
 from offbeat.app.runs.setting import TORCH_DDP, Setting
 from offbeat.app.runs.trainer import Costs, Stopwatch, TorchDDP, Trainer, Watched
-from offbeat.base.errors import OffbeatError, PeerLost
+from offbeat.base.errors import CheckpointMismatch, NotFinite, OffbeatError, PeerLost
 from offbeat.comm.communicator import Communicator
 from offbeat.lab.network import INTERFACE
 from offbeat.tasks import Task
@@ -33,11 +34,18 @@ class Loop:
     """
 
     def __init__(
-        self, comm: Communicator, setting: Setting, task: Task, folder: Path, called: Event | None = None
+        self,
+        comm: Communicator,
+        setting: Setting,
+        task: Task,
+        folder: Path,
+        *,
+        called: Event | None = None,
+        single: bool = False,
     ) -> None:
         assert setting.batch is not None
         self.comm, self.setting, self.task, self.folder = Watched(comm), setting, task, folder
-        self.rank, self.real = comm.rank, setting.where != "simulation"
+        self.rank, self.real, self.single = comm.rank, setting.where != "simulation", single
         self.kernel_sent = read_kernel_sent() if setting.where == "netns" else None
         self.model = task.model()
         self.optimizer = setting.optimizer_of(task, self.model)
@@ -84,8 +92,12 @@ class Loop:
                 self._meet()
                 self.stop.forget()
                 return False
+        if setting.checkpoint_every is not None:
+            self._save()  # before the workers become one, so that the run can be extended
         self.trainer.finish()
         self._log_rounds(self.clock.read())
+        if self.single and self.rank == 0:
+            write_model(self.folder, self.model)
         self._evaluate(last=True)
         if self.real:
             self.stop.forget()
@@ -102,6 +114,9 @@ class Loop:
             time.sleep(late)
         batch = next(self.batches)
         loss = self.trainer.step(batch).item()
+        if self.single and not math.isfinite(loss):
+            advice = "lower the learning rate (--lr), or look for the bad batch or parameter."
+            raise NotFinite(f"The training loss of step {self.step + 1} is {loss}: {advice}")
         self.schedule.step()
         self.step += 1
         end, exposed = self.clock.read(), self.comm.waited - waited_before
@@ -169,14 +184,22 @@ class Loop:
             return True
 
     def _load(self, state: dict[str, Any]) -> None:
-        for name in STATES:
-            getattr(self, name).load_state_dict(state[name])
-        self.trainer.load_state_dict(state["sync"])
-        torch.set_rng_state(state["rng"])
-        self.step, self.earlier = state["step"], Costs(*state["costs"].values())
+        try:
+            for name in STATES:
+                getattr(self, name).load_state_dict(state[name])
+            self.trainer.load_state_dict(state["sync"])
+            torch.set_rng_state(state["rng"])
+            self.step, self.earlier = int(state["step"]), Costs(**state["costs"])
+            self.record.units, elapsed = int(state["units"]), float(state["elapsed"])
+        except OffbeatError:
+            raise
+        except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
+            lacks = f"it has no {error}" if isinstance(error, KeyError) else str(error).partition("\n")[0]
+            raise CheckpointMismatch(
+                f"Rank {self.rank}'s checkpoint does not fit this run: {lacks}."
+            ) from error
         self.uncounted = self.trainer.costs()  # messages that compare what the ranks have loaded
-        self.record.units = state["units"]
-        self.clock = Stopwatch(self.comm.now, state["elapsed"])
+        self.clock = Stopwatch(self.comm.now, elapsed)
 
 
 def read_kernel_sent() -> int | None:

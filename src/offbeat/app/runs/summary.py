@@ -7,7 +7,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from offbeat.app.runs.folder import Entry, entries, log_path, origin_of, setting_of
+from offbeat.app.runs.folder import entries, log_path, origin_of, setting_of
+from offbeat.app.runs.schema import Entry
 from offbeat.app.runs.setting import TORCH_DDP, Setting
 
 REACHED = 0.05  # a loss at most this share above the reference's counts as reached
@@ -24,10 +25,11 @@ class Logged:
     ranks: tuple[list[Entry], ...]
     evals: list[Entry]
     ends: list[Entry]
+    notes: tuple[str, ...] = ()  # on lines that could not be read
 
     @property
     def complete(self) -> bool:
-        return len(self.ends) == self.setting.workers
+        return len(self.ends) == self.setting.workers and bool(self.evals)
 
     @property
     def loss(self) -> float:
@@ -60,10 +62,17 @@ class Row:
 
 def read(folder: Path) -> Logged:
     setting = setting_of(folder)
-    ranks = tuple(list(entries(log_path(folder, rank))) for rank in range(setting.workers))
+    ranks, notes = [], []
+    for rank in range(setting.workers):
+        skipped: list[int] = []
+        ranks.append(list(entries(log := log_path(folder, rank), skipped=skipped)))
+        if skipped:
+            count = f"{len(skipped)} line{'' if len(skipped) == 1 else 's'}"
+            notes.append(f"{log}: skipped {count} that a run does not write, the first is line {skipped[0]}")
     evals = [entry for rank in ranks[:1] for entry in rank if entry["kind"] == "eval"]
-    ends = [entry for rank in ranks for entry in rank if entry["kind"] == "end"]
-    return Logged(folder, setting, origin_of(folder), ranks, evals, ends)
+    ends = [[entry for entry in rank if entry["kind"] == "end"] for rank in ranks]
+    last = [own[-1] for own in ends if own]
+    return Logged(folder, setting, origin_of(folder), tuple(ranks), evals, last, tuple(notes))
 
 
 def sections(runs: Sequence[Logged]) -> list[list[Logged]]:
@@ -103,7 +112,7 @@ def unfinished(runs: Sequence[Logged]) -> list[str]:
     for run, label in zip(runs, labels(runs), strict=True):
         if not run.complete:
             step = min(max((entry["step"] for entry in rank), default=0) for rank in run.ranks)
-            rate = f", lr {run.setting.lr:g}" if many else ""
+            rate = f", lr {run.setting.lr:g}" if many and run.setting.lr is not None else ""
             found.append(f"{label}{rate}, seed {run.setting.seed} ({step} of {run.setting.steps} steps)")
     return found
 

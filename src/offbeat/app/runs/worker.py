@@ -1,10 +1,11 @@
 """The processes of workers. Each worker trains the given runs, one after the other.
 
-    python -m offbeat.app.runs.worker [--resume] [--fork K] -- FOLDER FOLDER ...
+    python -m offbeat.app.runs.worker [--resume] [--single] [--fork K] -- FOLDER FOLDER ...
 
 `offbeat.app.runs.launch` starts them. In a lab, each worker has a process of its own and finds its rank in
 the environment. On this machine, `--fork` imports everything once and forks the workers. These end when
-their standard input closes, that is, when the launcher has ended for whatever reason.
+their standard input closes, that is, when the launcher has ended for whatever reason. What a worker prints
+goes to `rank-0.txt` in the folder of its run. Only the error that ends it goes to the launcher.
 """
 
 from __future__ import annotations
@@ -19,13 +20,15 @@ import tempfile
 import threading
 import traceback
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from offbeat.app.runs.folder import cache_of, setting_of
+from offbeat.app.runs.folder import cache_of, output_path, setting_of
+from offbeat.app.runs.frames import describe, own_frames
 from offbeat.app.runs.loop import Loop
 from offbeat.base.errors import OffbeatError, PeerLost
 from offbeat.base.units import parse_link
@@ -39,8 +42,9 @@ LOST = 4  # exit code: another worker was lost, and that one knows why
 SLOW = ("torch._dynamo", "sklearn.datasets")  # imports of every optimizer and of the digits
 
 
-def work(folders: Sequence[Path], *, resume: bool) -> bool:
-    """Train in each of the folders; False after Ctrl-C. Needs a process group."""
+def work(folders: Sequence[Path], *, resume: bool, single: bool = False, to_files: bool = False) -> bool:
+    """Train in each of the folders; False after Ctrl-C. Needs a process group. `single` is
+    as in `launch`; `to_files` writes what this process prints into the folder."""
     torch.set_num_threads(1)
     base, called = Torch(), threading.Event()
     for folder in folders:
@@ -48,15 +52,26 @@ def work(folders: Sequence[Path], *, resume: bool) -> bool:
         if any(word[0] for word in base.tell([int(called.is_set())]).wait()):
             return False
         setting = setting_of(folder)
+        if to_files:
+            _print_to(output_path(folder, base.rank))
         task = setting.find_task(cache_of(folder))
         torch.manual_seed(setting.seed)
         comm: Communicator = base
         if setting.link is not None and setting.where == "processes":
             link = parse_link(setting.link)
             comm = Throttled(base, rate=link.rate, latency=link.latency)
-        if not Loop(comm, setting, task, folder, called=called).run(resume=resume):
+        if not Loop(comm, setting, task, folder, called=called, single=single).run(resume=resume):
             return False
     return True
+
+
+def _print_to(path: Path) -> None:
+    """Send standard output and error to this file."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    with path.open("a") as file:
+        for number in (1, 2):
+            os.dup2(file.fileno(), number)
 
 
 def fork(workers: int) -> None:
@@ -93,6 +108,7 @@ def _end_with_launcher() -> None:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--resume", action="store_true")
+    parser.add_argument("--single", action="store_true")
     parser.add_argument("--fork", type=int, default=0)
     parser.add_argument("folders", nargs="+", type=Path)
     given = parser.parse_args()
@@ -102,17 +118,23 @@ def main() -> None:
         for name in SLOW if digits else SLOW[:1]:
             import_module(name)
         fork(given.fork)
+    launcher = os.fdopen(os.dup(2), "w")
     try:
         dist.init_process_group("gloo")
-        code = 0 if work(given.folders, resume=given.resume) else STOPPED
+        done = work(given.folders, resume=given.resume, single=given.single, to_files=True)
+        code = 0 if done else STOPPED
         dist.destroy_process_group()
     except OffbeatError as error:
-        print(error, file=sys.stderr)
+        print(error, file=launcher)
         code = LOST if isinstance(error, PeerLost) else 1
-    except (Exception, KeyboardInterrupt):
-        traceback.print_exc()
+    except (Exception, KeyboardInterrupt) as error:
+        print(own_frames(error), describe(error), sep="\n", file=launcher, flush=True)
+        with suppress(OSError):  # the disk may be full
+            traceback.print_exc()
         code = 1
-    sys.stderr.flush()
+    for stream in (launcher, sys.stdout, sys.stderr):
+        with suppress(OSError):
+            stream.flush()
     os._exit(code)  # a fork that frees its objects first copies all of its parent's memory
 
 

@@ -1,26 +1,20 @@
-"""The terminal: tables, whole at any width or as JSON, and a progress bar that follows the log of rank 0."""
+"""The terminal: tables, whole at any width or as JSON, and text without control characters."""
 
 import json
 import os
 import re
 import sys
-import threading
-from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TextColumn
-from rich.table import Column, Table
+from rich.table import Table
 from rich.text import Text
 
-from offbeat.app.runs.folder import log_path, origin_of, setting_of
+from offbeat.app.cli.options import plain
 from offbeat.base.checks import replace_nonfinite
 
 WIDE = 150  # columns, if standard output is not a terminal
-BAR_WIDE = 140  # columns of a run's progress, with a method of the usual length
 EDGES = 3  # characters that borders and blanks add to a column; one more closes the table
 GAP = "  "
 
@@ -43,9 +37,16 @@ def print_json(value: Any) -> None:
     print(json.dumps(replace_nonfinite(value), indent=2, ensure_ascii=False, allow_nan=False))
 
 
+def say(console: Console, text: str) -> None:
+    """Print a line as it is, without markup and control characters. A terminal breaks it if it is long."""
+    console.print(plain(text), soft_wrap=True, markup=False, emoji=False)
+
+
 def print_table(console: Console, title: str, columns: Columns, rows: Rows, *, lines: bool = False) -> None:
     """Print a table. A narrow terminal gets stacked lines, or lists if the figures do not fit on a line."""
-    room = console.width
+    room, title = console.width, plain(title)
+    columns = {plain(heading): kind for heading, kind in columns.items()}
+    rows = [[plain(cell) for cell in row] for row in rows]
     widths = _column_widths(columns, rows, room)
     if widths is None:
         body = _stack(columns, rows, room) or _list(columns, rows, room)
@@ -143,86 +144,3 @@ def _length(cell: str) -> int:
 
 def _longest(cell: str) -> int:
     return max((len(piece.strip()) for line in cell.splitlines() for piece in _pieces(line)), default=0)
-
-
-def line_columns(width: int) -> list[ProgressColumn]:
-    """The columns of a run's line. A narrow terminal gets two lines without a bar."""
-    name, status = "{task.description}", "{task.fields[status]}"
-    if width < BAR_WIDE:
-        text = f"{name}\n  {{task.completed:.0f}}/{{task.total:.0f}}  {status}"
-        return [TextColumn(text, markup=False, table_column=Column(no_wrap=False))]
-    bar = BarColumn(bar_width=20)
-    return [TextColumn(name, markup=False), bar, MofNCompleteColumn(), TextColumn(status, markup=False)]
-
-
-@contextmanager
-def follow_progress(folders: Sequence[Path]) -> Iterator[None]:
-    """Follow the runs of these folders in a thread, if standard error is a terminal."""
-    console = Console(stderr=True)
-    progress = Progress(*line_columns(console.width), console=console, disable=not console.is_terminal)
-    followers = [_Follower(folder, progress) for folder in folders]
-    over = threading.Event()
-
-    def follow() -> None:
-        last = False
-        while not last:
-            last = over.wait(0.2)
-            for follower in followers:
-                follower.poll()
-
-    thread = threading.Thread(target=follow, daemon=True)
-    with progress:
-        thread.start()
-        try:
-            yield
-        finally:
-            over.set()
-            thread.join()
-
-
-class _Follower:
-    """Follows one run: the position in its log, and its last entries."""
-
-    def __init__(self, folder: Path, progress: Progress) -> None:
-        setting = setting_of(folder)
-        self.path, self.progress = log_path(folder, 0), progress
-        self.workers, self.unit = setting.workers, origin_of(folder)["unit"]
-        self.bar = progress.add_task(f"{setting.method} seed {setting.seed}", total=setting.steps, status="")
-        self._read = self._sent = 0
-        self._steps: deque[dict[str, Any]] = deque(maxlen=50)
-        self._round: dict[str, Any] = {}
-
-    def poll(self) -> None:
-        if not self.path.exists():
-            return
-        if self.path.stat().st_size < self._read:  # a resumed run has shortened its log
-            self._read = self._sent = 0
-            self._steps.clear()
-        with self.path.open("rb") as file:
-            file.seek(self._read)
-            new = file.read()
-        whole = new[: new.rfind(b"\n") + 1]
-        self._read += len(whole)
-        for entry in map(json.loads, whole.splitlines()):
-            if entry["kind"] == "steps":
-                self._steps.append(entry)
-            elif entry["kind"] == "round":
-                self._round = entry
-                self._sent += entry["sent"]
-        if self._steps:
-            self.progress.update(self.bar, completed=self._steps[-1]["step"], status=self._status())
-
-    def _status(self) -> str:
-        """Loss, speed, exposed share, bytes, period and drift over the last steps."""
-        first, last = self._steps[0], self._steps[-1]
-        total = sum(entry["seconds"] for entry in self._steps) or 1.0
-        exposed = sum(entry["exposed"] for entry in self._steps) / total
-        units, seconds = last["units"], total
-        if len(self._steps) > 1:
-            units, seconds = units - first["units"], seconds - first["seconds"]
-        speed = self.workers * units / (seconds or 1.0)
-        words = [f"loss {last['loss']:.3f}", f"{speed:,.0f} {self.unit}/s"]
-        words += [f"exposed {exposed:.0%}", f"{self._sent / 1e6:.1f} MB"]
-        words += [f"period {self._round['period']}"] if self._round else []
-        words += [f"drift {drift:.2g}"] if (drift := self._round.get("drift")) is not None else []
-        return "  ".join(words)

@@ -1,0 +1,76 @@
+"""`offbeat lab`"""
+
+import math
+import shutil
+import sys
+import time
+from collections.abc import Sequence
+from types import SimpleNamespace
+
+from offbeat.app.cli.interrupt import interruptible
+from offbeat.app.cli.options import Refused, plain, reading
+from offbeat.app.commands import show
+from offbeat.base.checks import check_number
+from offbeat.base.errors import BadArgument
+from offbeat.base.units import LONGEST, parse_link
+from offbeat.lab import Job, Lab, Run, unavailable
+
+LAST = 40  # lines of standard error of a host that failed
+
+
+def run(given: SimpleNamespace) -> int:
+    """Build the cluster, run the command on every host, and print what the kernel has counted."""
+    with reading():
+        if reason := unavailable():
+            raise Refused(reason)
+        if shutil.which(given.command[0]) is None:
+            raise Refused(f"The command {given.command[0]!r} does not exist.")
+        if given.link is not None and parse_link(given.link).latency:
+            reason = "the links of a lab have only a rate, such as 100mbit."
+            raise BadArgument("link", given.link, reason)
+        cluster = Lab(given.workers, rate=given.link)
+        if given.timeout is not None:
+            check_number("timeout", given.timeout, LONGEST, "a positive number of seconds")
+    with interruptible(), cluster:
+        job = cluster.start(given.command)
+        if not (ended := _follow(job, quiet=given.json, timeout=given.timeout)):
+            job.kill()
+        runs = job.wait()
+    _show_errors(runs)
+    if not ended:
+        print(f"offbeat: ended after {given.timeout:g} s (--timeout)", file=sys.stderr)
+    fields = ("rank", "returncode", "seconds", "sent", "received")
+    rows = [{field: getattr(run, field) for field in fields} for run in runs]
+    if given.json:
+        show.print_json(rows)
+    else:
+        columns = dict.fromkeys(["rank", "exit code", "seconds", "bytes sent", "bytes received"], "right")
+        row = "{rank}|{returncode}|{seconds:.2f}|{sent:,}|{received:,}"
+        cells = [row.format(**values).split("|") for values in rows]
+        show.print_table(show.console(), f"{cluster!r}, as the kernel counted", columns, cells)
+    return 0 if ended and not any(run.returncode for run in runs) else 1
+
+
+def _show_errors(runs: Sequence[Run]) -> None:
+    """Print the standard error of the first host that failed, and the last line of the others."""
+    failed = [run for run in runs if run.returncode and run.stderr.strip()]
+    for place, run in enumerate(failed):
+        lines = run.stderr.strip().splitlines()
+        if place == 0:
+            for line in lines[-LAST:]:
+                print(plain(f"rank {run.rank}: {line}"), file=sys.stderr)
+        print(plain(f"offbeat: rank {run.rank} ended with {run.returncode}: {lines[-1]}"), file=sys.stderr)
+
+
+def _follow(job: Job, *, quiet: bool, timeout: float | None) -> bool:
+    """Print the output of rank 0 until all hosts have ended; False after a timeout."""
+    shown, deadline = 0, time.monotonic() + (math.inf if timeout is None else timeout)
+    while True:
+        running = bool(job.running)
+        text = job.stdout(rank=0)
+        if not quiet:
+            print(text[shown:], end="", flush=True)
+        shown = len(text)
+        if not running or time.monotonic() > deadline:
+            return not running
+        time.sleep(0.1)

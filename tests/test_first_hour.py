@@ -1,0 +1,508 @@
+"""What a newcomer meets in the first hour: mistakes, damaged folders, the list of methods, a first task."""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_runs import trained
+from torch.utils.data import DataLoader, TensorDataset
+
+import offbeat
+from offbeat.app.cli.app import run
+from offbeat.app.cli.options import Refused, reading
+from offbeat.app.commands.catalogue import read_catalogue
+from offbeat.app.commands.progress import Tail, follow_progress
+from offbeat.app.report.page import render
+from offbeat.app.runs import folder as folders
+from offbeat.app.runs.frames import describe
+from offbeat.app.runs.summary import read
+from offbeat.base.errors import OffbeatError
+from offbeat.tasks import LoaderBatches, find_task
+
+ROOT = Path(__file__).parent.parent
+PLAIN = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+Call = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def call(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Call:
+    """Run a command in an empty folder."""
+    monkeypatch.chdir(tmp_path)
+
+    def answer(*words: str) -> tuple[int, str, str]:
+        code = run(words)
+        return code, *capsys.readouterr()
+
+    return answer
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small run that nobody has touched."""
+    return trained(tmp_path_factory.mktemp("made"), "local_sgd(every=4)", steps=8, checkpoint_every=4)
+
+
+# The list of methods.
+
+
+def test_the_list_of_methods_is_that_of_the_pages() -> None:
+    collect = runpy.run_path(str(ROOT / "scripts/catalogue"))["collect"]
+    assert read_catalogue() == collect(), "the pages have changed: run scripts/catalogue"
+    names = [name for family in read_catalogue()["families"].values() for name in family]
+    assert sorted(names) == offbeat.methods.__all__
+
+
+def test_methods_are_listed_by_family_on_one_line_each(call: Call) -> None:
+    code, out, error = call("methods")
+    assert (code, error) == (0, "")
+    for name in offbeat.methods.__all__:
+        assert sum(line.startswith(f"  {name} ") for line in out.splitlines()) == 1, name
+    assert out.startswith("Averaging\n  ddp ")
+    assert "Every(" not in out, "reprs are for --verbose"
+
+
+def test_a_method_is_explained(call: Call) -> None:
+    code, out, error = call("methods", "diloco")
+    assert (code, error) == (0, "")
+    for text in (
+        "Δ = mean(a − x)", "`momentum=0.9`: a larger value remembers more rounds", "Use it when",
+        "Costs 1/every of the bytes", "diloco(every=16, ramp=0)", "3.0942 ± 0.0231", "34.1%", "arXiv",
+    ):  # fmt: skip
+        assert text in out, text
+    assert "not in the table of losses" in call("methods", "wagma")[1]
+
+
+@pytest.mark.parametrize(
+    ("words", "meant"),
+    [
+        (["methods", "dilco"], "diloco"),
+        (["train", "dilco(every=3)"], "diloco"),
+        (["train", "diloco(evry=3)"], "every"),
+        (["train", "ddp", "--task", "digit"], "digits"),
+        (["train", "ddp", "--model", "tny"], "tiny"),
+    ],
+)
+def test_a_slip_of_the_finger_is_recognized(call: Call, words: list[str], meant: str) -> None:
+    code, out, error = call(*words)
+    assert (code, out) == (2, "")
+    assert f"(did you mean {meant!r}?)" in error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [("--version", "offbeat 0.1.0"), ("train eager_d", "eager_diloco"), ("train --li", "--link")],
+)
+def test_the_version_and_completion_do_not_wait_for_torch(words: str, expected: str) -> None:
+    code = (
+        "import sys; from offbeat.app.cli import main; sys.argv = ['offbeat', *sys.argv[1:]]\n"
+        "try: main()\nfinally: assert not {'torch', 'numpy'} & set(sys.modules)"
+    )
+    if words.startswith("--"):
+        arguments, extra = words.split(), {}
+    else:
+        typed = f"offbeat {words}"
+        arguments, extra = [], {"_OFFBEAT_COMPLETE": "complete_bash", "COMP_WORDS": typed, "COMP_CWORD": "2"}
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, env={**PLAIN, **extra}
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.split("\n")[0].strip() == expected
+
+
+# A damaged or foreign folder.
+
+
+Damage = Callable[[Path], object]
+
+
+def change(**values: Any) -> Damage:
+    return lambda path: path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+
+
+def without(name: str) -> Damage:
+    def apply(path: Path) -> None:
+        values = json.loads(path.read_text())
+        path.write_text(json.dumps({key: value for key, value in values.items() if key != name}))
+
+    return apply
+
+
+def become_pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+DAMAGES: dict[str, dict[str, Damage]] = {
+    "setting.json": {
+        **{f"workers {bad!r}": change(workers=bad) for bad in (10**9, 0, -1, "2", None, [2], True, 1.5)},
+        **{f"steps {bad!r}": change(steps=bad) for bad in (10**30, "8", {})},
+        **{f"method {bad!r}": change(method=bad) for bad in (None, 3, ["ddp"])},
+        **{f"straggler {bad!r}": change(straggler=bad) for bad in ("rank=1", None, [3])},
+        **{f"text {bad!r}": lambda path, bad=bad: path.write_text(bad) for bad in ("", "[]", "3", "nope")},
+        "deep": lambda path: path.write_text("[" * 100_000),
+        "bytes": lambda path: path.write_bytes(b"\xff\xfe"),
+        "where": change(where="the moon"),
+        "no method": without("method"),
+        "unknown": change(colour="red"),
+        "pipe": become_pipe,
+    },
+    "origin.json": {
+        **{f"text {bad!r}": lambda path, bad=bad: path.write_text(bad) for bad in ("", "[]", '"x"', "{}")},
+        "no unit": without("unit"),
+        "command": change(command="offbeat train"),
+        "parameters": change(parameters="many"),
+        "missing": Path.unlink,
+        "pipe": become_pipe,
+    },
+}
+
+
+@pytest.mark.parametrize(("file", "damage"), [(file, name) for file in DAMAGES for name in DAMAGES[file]])
+def test_a_damaged_description_is_named_in_one_sentence(
+    call: Call, made: Path, tmp_path: Path, file: str, damage: str
+) -> None:
+    folder = copied(made, tmp_path)
+    DAMAGES[file][damage](folder / file)
+    code, out, error = call("report", str(folder))
+    assert (code, out) == (2, "")
+    assert error.startswith(f"offbeat: {str(folder / file)!r} does not describe a run (")
+    assert error.count("\n") == 1
+
+
+def copied(made: Path, place: Path) -> Path:
+    """A copy of the run that may be damaged."""
+    return Path(shutil.copytree(made, place / "run"))
+
+
+LINES = [
+    "", "3", "null", "[]", "{}", '{"kind": "steps"}', '{"kind": "round", "step": 1}', '{"kind": ["end"]}',
+    '{"kind": "eval", "step": "1", "t": 1, "units": 3, "sent": 1, "loss": 2}', '{"kind": "dance", "step": 1}',
+    '{"kind": "steps", "step": 1, "t": 1e999, "seconds": 1, "exposed": 0, "loss": 1, "units": 1}', "\x00\x01",
+    '{"kind": "end", "step": 1, "t": 1, "rounds": 1, "sent": 1e400, "exposed": 0, "air": 0}', "[" * 50_000,
+]  # fmt: skip
+
+
+def test_foreign_lines_of_a_log_are_skipped_with_one_warning(call: Call, made: Path, tmp_path: Path) -> None:
+    code, expected, error = call("report", str(made))
+    assert (code, error) == (0, "")
+    folder = copied(made, tmp_path)
+    log = folders.log_path(folder, 0)
+    whole = log.read_text().splitlines(keepends=True)
+    log.write_text("".join([whole[0], *[line + "\n" for line in LINES], *whole[1:], '{"kind": "st']))
+    code, out, error = call("report", str(folder))
+    assert (code, out) == (0, expected)
+    first = f"{log}: skipped {len(LINES) + 1} lines that a run does not write, the first is line 2"
+    assert error == f"offbeat: {first}\n"
+
+
+def test_a_pipe_in_place_of_a_log_is_an_unfinished_run(call: Call, made: Path, tmp_path: Path) -> None:
+    folder = copied(made, tmp_path)
+    become_pipe(folder / "rank-1.jsonl")
+    code, out, _ = call("report", str(folder))
+    assert code == 0
+    assert "unfinished: local_sgd(every=4), seed 0 (0 of 8 steps)" in out
+
+
+def test_a_million_lines_are_read_in_seconds(made: Path, tmp_path: Path) -> None:
+    log = folders.log_path(copied(made, tmp_path), 0)
+    lines = log.read_bytes() * (100_000 // log.read_bytes().count(b"\n"))
+    log.write_bytes(lines)
+    start = time.process_time()
+    assert len(list(folders.entries(log))) == lines.count(b"\n")
+    assert time.process_time() - start < 2, "15 s for a million is too slow"
+
+
+def test_names_reach_neither_the_terminal_nor_the_page_raw(call: Call, made: Path, tmp_path: Path) -> None:
+    folder = copied(made, tmp_path)
+    change(method="\x1b[31m<!--<script>(every=4)", task="\x07bell")(folder / "setting.json")
+    code, out, error = call("report", str(folder))
+    assert (code, error) == (0, "")
+    assert r"\x1b[31m<!--<script>" in out
+    assert not {"\x1b", "\x07"} & set(out)
+    data = render([read(folder)]).split('type="application/json">')[1].split("</script>")[0]
+    assert "<" not in data
+    assert json.loads(data)[0]["rows"][0]["method"] == "\x1b[31m<!--<script>(every=4)"
+
+
+# Checkpoints, the lock, the disk.
+
+
+def test_a_folder_has_one_run_at_a_time(call: Call, tmp_path: Path) -> None:
+    with folders.lock(tmp_path / "run"):
+        code, out, error = call("train", "ddp", "--steps", "2", "--checkpoint-dir", "run")
+    assert (code, out) == (2, "")
+    assert error == "offbeat: Another process is training in this folder: 'run'.\n"
+    assert not (tmp_path / "run/setting.json").exists()
+    words = [
+        "compare",
+        "ddp",
+        "--simulate",
+        "--model",
+        "tiny",
+        "--workers",
+        "2",
+        "--steps",
+        "2",
+        "--out",
+        "run",
+    ]
+    with folders.lock(tmp_path / "run"):
+        assert call(*words)[0] == 2
+    assert call(*words)[0] == 0
+
+
+def test_a_full_disk_is_one_sentence(tmp_path: Path) -> None:
+    store = folders.CheckpointStore(tmp_path, rank=0, workers=1)
+    place = tmp_path / "step-000000004"
+    place.mkdir()
+    (place / f".rank-0.pt.{os.getpid()}").symlink_to("/dev/full")
+    with pytest.raises(OffbeatError, match=r"^Cannot write '.*rank-0.pt': the disk is full\.$"):
+        store.save(4, {"x": torch.zeros(100_000)})
+    assert describe(OSError(28, "No space left on device", "log")) == "the disk is full: 'log'."
+    with pytest.raises(Refused, match=r"^No space left on device\.$"), reading():
+        raise OSError(28, "No space left on device")
+
+
+@pytest.mark.parametrize("name", ["rng", "sync", "model", "costs", "units"])
+def test_a_checkpoint_that_lacks_something_is_refused(made: Path, tmp_path: Path, name: str) -> None:
+    folder = copied(made, tmp_path)
+    path = folder / "checkpoints/step-000000004/rank-0.pt"
+    state = torch.load(path, weights_only=True)
+    del state[name]
+    torch.save(state, path)
+    with pytest.raises(OffbeatError, match=f"Rank 0's checkpoint does not fit this run: it has no '{name}'"):
+        resumed(folder)
+
+
+def resumed(folder: Path) -> bool:
+    from offbeat.app.runs.launch import launch
+
+    for rank in range(2):  # back to the first checkpoint
+        (folder / f"checkpoints/step-000000008/rank-{rank}.pt").unlink()
+    return launch([folder], resume=True)
+
+
+def test_strange_files_beside_checkpoints_do_not_matter(made: Path, tmp_path: Path) -> None:
+    folder = copied(made, tmp_path)
+    for stray in ("step-", "step-x", "step-000000012/rank-0.pt", "step-000000012/rank-1.pt", "step-²"):
+        (folder / "checkpoints" / stray).mkdir(parents=True)
+    assert resumed(folder)
+    assert [end["weights"] for end in read(folder).ends] == [end["weights"] for end in read(made).ends]
+
+
+def test_a_finished_run_says_so_and_keeps_its_settings(call: Call, made: Path, tmp_path: Path) -> None:
+    folder = copied(made, tmp_path)
+    change(where="processes")(folder / "setting.json")
+    words = ["train", "--resume", "--checkpoint-dir", str(folder)]
+    code, out, error = call(*words)
+    assert (code, error) == (0, "")
+    assert (
+        out
+        == f"offbeat: the run in {str(folder)!r} is finished, after 8 steps; a larger --steps extends it\n"
+    )
+    for extra, sentence in {
+        ("--batch", "3"): "has another setting: batch was 16.",
+        ("--steps", "4"): "--steps 4: the run in",
+        ("--workers", "3"): "has another setting: workers was 2.",
+    }.items():
+        code, out, error = call(*words, *extra)
+        assert (code, out) == (2, "")
+        assert sentence in error
+    assert call(words[0], "local_sgd(every=4)", *words[1:])[0] == 0
+    code, _, error = call("train", "--resume", "--checkpoint-dir", "nowhere")
+    assert (code, error) == (2, "offbeat: --resume: there is no run in 'nowhere'.\n")
+
+
+def test_without_tensorboard_nothing_is_written(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    code, _, error = call("train", "ddp", "--tensorboard", "--checkpoint-dir", "run")
+    assert (code, error) == (
+        2,
+        "offbeat: --tensorboard: TensorBoard is not installed: pip install tensorboard\n",
+    )
+    assert not Path("run").exists()
+
+
+# Workers that something else has started.
+
+
+@pytest.mark.parametrize(
+    ("environment", "sentence"),
+    [
+        ({"RANK": "7"}, "RANK=7 WORLD_SIZE=2: 2 workers have the ranks 0 to 1."),
+        (
+            {"RANK": "x"},
+            "The environment has RANK, but RANK is 'x', not a whole number: use torchrun, or set it.",
+        ),
+        (
+            {"MASTER_PORT": ""},
+            "The environment has RANK, but MASTER_PORT is not set: use torchrun, or set it.",
+        ),
+    ],
+)
+def test_a_bad_environment_is_refused_at_once_on_any_rank(
+    call: Call, monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], sentence: str
+) -> None:
+    good = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29999"}
+    for name, value in {**good, **environment}.items():
+        monkeypatch.setenv(name, value)
+    code, out, error = call("train", "ddp")
+    assert (code, out, error.count("\n")) == (2, "", 1)
+    assert error.startswith(f"offbeat: {sentence}")
+
+
+# A first task.
+
+
+def test_the_first_task_runs_and_is_not_overwritten(call: Call, tmp_path: Path) -> None:
+    code, out, error = call("init", "task")
+    assert (code, error) == (0, "")
+    assert "--task task.py" in out
+    code, _, error = call("init", "task")
+    assert (code, error) == (2, "offbeat: 'task.py' exists already: name another file.\n")
+    words = ["compare", "local_sgd(every=4)", "--task", "task.py", "--simulate", "--workers", "2", "--json"]
+    code, out, error = call(*words, "--steps", "150", "--out", "runs")
+    assert code == 0, error
+    (found,) = json.loads(out)
+    assert found["loss"] < 0.45
+    assert found["accuracy"] > 0.8
+
+
+def loader(count: int = 10, **options: Any) -> LoaderBatches:
+    data = TensorDataset(torch.arange(count), torch.arange(count))
+    own = {"rank": options.pop("rank", 0), "seed": options.pop("seed", 0)}
+    return LoaderBatches(DataLoader(data, **{"batch_size": 3, "shuffle": True, **options}), **own)
+
+
+def taken(batches: LoaderBatches, count: int) -> list[list[int]]:
+    return [next(batches)[0].tolist() for _ in range(count)]
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_a_loader_goes_on_for_ever_and_resumes_exactly(own: bool) -> None:
+    def build(**options: int) -> LoaderBatches:
+        return loader(generator=torch.Generator() if own else None, **options)
+
+    batches, state = build(), torch.get_rng_state()
+    first, second = ([value for batch in taken(batches, 4) for value in batch] for _ in range(2))
+    assert sorted(first) == sorted(second) == list(range(10)) != first
+    assert first != second
+    assert torch.equal(torch.get_rng_state(), state), "torch's own random numbers are not used up"
+    for steps in range(1, 9):
+        one, two = build(), build()
+        taken(one, steps)
+        two.load_state_dict(one.state_dict())
+        assert taken(one, 6) == taken(two, 6)
+    assert taken(build(seed=1), 4) != taken(build(), 4) != taken(build(rank=1), 4)
+
+
+def test_a_loader_that_gives_no_batches() -> None:
+    with pytest.raises(ValueError, match="The DataLoader of rank 0 gives no batch"):
+        next(loader(2, drop_last=True))
+    batches = LoaderBatches(DataLoader([{"x": 1}, {"x": 2}]), rank=0, seed=0)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"gives a dict: a batch must be \(inputs, targets\)"):
+        next(batches)
+
+
+# Errors of the user's own code.
+
+BROKEN = """
+from dataclasses import replace
+from offbeat.tasks import digits_task
+
+def task(seed=0):
+    def loss(model, batch):
+        return deep(model)
+    def deep(model):
+        raise RuntimeError("boom")
+    return replace(digits_task("tiny", seed=seed), name="task", loss=loss)
+
+def early():
+    raise KeyError("data")
+"""
+
+
+def test_an_error_of_a_task_shows_where_it_happened(call: Call, tmp_path: Path) -> None:
+    Path("broken.py").write_text(BROKEN)
+    code, _, error = call(
+        "compare", "ddp", "--task", "broken.py", "--simulate", "--steps", "3", "--out", "here"
+    )
+    assert code == 1
+    assert error.startswith('offbeat: RuntimeError: boom\n  File "')
+    assert 'broken.py", line 9, in deep\n    raise RuntimeError("boom")\n' in error
+    assert "offbeat/app" not in error, "our own frames are hidden"
+    output = Path(error.rstrip().rpartition(" ")[2])
+    assert "offbeat/app" in output.read_text(), "and kept in a file"
+    with pytest.raises(ValueError, match=r"'broken.py:early' cannot be used: line 13: KeyError: 'data'"):
+        find_task("broken.py:early")
+
+
+# Progress and Ctrl-C.
+
+
+def test_progress_without_a_terminal_is_a_line_from_time_to_time(
+    made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = copied(made, tmp_path)
+    log = folders.log_path(folder, 0)
+    lines = log.read_text().splitlines(keepends=True)
+    half = next(i for i, line in enumerate(lines) if '"step": 5' in line)
+    log.write_text("".join(lines[:half]))
+    monkeypatch.setattr("offbeat.app.commands.progress.LINE", 0.3)
+    for quiet in (True, False):
+        with follow_progress([folder], quiet=quiet):
+            time.sleep(1)
+        error = capsys.readouterr().err
+        assert error.startswith("" if quiet else "offbeat: local_sgd(every=4) seed 0: 4/8, ")
+        assert "loss" in error or quiet
+        assert bool(error) is not quiet
+
+
+def test_a_log_that_is_cut_is_read_from_the_beginning(tmp_path: Path) -> None:
+    path, tail = tmp_path / "rank-0.jsonl", Tail(tmp_path / "rank-0.jsonl")
+    line = {"t": 0.0, "seconds": 0.5, "exposed": 0.0, "loss": 1.0, "units": 8}
+    for steps, expected in ((range(1, 4), [1, 2, 3]), (range(4, 6), [4, 5])):
+        record = folders.Record(path)
+        for step in steps:
+            record.write("steps", step=step, **line)
+        record.close()
+        assert not tail.replaced()
+        assert [entry["step"] for entry in tail.read()] == expected
+    folders.cut(path, after=2)
+    record = folders.Record(path)
+    for step in range(3, 9):  # longer than before, by the time of the next look
+        record.write("steps", step=step, **line)
+    record.close()
+    assert tail.replaced()
+    assert [entry["step"] for entry in tail.read()] == list(range(1, 9))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+@pytest.mark.parametrize("moment", ["import", "plan"])
+def test_ctrl_c_is_one_line_at_any_moment(moment: str) -> None:
+    cluster = ["--workers", "64", "--step", "1s", "--parameters", "1M", "--link", "1gbit"]
+    command = [sys.executable, "-m", "offbeat", "plan", "wagma()", "ssd_sgd()", *cluster, "--steps", "100000"]
+    options: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "env": PLAIN}
+    process = subprocess.Popen(command, start_new_session=True, **options)
+    about = Path(f"/proc/{process.pid}")
+    while "libtorch_cpu" not in (about / "maps").read_text():
+        time.sleep(0.01)
+    while moment == "plan" and sum(map(int, (about / "stat").read_text().split()[13:15])) < 300:  # 3 s of CPU
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    out, error = process.communicate(timeout=60)
+    assert (process.returncode, out, error) == (130, "", "offbeat: stopped\n")
