@@ -30,8 +30,8 @@ for name in ("lightning.pytorch", "lightning.fabric"):
 class Digits(pl.LightningModule):
     def __init__(self, width: int) -> None:
         super().__init__()
-        inner = [nn.Linear(width, width), nn.ReLU()]
-        self.net = nn.Sequential(nn.Linear(64, width), nn.ReLU(), *inner, nn.Linear(width, 10))
+        sizes = nn.Linear(64, width), nn.Linear(width, width), nn.Linear(width, 10)
+        self.net = nn.Sequential(sizes[0], nn.ReLU(), sizes[1], nn.ReLU(), sizes[2])
 
     def training_step(self, batch: list[Tensor], index: int) -> Tensor:
         return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
@@ -53,11 +53,10 @@ def main() -> None:
     torch.set_num_threads(1)
     pictures, labels = load_digits(return_X_y=True)
     data = TensorDataset(torch.tensor(pictures / 16).float(), torch.tensor(labels))
-    seen, unseen = torch.utils.data.random_split(data, [1437, 360], torch.Generator().manual_seed(0))
+    seen, held = torch.utils.data.random_split(data, [1437, 360], torch.Generator().manual_seed(0))
     processes, folder = int(os.environ.get("LOCAL_WORLD_SIZE", "2")), tempfile.TemporaryDirectory()
-    ddp = args.method == "ddp"
     trainer = pl.Trainer(
-        strategy="ddp" if ddp else OffbeatStrategy(args.method),  # 2
+        strategy=OffbeatStrategy(args.method) if args.method != "ddp" else "ddp",  # 2
         accelerator="cpu",
         devices=processes,
         num_nodes=int(os.environ.get("WORLD_SIZE", processes)) // processes,
@@ -66,9 +65,11 @@ def main() -> None:
         callbacks=[pl.callbacks.ModelCheckpoint(folder.name, monitor="accuracy", mode="max")],
         **dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary"), False),
     )
-    began, loader = time.perf_counter(), DataLoader(seen, batch_size=32, shuffle=True)
-    trainer.fit(Digits(args.width), loader, DataLoader(unseen, batch_size=32))
-    seconds, accuracy = time.perf_counter() - began, trainer.callback_metrics["accuracy"]
+    model, unseen, ddp = Digits(args.width), DataLoader(held, batch_size=32), args.method == "ddp"
+    began = time.perf_counter()
+    trainer.fit(model, DataLoader(seen, batch_size=32, shuffle=True), unseen)
+    seconds = time.perf_counter() - began
+    accuracy = trainer.validate(model, unseen, verbose=False)[0]["accuracy"]
     if trainer.is_global_zero:
         sent = "" if ddp else f", {trainer.strategy.sync.totals.bytes_sent / 1e6:.2f} MB sent"
         print(f"{args.method}: accuracy {accuracy:.3f}{sent} in {seconds:.2f} s")
