@@ -36,6 +36,7 @@ SCRIPTS = [
         "local_sgd(every=16)",
         ["--updates", "64", "--width", "384"],
     ),
+    ("lightning", "examples/lightning_strategy.py", "diloco(every=16)", ["--steps", "64", "--width", "768"]),
 ]
 
 
