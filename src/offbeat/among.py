@@ -26,7 +26,10 @@ _PARTITIONS = 16  # random ones, if a size is not a power of two; each keeps its
 
 
 def communicator(group: Group = None) -> Communicator:
-    """Return a group's one communicator; None means the default process group, or one worker alone."""
+    """Return a group's one communicator; None means the default process group, or one worker alone.
+
+    A run that fails leaves its communicator. The next run on the same group gets a new one.
+    """
     if isinstance(group, Communicator):
         return group
     if isinstance(group, DeviceMesh):
@@ -43,9 +46,9 @@ def communicator(group: Group = None) -> Communicator:
         raise TypeError(
             f"group={group!r}: group must be a ProcessGroup, a one-axis DeviceMesh or a Communicator."
         )
-    if group not in _communicators:
-        _communicators[group] = Torch(group)
-    return _communicators[group]
+    if (known := _communicators.get(group)) is None or known.left:
+        known = _communicators[group] = Torch(group)
+    return known
 
 
 class Peers(Protocol):

@@ -133,7 +133,7 @@ class Torch(Communicator, Worker):
         self._children: dict[tuple[int, ...], Torch] = {}
         self._beside: WeakSet[Torch] = WeakSet()  # duplicates and sidecars
         self._air: WeakSet[Message] = WeakSet()  # messages whose time of arrival is not known yet
-        self._made_beside, self._left = 0, False
+        self._made_beside, self.left = 0, False  # `left`: a run that failed has told the others so
         # gloo connects all ranks with all, and hangs if one is missing: connect now, while everyone is here.
         for connection in connections:
             self._connect(connection)
@@ -225,12 +225,12 @@ class Torch(Communicator, Worker):
         self._lookout.follow(track)
 
     def leave(self, departure: Departure) -> None:
-        if not self._left:
+        if not self.left:
             self._lookout.leave(departure, self._count_begun())
 
     def _count_begun(self) -> dict[str, dict[str, int]]:
         """The messages begun here and on all communicators made from this one, all of which are left."""
-        self._left = True
+        self.left = True
         begun = {self._lookout.key: {name: part.begun for name, part in self._connections.items()}}
         for other in (*self._children.values(), *self._beside):
             begun.update(other._count_begun())
