@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import socket
 import threading
 import traceback
 from collections.abc import Callable, Iterator
@@ -15,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from ports import free_port
 
 import offbeat
 
@@ -44,9 +44,7 @@ class Pool:
         self._start()
 
     def _start(self) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        port = free_port()
         context = processes()
         self._blocked: Callable[..., Any] | None = None  # the function that left the store blocked
         self._pipes: list[Connection] = []

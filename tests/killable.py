@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -12,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from ports import free_port
 from problems import Dyadic, Realistic, data, optimizer_for, snapshot
 from torch import Tensor, nn
 
@@ -24,9 +24,7 @@ class Crew:
     """Processes that run `function(pipe, *args)` in a process group and report through their pipes."""
 
     def __init__(self, context: Any, size: int, function: Callable[..., Any], *args: Any) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        port = free_port()
         pipes = [context.Pipe() for _ in range(size)]
         self.pipes: list[Connection] = [ours for ours, _ in pipes]
         self.ends: dict[int, Any] = {}  # the last word of each rank that has ended

@@ -6,7 +6,6 @@ import logging
 import multiprocessing
 import os
 import pickle
-import socket
 import time
 import traceback
 import warnings
@@ -23,6 +22,7 @@ from lightning.fabric import Fabric
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.strategies import DDPStrategy
+from ports import free_port
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -37,9 +37,7 @@ class Workers:
     """Two forks of this process, which Lightning takes for those of torchrun."""
 
     def __init__(self, function: Callable[..., Any], *args: Any) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        port = free_port()
         context = multiprocessing.get_context("fork")
         self.pipes, self.processes = [], []
         for rank in range(2):

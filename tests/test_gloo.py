@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+from contextlib import suppress
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -120,3 +123,22 @@ raise SystemExit(sum(child.exitcode != 0 for child in children))
 def test_forked_processes_have_connections_of_their_own() -> None:
     done = warm.run("-c", FORKING)
     assert done.returncode == 0, done.stderr
+
+
+def fail_and_try_again(comm: offbeat.Communicator) -> list[float]:
+    """All workers fail in a run on the default group, and make another; rank 0 keeps the others waiting."""
+    model = torch.nn.Linear(2, 1, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    with suppress(KeyError), offbeat.local_sgd(model, optimizer, every=1) as sync:
+        raise KeyError("a user's own")
+    with offbeat.local_sgd(model, optimizer, every=1) as sync:
+        model(torch.ones(1, 2)).sum().backward()
+        if comm.rank == 0:
+            time.sleep(2.5)  # until the others look why
+        sync.step()
+        return model.weight.flatten().tolist()
+
+
+def test_a_run_that_failed_does_not_spoil_the_next_one(pool: Pool) -> None:
+    answers = pool.run(fail_and_try_again, fresh=True)
+    assert answers == answers[:1] * len(answers)

@@ -6,7 +6,6 @@ import gc
 import os
 import random
 import signal
-import socket
 import subprocess
 import threading
 import time
@@ -20,6 +19,7 @@ import torch.distributed as dist
 import warm
 from conftest import Pool, processes
 from killable import Crew
+from ports import free_port
 from test_waitfree import conserved
 from torch import nn
 from watch import Watched, watch
@@ -316,9 +316,7 @@ ENDS = {  # who does what in the last step, what comes after it, and how both en
 
 def started(script: Path) -> list[subprocess.Popen[str]]:
     """Two workers, each a separate process that shuts its interpreter down completely."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     shared = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
     return [warm.start(str(script), env={**shared, "RANK": str(rank)}) for rank in range(2)]
 
