@@ -20,6 +20,8 @@ from torch.distributed.distributed_c10d import Store, _get_default_store
 
 T = TypeVar("T")
 
+_LAST = 1.0  # seconds that the last calls may take
+
 STORE_GONE = "lost the process group's store: its host, usually rank 0, is gone"
 STORE_SILENT = "and the process group's store is silent: its host, usually rank 0, is stopped or cut off"
 
@@ -38,8 +40,10 @@ class Bulletin:
         self._store = store
         self._shared, self._idle = [store], list[Store]()
         self._orders: queue.SimpleQueue[_Order | None] = queue.SimpleQueue()
-        threading.Thread(target=_serve, args=(store, self._orders), name="offbeat-store", daemon=True).start()
-        weakref.finalize(self, self._orders.put, None)
+        served = (store, self._orders)
+        thread = threading.Thread(target=_serve, args=served, name="offbeat-store", daemon=True)
+        thread.start()
+        weakref.finalize(self, _end, self._orders, thread)
 
     def ask(self, call: Callable[[Store], T], seconds: float) -> T:
         """Make the call and return its result. Raises `Silent` when the time is over."""
@@ -88,6 +92,13 @@ def _serve(store: Store, orders: queue.SimpleQueue[_Order | None]) -> None:
     while (order := orders.get()) is not None:
         _answer(*order, own)
         del order
+
+
+def _end(orders: queue.SimpleQueue[_Order | None], thread: threading.Thread) -> None:
+    """End the thread. A process that exits while it is inside torch is aborted by the C++ runtime."""
+    orders.put(None)
+    if thread is not threading.current_thread():
+        thread.join(_LAST)
 
 
 def _answer(call: Callable[..., T], answer: Future[T], *args: Any) -> None:
