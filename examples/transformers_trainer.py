@@ -69,6 +69,7 @@ def main() -> None:
     loss = trainer.evaluate()["eval_loss"]
     if trainer.is_world_process_zero():
         print(f"{options.method}: held-out loss {loss:.3f} after {options.steps} steps in {seconds:.2f} s")
+    trainer.accelerator.end_training()  # or the process may be aborted while it closes its connections
 
 
 if __name__ == "__main__":
