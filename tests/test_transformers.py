@@ -444,8 +444,8 @@ REFUSED = {
     ),
     "method": (
         "ValueError",
-        "method('diloco(evry=3)'): diloco has no argument 'evry'; it takes every, lr, momentum, ramp, "
-        "warmup, reduce, buffers, moments, drift.",
+        "method('diloco(evry=3)'): diloco has no argument 'evry' (did you mean 'every'?); it takes every, "
+        "lr, momentum, ramp, warmup, reduce, buffers, moments, drift.",
     ),
     "lbfgs": ("ValueError", "LBFGS computes the loss several times in one step: use another optimizer."),
     "ddp": (
