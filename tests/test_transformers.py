@@ -450,8 +450,9 @@ REFUSED = {
     "lbfgs": ("ValueError", "LBFGS computes the loss several times in one step: use another optimizer."),
     "ddp": (
         "TypeError",
-        "The model is wrapped in DistributedDataParallel, which averages gradients at every step: pass "
-        "model.module.",
+        "The model is wrapped in DistributedDataParallel, which averages gradients at every step: train "
+        "the model itself, without the wrapper (in Accelerate, prepare_model(model, evaluation_mode=True); "
+        "in transformers, OffbeatTrainer; in Lightning, OffbeatStrategy).",
     ),
     "solo": (
         "ValueError",

@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import IterableDataset
 
 from offbeat.base.errors import CheckpointMismatch
+from offbeat.engine.optimizers import WITHOUT_DDP
 from offbeat.engine.report import logger
 from offbeat.engine.synchronizer import Synchronizer
 from offbeat.methods.expression import method as parse
@@ -52,7 +53,7 @@ class OffbeatMixin(Base):
         if any(isinstance(module, DistributedDataParallel) for module in self.model.modules()):
             raise TypeError(
                 "The model is wrapped in DistributedDataParallel, which averages gradients at every step: "
-                "pass model.module."
+                f"{WITHOUT_DDP}."
             )
         check_data(self.train_dataset, self.args)
         self.callback_handler.callbacks.insert(0, _Updates(self))  # before those that look at the weights
