@@ -384,7 +384,7 @@ SENTENCES: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: fit(OffbeatStrategy(), model=Two()),
         "2 optimizers: Offbeat cannot tell which of their steps ends an iteration: use one, with a group",
     ),
-    "LBFGS": (lambda: fit(OffbeatStrategy(), model=Curved()), "LBFGS evaluates the loss several times in a"),
+    "LBFGS": (lambda: fit(OffbeatStrategy(), model=Curved()), "LBFGS computes the loss several times in one"),
     "DDP": (
         lambda: fit(OffbeatStrategy(), model=Wrapped()),
         "The model is wrapped in DistributedDataParallel, which averages gradients at every step: ",

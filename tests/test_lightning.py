@@ -10,6 +10,7 @@ import time
 import warnings
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -85,27 +86,30 @@ def test_a_killed_run_resumes_bit_by_bit(runs: ModuleType, tmp_path: Path, step:
 def test_two_processes_are_started_by_the_trainer(
     runs: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """From this process, with checkpoints of which one is kept and one is a link."""
-    save = runs.ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=4, save_last="link")
+    """From this process, with checkpoints of which one is kept and one is a link, which another replaces."""
+
+    def fit(model: Any, last: Any, **options: Any) -> set[str]:
+        strategy = runs.OffbeatStrategy("local_sgd(every=5)", start_method="fork")
+        save = runs.ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=4, save_last=last)
+        runs.fit(strategy, save, model=model, **options)
+        return {path.name for path in tmp_path.iterdir()}
+
+    model, again, longer, one, other = (runs.Regression() for _ in range(5))
+    last = str(tmp_path / "last.ckpt")
     with mock.patch.dict(os.environ), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        strategy = runs.OffbeatStrategy("local_sgd(every=5)", start_method="fork")
-        model = runs.Regression()
-        runs.fit(strategy, save, model=model)
-        assert {path.name for path in tmp_path.iterdir()} == {
-            "last.ckpt",
-            "step=12.ckpt",
-            "step=12.ckpt.offbeat",
-        }
-        again = runs.Regression()
-        runs.fit(
-            runs.OffbeatStrategy("local_sgd(every=5)", start_method="fork"),
-            model=again,
-            ckpt_path=str(tmp_path / "last.ckpt"),
-        )
+        assert fit(model, "link") == {"last.ckpt", "step=12.ckpt", "step=12.ckpt.offbeat"}
+        fit(again, "link", ckpt_path=last)
+        saved = torch.load(tmp_path / "step=12.ckpt", weights_only=True)["state_dict"]
+        kept = {f"{name}.ckpt{files}" for name in ("last", "step=16") for files in ("", ".offbeat")}
+        assert fit(longer, True, ckpt_path=last, max_epochs=4) == kept
+        assert not Path(last).is_symlink()
+        for path, resumed in ((last, one), (str(tmp_path / "step=16.ckpt"), other)):
+            fit(resumed, False, ckpt_path=path, max_epochs=5, max_steps=18)
     assert torch.equal(runs.weights(model), runs.weights(again)), "nothing was left to do but to finish"
-    saved = torch.load(tmp_path / "step=12.ckpt", weights_only=True)["state_dict"]
     assert torch.equal(torch.cat([value.flatten() for value in saved.values()]), runs.weights(model))
+    assert torch.equal(runs.weights(one), runs.weights(other)), "both are of step 16"
+    assert not torch.equal(runs.weights(one), runs.weights(longer))
 
 
 @pytest.mark.parametrize("ranks", [(0, 1), (1,)], ids=["all", "one"])

@@ -242,6 +242,18 @@ def test_torchruns_workers_are_joined_though_their_clocks_differ(whole: Path, tm
     (folder,) = (tmp_path / "runs").glob("local_sgd-*")
     assert outcome(folder) == outcome(whole)
     assert done.stdout.count("logs and checkpoints") == 1
+    script.write_text(
+        "import os, sys, time\n"
+        "from offbeat.app.cli.app import run\n"
+        "from offbeat.app.runs import folder\n"
+        "finished = folder.finished\n"
+        "folder.finished = lambda place: time.sleep(int(os.environ['RANK'])) or finished(place)\n"
+        f"sys.exit(run({['train', '--resume', '--checkpoint-dir', str(folder), '--steps', '70']}))\n"
+    )
+    longer = warm.run(*launch, str(script), cwd=tmp_path, env=environment())
+    assert longer.returncode == 0, longer.stderr
+    assert last_step(folder) == 70
+    assert read(folder).complete
     bad = warm.run(*launch, "-m", "offbeat", "train", "local_sgd(evry=1)", env=environment())
     assert bad.stderr.count("offbeat: method('local_sgd(evry=1)')") == 1
 

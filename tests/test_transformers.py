@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import os
 import signal
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -268,7 +270,54 @@ def resume(folder: str) -> dict[str, Any]:
         run = exact(f"{folder}/{place}", 9)
         run.train(resume_from_checkpoint=checkpoint)
         found[place] = weights(run.model)
+    return {**found, **lose_files(folder)}
+
+
+def lose_files(folder: str) -> dict[str, Any]:
+    """What is said when a checkpoint lacks the file of rank 1, and when it has no file of Offbeat."""
+    import torch.distributed as dist
+
+    found: dict[str, Any] = {}
+    for lost in ("rank-1-of-2", "rank-0-of-2"):
+        dist.barrier()
+        if dist.get_rank() == 0:
+            os.remove(f"{folder}/whole/checkpoint-7/offbeat-step-7-{lost}.pt")
+        dist.barrier()
+        run, said = exact(f"{folder}/lost", 8), _Sentences()
+        logging.getLogger("offbeat").addHandler(said)
+        resumed = partial(run.train, resume_from_checkpoint=f"{folder}/whole/checkpoint-7")
+        found[lost] = frameworks.refused(resumed), said.heard
+        logging.getLogger("offbeat").removeHandler(said)
     return found
+
+
+class _Sentences(logging.Handler):
+    """The warnings of Offbeat."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.heard: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.heard.append(record.getMessage())
+
+
+def test_a_checkpoint_without_the_file_of_a_rank_is_refused(runs: list[dict[str, Any]], wreck: Path) -> None:
+    place = f"{wreck}/whole/checkpoint-7"
+    (error, ignored), (same, quiet) = (rank["resume"]["rank-1-of-2"] for rank in runs)
+    sentence = (
+        f"{place} has files of Offbeat, but no step of which every rank has one (ranks with a file: [0]): "
+        "put back the missing ones, or delete offbeat-step-* to start from its weights."
+    )
+    assert error == same == ("CheckpointMismatch", sentence)
+    assert (len(ignored), quiet) == (1, [])
+    assert "because rank 1 has no whole file of it" in ignored[0]
+    nothing = [rank["resume"]["rank-0-of-2"] for rank in runs]
+    assert [kind for (kind, _), _ in nothing] == ["", ""]
+    assert [said for _, said in nothing] == [
+        [f"{place} has no files of Offbeat: all workers start from its weights."],
+        [],
+    ]
 
 
 @pytest.mark.parametrize("place", ["killed", "in the air", "at the end"])
@@ -395,14 +444,15 @@ REFUSED = {
     ),
     "method": (
         "ValueError",
-        "method('diloco(evry=3)'): diloco has no argument 'evry'; it takes every, lr, momentum, ramp, "
-        "warmup, reduce, buffers, moments, drift.",
+        "method('diloco(evry=3)'): diloco has no argument 'evry' (did you mean 'every'?); it takes every, "
+        "lr, momentum, ramp, warmup, reduce, buffers, moments, drift.",
     ),
     "lbfgs": ("ValueError", "LBFGS computes the loss several times in one step: use another optimizer."),
     "ddp": (
         "TypeError",
-        "The model is wrapped in DistributedDataParallel, which averages gradients at every step: pass "
-        "model.module.",
+        "The model is wrapped in DistributedDataParallel, which averages gradients at every step: train "
+        "the model itself, without the wrapper (in Accelerate, prepare_model(model, evaluation_mode=True); "
+        "in transformers, OffbeatTrainer; in Lightning, OffbeatStrategy).",
     ),
     "solo": (
         "ValueError",

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import LBFGS
 
 from offbeat.engine.synchronizer import Synchronizer
+from offbeat.integrations.optimizers import check_steps
 from offbeat.methods.expression import method as parse
 
 try:
@@ -104,8 +104,7 @@ class LocalSGD:
         ]
         if not found:
             raise ValueError("LocalSGD: no optimizer trains this model: pass it to accelerator.prepare().")
-        if any(isinstance(optimizer.optimizer, LBFGS) for optimizer in found):
-            raise ValueError("LBFGS computes the loss several times in one step: use another optimizer.")
+        check_steps(optimizer.optimizer for optimizer in found)
         return found
 
     def _backward(self, own: Callable[..., None], loss: Tensor, **options: Any) -> None:

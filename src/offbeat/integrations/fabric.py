@@ -11,10 +11,11 @@ from inspect import Parameter
 from typing import Any
 
 from torch import Tensor, nn
-from torch.optim import LBFGS, Optimizer
+from torch.optim import Optimizer
 
 from offbeat import methods
 from offbeat.engine.synchronizer import Synchronizer
+from offbeat.integrations.optimizers import check_steps
 from offbeat.methods.expression import Call
 from offbeat.methods.expression import method as read_method
 
@@ -125,8 +126,7 @@ def check_optimizers(optimizers: Sequence[Optimizer]) -> None:
             f"{len(optimizers)} optimizers: Offbeat cannot tell which of their steps ends an iteration: use "
             "one, with a group for each set of parameters."
         )
-    if isinstance(optimizers[0], LBFGS):
-        raise ValueError("LBFGS evaluates the loss several times in a step: use another optimizer.")
+    check_steps(optimizers)
 
 
 def register(registry: Any, strategy: type) -> None:

@@ -100,11 +100,12 @@ class OffbeatStrategy(pl.strategies.DDPStrategy):  # type: ignore[misc]
         exact = "optimizer_states" in checkpoint and self._hooks.together and self.sync is not None
         if exact:
             checkpoint["offbeat"] = f"step-{self._started().steps}"
-            self._started().save(_folder(filepath) / checkpoint["offbeat"])
+            folder = _folder(filepath)
+            self._started().save(folder / checkpoint["offbeat"])
         super().save_checkpoint(checkpoint, filepath, storage_options)
         if exact:  # the checkpoint that stood here before is gone, and its files are of no use
             self.barrier()
-            for other in _folder(filepath).iterdir() if self.local_rank == 0 else ():
+            for other in folder.iterdir() if self.local_rank == 0 else ():
                 if other.name != checkpoint["offbeat"]:
                     shutil.rmtree(other, ignore_errors=True)
 
@@ -116,7 +117,7 @@ class OffbeatStrategy(pl.strategies.DDPStrategy):  # type: ignore[misc]
         """Also load this rank's weights and the method's state, unless another strategy has saved."""
         super().load_optimizer_state_dict(checkpoint)
         if "offbeat" in checkpoint:
-            folder = _folder(self._loaded)
+            folder = _folder(os.path.realpath(self._loaded))  # last.ckpt may be a link
             if not self._started().load(folder / checkpoint["offbeat"]):
                 raise CheckpointMismatch(
                     f"{self._loaded}: the files of its ranks are missing: put {folder.name} beside it."
@@ -126,7 +127,7 @@ class OffbeatStrategy(pl.strategies.DDPStrategy):  # type: ignore[misc]
     def remove_checkpoint(self, filepath: Any) -> None:
         super().remove_checkpoint(filepath)
         if self.local_rank == 0:
-            shutil.rmtree(_folder(filepath), ignore_errors=True)
+            shutil.rmtree(f"{filepath}.offbeat", ignore_errors=True)
 
     @contextmanager
     def _stopping(self) -> Iterator[None]:
@@ -222,10 +223,10 @@ def _check_silent(trainer: Any, layer_sync: Any) -> None:
 
 
 def _folder(filepath: Any) -> Path:
-    """Return the folder with the files of the ranks. The checkpoint may be a link, such as last.ckpt."""
+    """Return the folder with the files of the ranks. A link is not followed: saving replaces it."""
     if "://" in str(filepath):
         raise ValueError(f"{filepath}: Offbeat saves to a path that every rank can write to, not to a URL.")
-    return Path(os.path.realpath(filepath) + ".offbeat")
+    return Path(f"{filepath}.offbeat")
 
 
 def _stop_broadcasts(trainer: Any) -> None:

@@ -9,14 +9,18 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import IterableDataset
 
+from offbeat.base.errors import CheckpointMismatch
+from offbeat.engine.optimizers import WITHOUT_DDP
 from offbeat.engine.report import logger
 from offbeat.engine.synchronizer import Synchronizer
 from offbeat.methods.expression import method as parse
 
 try:
+    from accelerate import Accelerator
     from transformers import Trainer, TrainerCallback, TrainingArguments
     from transformers.trainer import TRAINER_STATE_NAME
 
@@ -49,7 +53,7 @@ class OffbeatMixin(Base):
         if any(isinstance(module, DistributedDataParallel) for module in self.model.modules()):
             raise TypeError(
                 "The model is wrapped in DistributedDataParallel, which averages gradients at every step: "
-                "pass model.module."
+                f"{WITHOUT_DDP}."
             )
         check_data(self.train_dataset, self.args)
         self.callback_handler.callbacks.insert(0, _Updates(self))  # before those that look at the weights
@@ -131,9 +135,12 @@ class OffbeatMixin(Base):
             super()._load_optimizer_and_scheduler(checkpoint)
             return
         assert self.lr_scheduler is not None
-        if not self.sync.load(checkpoint, scheduler=self.lr_scheduler):
+        if self.sync.load(checkpoint, scheduler=self.lr_scheduler):
+            return
+        check_absent(checkpoint, self.accelerator)
+        if self.args.process_index == 0:
             logger.warning("%s has no files of Offbeat: all workers start from its weights.", checkpoint)
-            super()._load_optimizer_and_scheduler(checkpoint)
+        super()._load_optimizer_and_scheduler(checkpoint)
 
     def _load_best_model(self) -> None:
         self._end()  # what is in the air lands before the best model takes its place
@@ -173,6 +180,18 @@ def find_newest(folder: str) -> str | None:
             json.loads((path / TRAINER_STATE_NAME).read_text())
             return str(path)
     return None
+
+
+def check_absent(checkpoint: str, accelerator: Accelerator) -> None:
+    """Raise on every rank if one of them has a file of Offbeat in the checkpoint. Every rank calls it."""
+    own = any(Path(checkpoint).glob(f"offbeat-step-*-rank-{accelerator.process_index}-of-*.pt"))
+    found = accelerator.gather(torch.tensor([own], device=accelerator.device)).tolist()
+    if any(found):
+        ranks = [rank for rank, has in enumerate(found) if has]
+        raise CheckpointMismatch(
+            f"{checkpoint} has files of Offbeat, but no step of which every rank has one (ranks with a file: "
+            f"{ranks}): put back the missing ones, or delete offbeat-step-* to start from its weights."
+        )
 
 
 def check_arguments(args: TrainingArguments, call: str) -> None:

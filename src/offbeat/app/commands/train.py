@@ -41,8 +41,8 @@ def run(given: SimpleNamespace) -> int:
             if started is not None:
                 join_workers()
                 stack.callback(dist.destroy_process_group)
-            place, setting, task = _prepare(given, started)
-            if given.resume and folders.finished(place) and setting.steps <= folders.setting_of(place).steps:
+            place, setting, task, over = _prepare(given, started)
+            if over:
                 if leads:
                     _say_finished(place, setting)
                 return 0
@@ -63,8 +63,11 @@ def run(given: SimpleNamespace) -> int:
     return _show(place, setting, json=given.json) if done else _say_stopped(place, setting)
 
 
-def _prepare(given: SimpleNamespace, started: Launch | None) -> tuple[Path, Setting, Task]:
-    """Check everything, and return the folder, the full setting and the task. Writes nothing."""
+def _prepare(given: SimpleNamespace, started: Launch | None) -> tuple[Path, Setting, Task, bool]:
+    """Check everything, and return the folder, the full setting, the task, and whether nothing is left to do.
+
+    Writes nothing.
+    """
     if given.tensorboard and importlib.util.find_spec("tensorboard") is None:
         raise Refused("--tensorboard: TensorBoard is not installed: pip install tensorboard")
     if given.resume and given.checkpoint_dir is None:
@@ -86,9 +89,10 @@ def _prepare(given: SimpleNamespace, started: Launch | None) -> tuple[Path, Sett
         setting = _setting_of(given, _count_workers(given.workers, started and started.workers))
     task = setting.find_task(folders.cache_of(place))
     full = check(setting, task)
+    over = given.resume and folders.finished(place) and full.steps <= folders.setting_of(place).steps
     if started is not None:
         dist.barrier()  # all have looked at the folder before rank 0 writes it
-    return place, full, task
+    return place, full, task, over
 
 
 def _setting_of(given: SimpleNamespace, workers: int) -> Setting:

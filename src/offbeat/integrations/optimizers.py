@@ -1,0 +1,11 @@
+"""What frameworks that step by themselves ask of optimizers."""
+
+from collections.abc import Iterable
+
+from torch.optim import LBFGS, Optimizer
+
+
+def check_steps(optimizers: Iterable[Optimizer]) -> None:
+    """Raise for an optimizer whose step is made of several."""
+    if any(isinstance(optimizer, LBFGS) for optimizer in optimizers):
+        raise ValueError("LBFGS computes the loss several times in one step: use another optimizer.")
