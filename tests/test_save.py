@@ -12,6 +12,7 @@ import pytest
 import torch
 from conftest import Pool
 from problems import same, snapshot
+from test_disagreement import attempt
 from test_fsdp import build, loop, mesh_of_four
 from test_resume import Run
 from torch import Tensor, nn
@@ -266,6 +267,51 @@ def test_a_full_disk_is_one_sentence_on_every_rank(tmp_path: Path, monkeypatch: 
     assert answers[1] == f"{where}: rank 1 cannot write its file: no space left"
     monkeypatch.undo()
     assert begin(tmp_path, "local_sgd(every=3)") == [1, 1]
+
+
+def alone(comm: offbeat.Communicator, call: str, at: tuple[int, int], folder: str) -> None:
+    """Each rank has saved after step 2, and then calls `call` after a step of its own; -1 is never."""
+    run = Run(comm, "local_sgd(every=3)", "momentum", seed=0)
+    if 0 not in at:
+        run.go(0, 2)
+        run.sync.save(folder)
+    for step in range(run.sync.steps, 8):
+        if step == at[comm.rank]:
+            getattr(run.sync, call)(folder)
+        run.go(step, step + 1)
+    run.end()
+
+
+# The call, the steps after which rank 0 and rank 1 make it, and where rank 1 is meanwhile.
+ALONE = [
+    ("save", (4, -1), "in save() at step 4, rank 1 in round 1 at step 6"),
+    ("load", (4, -1), "in load() at step 4, rank 1 in round 1 at step 6"),
+    ("save", (3, 5), "in save() at step 3, rank 1 in save() at step 5"),
+    ("load", (3, 4), "in load() at step 3, rank 1 in load() at step 4"),
+    ("save", (0, -1), "in save() at step 0, rank 1 in round 0 at step 3"),
+]
+
+
+def check_alone(answers: list[Any], folder: Path, where: str) -> None:
+    assert [type(answer) for answer in answers] == [offbeat.Disagreement] * 2, answers
+    assert str(answers[0]) == str(answers[1])
+    assert str(answers[0]).startswith(f"Workers disagree: rank 0 is {where}. ")
+    # The last checkpoint is still there.
+    assert begin(folder, "local_sgd(every=3)") == (["nothing"] * 2 if "step 0" in where else [2, 2])
+
+
+@pytest.mark.parametrize(("call", "at", "where"), ALONE)
+def test_ranks_that_do_not_save_together_disagree(
+    call: str, at: tuple[int, int], where: str, tmp_path: Path
+) -> None:
+    check_alone(attempt(alone, call, at, str(tmp_path), workers=2), tmp_path, where)
+
+
+@pytest.mark.parametrize(("call", "at", "where"), ALONE)
+def test_ranks_that_do_not_save_together_disagree_over_gloo(
+    pool: Pool, call: str, at: tuple[int, int], where: str, tmp_path: Path
+) -> None:
+    check_alone(pool.attempt(alone, call, at, str(tmp_path), workers=2), tmp_path, where)
 
 
 NAMES = {"bytes_sent_total", "bytes_received_total", "seconds_waited", "seconds_hidden", "round", "late"}
