@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import io
+import re
 import sys
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -58,6 +61,22 @@ def test_parts_of_another_run_are_refused() -> None:
     run, other = (Run(offbeat.Solo(), "local_sgd(every=3)", "adamw", seed=0) for _ in range(2))
     with pytest.raises(ValueError, match=r"^Stateful\(model, optimizer, sync\): pass those that sync was"):
         Stateful(run.net, other.opt, run.sync)
+
+
+def test_numbers_of_numpy_and_states_of_others() -> None:
+    run, other = (Run(offbeat.Solo(), "local_sgd(every=3)", "adamw", seed=0) for _ in range(2))
+    run.opt.param_groups[0]["lr"] = numpy.float64(0.125)
+    saved = Stateful(run.net, run.opt, run.sync).state_dict()
+    Stateful(other.net, other.opt, other.sync).load_state_dict(saved)
+    assert other.opt.param_groups[0]["lr"] == 0.125
+    run.opt.param_groups[0]["lr"] = numpy.ones(1)
+    sentence = re.escape("optimizers[0]['param_groups'][0]['lr'] is a numpy.ndarray, which torch.load(")
+    with pytest.raises(TypeError, match=f"^{sentence}"):
+        Stateful(run.net, run.opt, run.sync).state_dict()
+    file = io.BytesIO()
+    torch.save(numpy.float64(1), file)
+    with pytest.raises(offbeat.CheckpointMismatch, match=r"^dcp\.load\(\): rank-0 cannot read its state: "):
+        Stateful(run.net, run.opt, run.sync).load_state_dict({"rank-0": file.getvalue()})
 
 
 class Tied(Realistic):

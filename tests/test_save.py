@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
+from collections import OrderedDict, defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -233,6 +234,19 @@ def test_what_does_not_fit_is_said(tmp_path: Path) -> None:
         * 2
     )
 
+    def forgetful(comm: offbeat.Communicator) -> str:
+        run = Run(comm, "local_sgd(every=3)", "momentum", seed=0)
+        run.sync.save(tmp_path / "more", scheduler=run.scheduler)
+        run = Run(comm, "local_sgd(every=3)", "momentum", seed=0)
+        with pytest.raises(offbeat.CheckpointMismatch) as error:
+            run.sync.load(tmp_path / "more")
+        return str(error.value)
+
+    assert (
+        offbeat.simulate(forgetful, 2)
+        == ["load(): the checkpoint was saved with scheduler=...: pass it to load(), too."] * 2
+    )
+
     def scaled(comm: offbeat.Communicator) -> str:
         run = Run(comm, "local_sgd(every=3)", "momentum", seed=0)
         with pytest.raises(offbeat.CheckpointMismatch) as error:
@@ -267,6 +281,87 @@ def test_a_full_disk_is_one_sentence_on_every_rank(tmp_path: Path, monkeypatch: 
     assert answers[1] == f"{where}: rank 1 cannot write its file: no space left"
     monkeypatch.undo()
     assert begin(tmp_path, "local_sgd(every=3)") == [1, 1]
+
+
+class Counts:
+    """Something to save whose state is given."""
+
+    def __init__(self, state: Any) -> None:
+        self.state = state
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"state": self.state}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.state = state["state"]
+
+
+def test_numbers_of_numpy_are_saved_as_those_of_python(tmp_path: Path) -> None:
+    def make() -> tuple[torch.optim.Optimizer, Any, offbeat.Synchronizer, Counts]:
+        net = nn.Linear(2, 1)
+        opt = torch.optim.SGD(net.parameters(), lr=0.1)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(opt, lambda step: numpy.cos(step / 10))
+        net(torch.ones(2)).backward()
+        counts = Counts([numpy.int64(3), {numpy.int64(4): (numpy.bool_(True), {1}, OrderedDict(a=b"b"))}])
+        return opt, scheduler, offbeat.local_sgd(net, opt, group=offbeat.Solo()), counts
+
+    opt, scheduler, sync, counts = make()
+    sync.step()
+    scheduler.step()
+    assert type(opt.param_groups[0]["lr"]) is numpy.float64
+    sync.save(tmp_path, scheduler=scheduler, counts=counts)
+    resumed, again, sync, empty = make()
+    empty.state = None
+    assert sync.load(tmp_path, scheduler=again, counts=empty)
+    assert resumed.param_groups[0]["lr"] == opt.param_groups[0]["lr"]
+    assert again.last_epoch == 1
+    assert empty.state == counts.state
+    assert type(empty.state[0]) is int
+
+
+@pytest.mark.parametrize(
+    ("value", "kind"),
+    [
+        (numpy.ones(2), "numpy.ndarray"),
+        (numpy.longdouble(1), "numpy.longdouble"),
+        (defaultdict(list), "collections.defaultdict"),
+        (Path("a"), "pathlib.PosixPath"),
+        (draw, "builtins.function"),
+    ],
+)
+def test_what_could_not_be_read_is_not_written(value: object, kind: str, tmp_path: Path) -> None:
+    """On rank 1 only. Both ranks keep the checkpoint before, and can go on."""
+
+    def worker(comm: offbeat.Communicator) -> str:
+        run = Run(comm, "local_sgd(every=3)", "momentum", seed=0)
+        run.go(0, 1)
+        run.sync.save(tmp_path)
+        run.go(1, 2)
+        with pytest.raises((TypeError, OSError)) as error:
+            run.sync.save(tmp_path, counts=Counts([0, {"a": value if comm.rank == 1 else 0}]))
+        run.go(2, 4)
+        return str(error.value)
+
+    where = f"save({str(tmp_path)!r})"
+    assert offbeat.simulate(worker, 2) == [
+        f"{where}: another rank cannot write its file; see its error.",
+        f"{where}: rank 1 cannot write its file: others['counts']['state'][1]['a'] is a {kind}, which "
+        "torch.load(weights_only=True) refuses: keep numbers, strings, tensors, lists and dicts in it.",
+    ]
+    assert begin(tmp_path, "local_sgd(every=3)") == [1, 1]
+
+
+def test_a_file_that_torch_refuses_is_one_sentence(tmp_path: Path) -> None:
+    def worker(comm: offbeat.Communicator) -> None:
+        run = Run(comm, "local_sgd(every=3)", "momentum", seed=0)
+        run.sync.save(tmp_path)
+
+    offbeat.simulate(worker, 2)
+    torch.save({"lr": numpy.float64(1)}, tmp_path / "offbeat-step-0-rank-1-of-2.pt")
+    where = f"load({str(tmp_path)!r})"
+    for answer in begin(tmp_path, "local_sgd(every=3)"):
+        assert answer.startswith(f"{where}: rank 1 cannot read its file of step 0: it holds a numpy.")
+        assert answer.endswith("multiarray.scalar, and files are read with weights_only=True")
 
 
 def alone(comm: offbeat.Communicator, call: str, at: tuple[int, int], folder: str) -> None:

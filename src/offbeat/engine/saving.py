@@ -5,7 +5,8 @@ from __future__ import annotations
 import random
 import re
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.serialization import get_safe_globals
 
 from offbeat.base.clock import State
 from offbeat.base.errors import CheckpointMismatch
@@ -25,6 +27,11 @@ if TYPE_CHECKING:
     from offbeat.engine.run import Run, Savable
 
 _FILE = re.compile(r"offbeat-step-(\d+)-rank-(\d+)-of-(\d+)((?:-shard-[\d.]+)?)\.pt")
+# What torch.load(weights_only=True) reads, besides lists, tuples, sets and dicts.
+_PLAIN = (
+    *(type(None), bool, int, float, complex, str, bytes, bytearray, Counter),
+    *(Tensor, nn.Parameter, torch.Size, torch.dtype, torch.device),
+)
 _SAVED = WORDS - 2  # checkpoints that a rank tells the others about
 
 
@@ -47,12 +54,13 @@ class Folder:
         path, error = self._path(step), None
         delete_torn(self._path("*"))
         try:
-            write_state(path, state)
-        except (OSError, RuntimeError) as reason:  # torch turns a full disk into a RuntimeError
+            write_state(path, plain(state))
+        except (OSError, RuntimeError, TypeError) as reason:  # torch turns a full disk into a RuntimeError
             error = reason
         written = self._common(self.comm.tell([] if error else [step + 1]).wait())
         if error is not None:
-            raise OSError(f"save({str(self.folder)!r}): rank {self.comm.rank} cannot write its file: {error}")
+            kind = TypeError if isinstance(error, TypeError) else OSError
+            raise kind(f"save({str(self.folder)!r}): rank {self.comm.rank} cannot write its file: {error}")
         if not written:
             raise OSError(f"save({str(self.folder)!r}): another rank cannot write its file; see its error.")
         for other in self._steps() - {step}:
@@ -78,7 +86,11 @@ class Folder:
         return None if newest < 0 else newest
 
     def read(self, step: int) -> State:
-        return read_state(self._path(step))
+        try:
+            return read_state(self._path(step))
+        except ValueError as error:
+            where = f"load({str(self.folder)!r}): rank {self.comm.rank}"
+            raise CheckpointMismatch(f"{where} cannot read its file of step {step}: {error}") from error
 
     def _refuse(self, rows: Sequence[Sequence[int]], damaged: dict[int, str]) -> None:
         where = f"load({str(self.folder)!r})"
@@ -140,6 +152,23 @@ def capture(sync: Run, others: Mapping[str, Savable]) -> State:
     }
 
 
+def plain(value: Any, where: str = "") -> Any:
+    """Return the value with numbers of NumPy as those of Python. Raise if `weights_only` would refuse it."""
+    kind, inside = type(value), f"{where}[{{!r}}]" if where else "{}"
+    if kind.__module__ == "numpy" and hasattr(value, "item") and not value.shape:
+        value, kind = value.item(), type(value.item())
+    if kind in (dict, OrderedDict):
+        return kind((plain(key, where), plain(item, inside.format(key))) for key, item in value.items())
+    if kind in (list, tuple, set):
+        return kind(plain(item, inside.format(i)) for i, item in enumerate(value))
+    if kind not in _PLAIN and kind not in get_safe_globals():
+        raise TypeError(
+            f"{where} is a {kind.__module__}.{kind.__qualname__}, which torch.load(weights_only=True) "
+            "refuses: keep numbers, strings, tensors, lists and dicts in it."
+        )
+    return value
+
+
 def restore(sync: Run, state: State, others: Mapping[str, Savable]) -> None:
     """Put back what `capture` returned. Every rank calls it. Raises before the model changes."""
     sync.load_state_dict(state["sync"])
@@ -151,8 +180,8 @@ def restore(sync: Run, state: State, others: Mapping[str, Savable]) -> None:
         _set_random_states(state["rng"], sync.model)
 
 
-def _check(state: State, others: Iterable[str], model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-    """Raise unless weights, buffers and optimizers fit, and the state of each of the others is there."""
+def _check(state: State, others: Collection[str], model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+    """Raise unless weights, buffers and optimizers fit, and the others are those that were saved."""
     saved, own = (
         {name: (list(t.shape), t.dtype) for name, t in tensors.items()}
         for tensors in (state["model"], {name: local(t) for name, t in _tensors(model).items()})
@@ -170,6 +199,10 @@ def _check(state: State, others: Iterable[str], model: nn.Module, optimizers: Se
     if missing := [name for name in others if name not in state["others"]]:
         raise CheckpointMismatch(
             f"load({missing[0]}=...): the checkpoint was saved without it: pass it to save(), too."
+        )
+    if unused := [name for name in state["others"] if name not in others]:
+        raise CheckpointMismatch(
+            f"load(): the checkpoint was saved with {unused[0]}=...: pass it to load(), too."
         )
 
 
