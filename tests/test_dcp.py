@@ -139,18 +139,25 @@ def test_what_cannot_be_written_is_said(tmp_path: Path, monkeypatch: pytest.Monk
     assert answers("model.safetensors") == [sentence] * 2
 
 
-def gathered(comm: offbeat.Communicator, path: str) -> bool:
-    """Whether the file holds the whole model, although every rank has a shard."""
+def gathered(comm: offbeat.Communicator, path: str) -> tuple[bool, str]:
+    """Whether the file holds the whole model, although every rank has a shard, and what a bad path says."""
     mesh = mesh_of_four()
     model = build()
     whole = snapshot(model)
     fully_shard(model, mesh=mesh["shard"])
     opt = torch.optim.SGD(model.parameters(), lr=0.1)
-    offbeat.local_sgd(model, opt, every=2, group=mesh["replica"]).export(path)
+    sync = offbeat.local_sgd(model, opt, every=2, group=mesh["replica"])
+    sync.export(path)
     comm.tell([]).wait()
-    return same(torch.load(path, weights_only=True), whole)
+    with pytest.raises(OSError, match=r"^export\(") as error:
+        sync.export(f"{path}/inside.pt")
+    return same(torch.load(path, weights_only=True), whole), str(error.value)
 
 
 @pytest.mark.slow
 def test_shards_are_gathered(pool: Pool, tmp_path: Path) -> None:
-    assert pool.run(gathered, str(tmp_path / "model.pt"), fresh=True) == [True] * 4
+    (whole, _), *others = pool.run(gathered, str(tmp_path / "model.pt"), fresh=True)
+    path = str(tmp_path / "model.pt/inside.pt")
+    sentence = f"export({path!r}): rank 0 cannot write the file; see its error."
+    assert whole
+    assert others == [(True, sentence)] * 3

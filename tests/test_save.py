@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
+import zipfile
 from collections import OrderedDict, defaultdict
 from pathlib import Path
 from typing import Any
@@ -76,7 +77,7 @@ def test_over_gloo_too(pool: Pool, tmp_path: Path) -> None:
                 torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
 
 
-def sharded(comm: offbeat.Communicator, folder: str) -> tuple[list[Tensor], list[Tensor], int]:
+def sharded(comm: offbeat.Communicator, folder: str) -> tuple[list[Tensor], list[Tensor], int, list[str]]:
     mesh = mesh_of_four()
     replica = mesh["replica"].get_local_rank()
 
@@ -96,14 +97,33 @@ def sharded(comm: offbeat.Communicator, folder: str) -> tuple[list[Tensor], list
         ends.append([p.to_local().detach().clone() for p in model.parameters()])
         model, opt, sync = make()
         assert sync.load(folder)
-    return ends[0], ends[1], len(list(Path(folder).iterdir()))
+    files = len(list(Path(folder).iterdir()))
+    said = []
+    (own,) = Path(folder).glob(f"*-rank-{replica}-*-shard-{mesh['shard'].get_local_rank()}.pt")
+    blocked = Path(folder) / f"blocked-{comm.rank}"
+    if comm.rank == 3:
+        own.write_bytes(own.read_bytes()[:-100])
+        blocked.touch()
+    for call, where in ((sync.save, str(blocked)), (sync.load, folder)):
+        try:
+            call(where)
+        except (OSError, offbeat.CheckpointMismatch) as error:
+            said.append(str(error).partition("): ")[2])
+    return ends[0], ends[1], files, said
 
 
 @pytest.mark.slow
 def test_shards_are_saved_where_they_are(pool: Pool, tmp_path: Path) -> None:
-    for whole, resumed, files in pool.run(sharded, str(tmp_path), fresh=True):
+    for rank, (whole, resumed, files, said) in enumerate(pool.run(sharded, str(tmp_path), fresh=True)):
         assert all(torch.equal(a, b) for a, b in zip(whole, resumed, strict=True))
         assert files == 4
+        unwritten, damaged = said  # on all ranks, although ranks 0 and 2 hold other shards than rank 3
+        if rank == 3:
+            assert unwritten.startswith("rank 1 cannot write its file: ")
+            assert damaged.startswith("rank 1's file of step 3 is damaged (")
+        else:
+            assert unwritten == "another rank cannot write its file; see its error."
+            assert damaged == "the file of rank 1 is damaged: see its error."
 
 
 class Killed(BaseException):
@@ -192,6 +212,26 @@ def test_a_torn_file_is_ignored_if_there_is_another_checkpoint(
     other.unlink()
     assert begin(tmp_path) == ["nothing"] * 2
     assert "because rank 0 has no whole file of it; there is no earlier one." in caplog.text
+
+
+def test_each_file_is_checked_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def worker(comm: offbeat.Communicator) -> None:
+        run = Run(comm, "local_sgd(every=3)", "momentum", seed=0)
+        run.go(0, 2)
+        run.sync.save(tmp_path)
+        for step in (1, 3):  # of which rank 1 has only the first
+            if comm.rank == 0 or step == 1:
+                path = tmp_path / f"offbeat-step-{step}-rank-{comm.rank}-of-2.pt"
+                path.write_bytes((tmp_path / f"offbeat-step-2-rank-{comm.rank}-of-2.pt").read_bytes())
+
+    offbeat.simulate(worker, 2)
+    checked: list[str] = []
+    whole = zipfile.ZipFile.testzip
+    monkeypatch.setattr(
+        zipfile.ZipFile, "testzip", lambda file: (checked.append(Path(file.filename).name), whole(file))[1]
+    )
+    assert begin(tmp_path, "local_sgd(every=3)") == [2, 2]
+    assert sorted(checked) == [f"offbeat-step-2-rank-{rank}-of-2.pt" for rank in range(2)]
 
 
 def test_what_does_not_fit_is_said(tmp_path: Path) -> None:
