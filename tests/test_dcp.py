@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import io
+import re
 import sys
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -58,6 +61,22 @@ def test_parts_of_another_run_are_refused() -> None:
     run, other = (Run(offbeat.Solo(), "local_sgd(every=3)", "adamw", seed=0) for _ in range(2))
     with pytest.raises(ValueError, match=r"^Stateful\(model, optimizer, sync\): pass those that sync was"):
         Stateful(run.net, other.opt, run.sync)
+
+
+def test_numbers_of_numpy_and_states_of_others() -> None:
+    run, other = (Run(offbeat.Solo(), "local_sgd(every=3)", "adamw", seed=0) for _ in range(2))
+    run.opt.param_groups[0]["lr"] = numpy.float64(0.125)
+    saved = Stateful(run.net, run.opt, run.sync).state_dict()
+    Stateful(other.net, other.opt, other.sync).load_state_dict(saved)
+    assert other.opt.param_groups[0]["lr"] == 0.125
+    run.opt.param_groups[0]["lr"] = numpy.ones(1)
+    sentence = re.escape("optimizers[0]['param_groups'][0]['lr'] is a numpy.ndarray, which torch.load(")
+    with pytest.raises(TypeError, match=f"^{sentence}"):
+        Stateful(run.net, run.opt, run.sync).state_dict()
+    file = io.BytesIO()
+    torch.save(numpy.float64(1), file)
+    with pytest.raises(offbeat.CheckpointMismatch, match=r"^dcp\.load\(\): rank-0 cannot read its state: "):
+        Stateful(run.net, run.opt, run.sync).load_state_dict({"rank-0": file.getvalue()})
 
 
 class Tied(Realistic):
@@ -120,18 +139,25 @@ def test_what_cannot_be_written_is_said(tmp_path: Path, monkeypatch: pytest.Monk
     assert answers("model.safetensors") == [sentence] * 2
 
 
-def gathered(comm: offbeat.Communicator, path: str) -> bool:
-    """Whether the file holds the whole model, although every rank has a shard."""
+def gathered(comm: offbeat.Communicator, path: str) -> tuple[bool, str]:
+    """Whether the file holds the whole model, although every rank has a shard, and what a bad path says."""
     mesh = mesh_of_four()
     model = build()
     whole = snapshot(model)
     fully_shard(model, mesh=mesh["shard"])
     opt = torch.optim.SGD(model.parameters(), lr=0.1)
-    offbeat.local_sgd(model, opt, every=2, group=mesh["replica"]).export(path)
+    sync = offbeat.local_sgd(model, opt, every=2, group=mesh["replica"])
+    sync.export(path)
     comm.tell([]).wait()
-    return same(torch.load(path, weights_only=True), whole)
+    with pytest.raises(OSError, match=r"^export\(") as error:
+        sync.export(f"{path}/inside.pt")
+    return same(torch.load(path, weights_only=True), whole), str(error.value)
 
 
 @pytest.mark.slow
 def test_shards_are_gathered(pool: Pool, tmp_path: Path) -> None:
-    assert pool.run(gathered, str(tmp_path / "model.pt"), fresh=True) == [True] * 4
+    (whole, _), *others = pool.run(gathered, str(tmp_path / "model.pt"), fresh=True)
+    path = str(tmp_path / "model.pt/inside.pt")
+    sentence = f"export({path!r}): rank 0 cannot write the file; see its error."
+    assert whole
+    assert others == [(True, sentence)] * 3

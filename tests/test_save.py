@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import random
+import zipfile
+from collections import OrderedDict, defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import pytest
 import torch
 from conftest import Pool
 from problems import same, snapshot
+from test_disagreement import attempt
 from test_fsdp import build, loop, mesh_of_four
 from test_resume import Run
 from torch import Tensor, nn
@@ -74,7 +77,7 @@ def test_over_gloo_too(pool: Pool, tmp_path: Path) -> None:
                 torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
 
 
-def sharded(comm: offbeat.Communicator, folder: str) -> tuple[list[Tensor], list[Tensor], int]:
+def sharded(comm: offbeat.Communicator, folder: str) -> tuple[list[Tensor], list[Tensor], int, list[str]]:
     mesh = mesh_of_four()
     replica = mesh["replica"].get_local_rank()
 
@@ -94,14 +97,33 @@ def sharded(comm: offbeat.Communicator, folder: str) -> tuple[list[Tensor], list
         ends.append([p.to_local().detach().clone() for p in model.parameters()])
         model, opt, sync = make()
         assert sync.load(folder)
-    return ends[0], ends[1], len(list(Path(folder).iterdir()))
+    files = len(list(Path(folder).iterdir()))
+    said = []
+    (own,) = Path(folder).glob(f"*-rank-{replica}-*-shard-{mesh['shard'].get_local_rank()}.pt")
+    blocked = Path(folder) / f"blocked-{comm.rank}"
+    if comm.rank == 3:
+        own.write_bytes(own.read_bytes()[:-100])
+        blocked.touch()
+    for call, where in ((sync.save, str(blocked)), (sync.load, folder)):
+        try:
+            call(where)
+        except (OSError, offbeat.CheckpointMismatch) as error:
+            said.append(str(error).partition("): ")[2])
+    return ends[0], ends[1], files, said
 
 
 @pytest.mark.slow
 def test_shards_are_saved_where_they_are(pool: Pool, tmp_path: Path) -> None:
-    for whole, resumed, files in pool.run(sharded, str(tmp_path), fresh=True):
+    for rank, (whole, resumed, files, said) in enumerate(pool.run(sharded, str(tmp_path), fresh=True)):
         assert all(torch.equal(a, b) for a, b in zip(whole, resumed, strict=True))
         assert files == 4
+        unwritten, damaged = said  # on all ranks, although ranks 0 and 2 hold other shards than rank 3
+        if rank == 3:
+            assert unwritten.startswith("rank 1 cannot write its file: ")
+            assert damaged.startswith("rank 1's file of step 3 is damaged (")
+        else:
+            assert unwritten == "another rank cannot write its file; see its error."
+            assert damaged == "the file of rank 1 is damaged: see its error."
 
 
 class Killed(BaseException):
@@ -192,6 +214,26 @@ def test_a_torn_file_is_ignored_if_there_is_another_checkpoint(
     assert "because rank 0 has no whole file of it; there is no earlier one." in caplog.text
 
 
+def test_each_file_is_checked_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def worker(comm: offbeat.Communicator) -> None:
+        run = Run(comm, "local_sgd(every=3)", "momentum", seed=0)
+        run.go(0, 2)
+        run.sync.save(tmp_path)
+        for step in (1, 3):  # of which rank 1 has only the first
+            if comm.rank == 0 or step == 1:
+                path = tmp_path / f"offbeat-step-{step}-rank-{comm.rank}-of-2.pt"
+                path.write_bytes((tmp_path / f"offbeat-step-2-rank-{comm.rank}-of-2.pt").read_bytes())
+
+    offbeat.simulate(worker, 2)
+    checked: list[str] = []
+    whole = zipfile.ZipFile.testzip
+    monkeypatch.setattr(
+        zipfile.ZipFile, "testzip", lambda file: (checked.append(Path(file.filename).name), whole(file))[1]
+    )
+    assert begin(tmp_path, "local_sgd(every=3)") == [2, 2]
+    assert sorted(checked) == [f"offbeat-step-2-rank-{rank}-of-2.pt" for rank in range(2)]
+
+
 def test_what_does_not_fit_is_said(tmp_path: Path) -> None:
     def worker(comm: offbeat.Communicator) -> None:
         run = Run(comm, "local_sgd(every=3)", "momentum", seed=0)
@@ -232,6 +274,19 @@ def test_what_does_not_fit_is_said(tmp_path: Path) -> None:
         * 2
     )
 
+    def forgetful(comm: offbeat.Communicator) -> str:
+        run = Run(comm, "local_sgd(every=3)", "momentum", seed=0)
+        run.sync.save(tmp_path / "more", scheduler=run.scheduler)
+        run = Run(comm, "local_sgd(every=3)", "momentum", seed=0)
+        with pytest.raises(offbeat.CheckpointMismatch) as error:
+            run.sync.load(tmp_path / "more")
+        return str(error.value)
+
+    assert (
+        offbeat.simulate(forgetful, 2)
+        == ["load(): the checkpoint was saved with scheduler=...: pass it to load(), too."] * 2
+    )
+
     def scaled(comm: offbeat.Communicator) -> str:
         run = Run(comm, "local_sgd(every=3)", "momentum", seed=0)
         with pytest.raises(offbeat.CheckpointMismatch) as error:
@@ -266,6 +321,132 @@ def test_a_full_disk_is_one_sentence_on_every_rank(tmp_path: Path, monkeypatch: 
     assert answers[1] == f"{where}: rank 1 cannot write its file: no space left"
     monkeypatch.undo()
     assert begin(tmp_path, "local_sgd(every=3)") == [1, 1]
+
+
+class Counts:
+    """Something to save whose state is given."""
+
+    def __init__(self, state: Any) -> None:
+        self.state = state
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"state": self.state}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.state = state["state"]
+
+
+def test_numbers_of_numpy_are_saved_as_those_of_python(tmp_path: Path) -> None:
+    def make() -> tuple[torch.optim.Optimizer, Any, offbeat.Synchronizer, Counts]:
+        net = nn.Linear(2, 1)
+        opt = torch.optim.SGD(net.parameters(), lr=0.1)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(opt, lambda step: numpy.cos(step / 10))
+        net(torch.ones(2)).backward()
+        counts = Counts([numpy.int64(3), {numpy.int64(4): (numpy.bool_(True), {1}, OrderedDict(a=b"b"))}])
+        return opt, scheduler, offbeat.local_sgd(net, opt, group=offbeat.Solo()), counts
+
+    opt, scheduler, sync, counts = make()
+    sync.step()
+    scheduler.step()
+    assert type(opt.param_groups[0]["lr"]) is numpy.float64
+    sync.save(tmp_path, scheduler=scheduler, counts=counts)
+    resumed, again, sync, empty = make()
+    empty.state = None
+    assert sync.load(tmp_path, scheduler=again, counts=empty)
+    assert resumed.param_groups[0]["lr"] == opt.param_groups[0]["lr"]
+    assert again.last_epoch == 1
+    assert empty.state == counts.state
+    assert type(empty.state[0]) is int
+
+
+@pytest.mark.parametrize(
+    ("value", "kind"),
+    [
+        (numpy.ones(2), "numpy.ndarray"),
+        (numpy.longdouble(1), "numpy.longdouble"),
+        (defaultdict(list), "collections.defaultdict"),
+        (Path("a"), "pathlib.PosixPath"),
+        (draw, "builtins.function"),
+    ],
+)
+def test_what_could_not_be_read_is_not_written(value: object, kind: str, tmp_path: Path) -> None:
+    """On rank 1 only. Both ranks keep the checkpoint before, and can go on."""
+
+    def worker(comm: offbeat.Communicator) -> str:
+        run = Run(comm, "local_sgd(every=3)", "momentum", seed=0)
+        run.go(0, 1)
+        run.sync.save(tmp_path)
+        run.go(1, 2)
+        with pytest.raises((TypeError, OSError)) as error:
+            run.sync.save(tmp_path, counts=Counts([0, {"a": value if comm.rank == 1 else 0}]))
+        run.go(2, 4)
+        return str(error.value)
+
+    where = f"save({str(tmp_path)!r})"
+    assert offbeat.simulate(worker, 2) == [
+        f"{where}: another rank cannot write its file; see its error.",
+        f"{where}: rank 1 cannot write its file: others['counts']['state'][1]['a'] is a {kind}, which "
+        "torch.load(weights_only=True) refuses: keep numbers, strings, tensors, lists and dicts in it.",
+    ]
+    assert begin(tmp_path, "local_sgd(every=3)") == [1, 1]
+
+
+def test_a_file_that_torch_refuses_is_one_sentence(tmp_path: Path) -> None:
+    def worker(comm: offbeat.Communicator) -> None:
+        run = Run(comm, "local_sgd(every=3)", "momentum", seed=0)
+        run.sync.save(tmp_path)
+
+    offbeat.simulate(worker, 2)
+    torch.save({"lr": numpy.float64(1)}, tmp_path / "offbeat-step-0-rank-1-of-2.pt")
+    where = f"load({str(tmp_path)!r})"
+    for answer in begin(tmp_path, "local_sgd(every=3)"):
+        assert answer.startswith(f"{where}: rank 1 cannot read its file of step 0: it holds a numpy.")
+        assert answer.endswith("multiarray.scalar, and files are read with weights_only=True")
+
+
+def alone(comm: offbeat.Communicator, call: str, at: tuple[int, int], folder: str) -> None:
+    """Each rank has saved after step 2, and then calls `call` after a step of its own; -1 is never."""
+    run = Run(comm, "local_sgd(every=3)", "momentum", seed=0)
+    if 0 not in at:
+        run.go(0, 2)
+        run.sync.save(folder)
+    for step in range(run.sync.steps, 8):
+        if step == at[comm.rank]:
+            getattr(run.sync, call)(folder)
+        run.go(step, step + 1)
+    run.end()
+
+
+# The call, the steps after which rank 0 and rank 1 make it, and where rank 1 is meanwhile.
+ALONE = [
+    ("save", (4, -1), "in save() at step 4, rank 1 in round 1 at step 6"),
+    ("load", (4, -1), "in load() at step 4, rank 1 in round 1 at step 6"),
+    ("save", (3, 5), "in save() at step 3, rank 1 in save() at step 5"),
+    ("load", (3, 4), "in load() at step 3, rank 1 in load() at step 4"),
+    ("save", (0, -1), "in save() at step 0, rank 1 in round 0 at step 3"),
+]
+
+
+def check_alone(answers: list[Any], folder: Path, where: str) -> None:
+    assert [type(answer) for answer in answers] == [offbeat.Disagreement] * 2, answers
+    assert str(answers[0]) == str(answers[1])
+    assert str(answers[0]).startswith(f"Workers disagree: rank 0 is {where}. ")
+    # The last checkpoint is still there.
+    assert begin(folder, "local_sgd(every=3)") == (["nothing"] * 2 if "step 0" in where else [2, 2])
+
+
+@pytest.mark.parametrize(("call", "at", "where"), ALONE)
+def test_ranks_that_do_not_save_together_disagree(
+    call: str, at: tuple[int, int], where: str, tmp_path: Path
+) -> None:
+    check_alone(attempt(alone, call, at, str(tmp_path), workers=2), tmp_path, where)
+
+
+@pytest.mark.parametrize(("call", "at", "where"), ALONE)
+def test_ranks_that_do_not_save_together_disagree_over_gloo(
+    pool: Pool, call: str, at: tuple[int, int], where: str, tmp_path: Path
+) -> None:
+    check_alone(pool.attempt(alone, call, at, str(tmp_path), workers=2), tmp_path, where)
 
 
 NAMES = {"bytes_sent_total", "bytes_received_total", "seconds_waited", "seconds_hidden", "round", "late"}

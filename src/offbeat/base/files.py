@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import pickle
+import re
 import zipfile
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import BinaryIO
 
 import torch
 
@@ -61,8 +63,15 @@ def read_state(path: Path) -> State:
     """Return what `write_state` wrote; a ValueError says what is wrong with the file."""
     if damage := find_damage(path):
         raise ValueError(damage)
+    return load_plain(path)
+
+
+def load_plain(file: Path | BinaryIO) -> State:
+    """Return the state in a whole file; a ValueError says in one sentence why torch refuses it."""
     try:
-        state: State = torch.load(path, weights_only=True)
+        state: State = torch.load(file, map_location="cpu", weights_only=True)
     except _DAMAGED as error:
-        raise ValueError(str(error).partition("\n")[0]) from error
+        foreign = re.search(r"GLOBAL (\S+)", str(error))  # torch says so in many lines with colours
+        holds = f"it holds a {foreign[1]}, and files are read with weights_only=True" if foreign else None
+        raise ValueError(holds or str(error).partition("\n")[0]) from error
     return state

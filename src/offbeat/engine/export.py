@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from offbeat.base.files import replacing
 from offbeat.base.tensors import is_sharded, named
 from offbeat.comm.communicator import Communicator
+from offbeat.engine.saving import find_mesh, tell_shards
 
 
 def check_path(path: str | Path) -> Path:
@@ -25,8 +26,8 @@ def check_path(path: str | Path) -> Path:
 
 def write_model(path: Path, model: nn.Module, comm: Communicator) -> None:
     """Write the model as one worker has it. Every rank calls this, since shards are gathered."""
-    sharded = next((p for p in model.parameters() if is_sharded(p)), None)
-    first = comm.rank == 0 and not (sharded is not None and any(sharded.device_mesh.get_coordinate() or ()))
+    mesh = find_mesh(model)
+    first = comm.rank == 0 and not (mesh is not None and any(mesh.get_coordinate() or ()))
     tensors: dict[str, Tensor] = {}
     for name, tensor in named(model.state_dict().items()).items():
         whole = tensor.full_tensor() if is_sharded(tensor) else tensor
@@ -34,11 +35,12 @@ def write_model(path: Path, model: nn.Module, comm: Communicator) -> None:
             # safetensors refuses tied weights, which share memory.
             tensors[name] = whole.detach().cpu().contiguous().clone()
     error = _write(path, tensors) if first else None
-    failed = [rank for rank, words in enumerate(comm.tell([error is not None]).wait()) if words[0]]
+    failed = max(words[0] for words in comm.tell([error is not None]).wait())
+    failed = max(words[0] for words in tell_shards([failed], mesh))
     if error is not None:
         raise OSError(f"export({str(path)!r}): {error}") from error
     if failed:
-        raise OSError(f"export({str(path)!r}): rank {failed[0]} cannot write the file; see its error.")
+        raise OSError(f"export({str(path)!r}): rank 0 cannot write the file; see its error.")
 
 
 def _write(path: Path, tensors: dict[str, Tensor]) -> Exception | None:

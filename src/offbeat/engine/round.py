@@ -24,8 +24,8 @@ from offbeat.engine.report import Report
 from offbeat.reduce.code import Staged
 from offbeat.when import Every, Schedule, Then
 
-KINDS = ("round {round}", "averaged()", "finish()")
-ROUND, AVERAGED, FINISH = range(3)
+KINDS = ("round {round}", "averaged()", "finish()", "save()", "load()")
+ROUND, AVERAGED, FINISH, SAVE, LOAD = range(5)
 NO_WEIGHT = -1.0
 _PART = 16  # bits of a header's word that number the part
 

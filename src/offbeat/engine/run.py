@@ -17,6 +17,7 @@ from offbeat.engine.export import check_path, write_model
 from offbeat.engine.optimizers import replace_steps
 from offbeat.engine.part import Part, hold
 from offbeat.engine.report import Costs, Report, Totals
+from offbeat.engine.round import LOAD, SAVE
 
 
 class Savable(Protocol):
@@ -46,6 +47,18 @@ class Run(ABC):
 
     @abstractmethod
     def averaged(self) -> AbstractContextManager[None]: ...
+
+    @abstractmethod
+    def agree(self, method: str | None = None) -> None: ...
+
+    @abstractmethod
+    def _start(self) -> None: ...
+
+    @abstractmethod
+    def _must_be_open(self, call: str, *, finished: bool = False) -> None: ...
+
+    @abstractmethod
+    def _meet(self, kind: int) -> None: ...
 
     @abstractmethod
     def _failing(self) -> AbstractContextManager[None]: ...
@@ -97,6 +110,10 @@ class Run(ABC):
         torch, and the states of `others`, such as a scheduler. Older checkpoints in the folder are deleted
         once every rank has written its file.
         """
+        self._must_be_open("save()", finished=True)
+        with self._failing(), self._costs.including(self._comm):
+            self._start()
+            self._meet(SAVE)
         state = saving.capture(self, others)
         with self._costs.including(self._comm):
             saving.Folder(folder, self._comm, self.model).write(self.steps, state)
@@ -107,8 +124,12 @@ class Run(ABC):
         Every rank calls it. An incomplete checkpoint is ignored with a warning. `CheckpointMismatch` is
         raised for one of another method, model or number of workers, and if the only one is damaged.
         """
+        self._must_be_open("load()")
         place = saving.Folder(folder, self._comm, self.model)
         with self._costs.including(self._comm):
+            with self._failing():
+                self.agree()
+                self._meet(LOAD)
             step = place.newest()
         if step is None:
             return False

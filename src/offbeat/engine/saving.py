@@ -5,7 +5,8 @@ from __future__ import annotations
 import random
 import re
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,18 +14,26 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.serialization import get_safe_globals
 
 from offbeat.base.clock import State
 from offbeat.base.errors import CheckpointMismatch
-from offbeat.base.files import delete_torn, find_damage, read_state, write_state
+from offbeat.base.files import delete_torn, find_damage, load_plain, write_state
 from offbeat.base.tensors import is_sharded, local, named
 from offbeat.comm.communicator import WORDS, Communicator
 from offbeat.engine.report import logger
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
     from offbeat.engine.run import Run, Savable
 
 _FILE = re.compile(r"offbeat-step-(\d+)-rank-(\d+)-of-(\d+)((?:-shard-[\d.]+)?)\.pt")
+# What torch.load(weights_only=True) reads, besides lists, tuples, sets and dicts.
+_PLAIN = (
+    *(type(None), bool, int, float, complex, str, bytes, bytearray, Counter),
+    *(Tensor, nn.Parameter, torch.Size, torch.dtype, torch.device),
+)
 _SAVED = WORDS - 2  # checkpoints that a rank tells the others about
 
 
@@ -36,8 +45,7 @@ class Folder:
 
     def __init__(self, folder: str | Path, comm: Communicator, model: nn.Module) -> None:
         self.folder, self.comm = Path(folder), comm
-        sharded = next((p for p in model.parameters() if is_sharded(p)), None)
-        self._mesh = None if sharded is None else sharded.device_mesh
+        self._mesh = find_mesh(model)
         self.shard = ""
         if self._mesh is not None:
             self.shard = "-shard-" + ".".join(map(str, self._mesh.get_coordinate() or ()))
@@ -47,12 +55,13 @@ class Folder:
         path, error = self._path(step), None
         delete_torn(self._path("*"))
         try:
-            write_state(path, state)
-        except (OSError, RuntimeError) as reason:  # torch turns a full disk into a RuntimeError
+            write_state(path, plain(state))
+        except (OSError, RuntimeError, TypeError) as reason:  # torch turns a full disk into a RuntimeError
             error = reason
         written = self._common(self.comm.tell([] if error else [step + 1]).wait())
         if error is not None:
-            raise OSError(f"save({str(self.folder)!r}): rank {self.comm.rank} cannot write its file: {error}")
+            kind = TypeError if isinstance(error, TypeError) else OSError
+            raise kind(f"save({str(self.folder)!r}): rank {self.comm.rank} cannot write its file: {error}")
         if not written:
             raise OSError(f"save({str(self.folder)!r}): another rank cannot write its file; see its error.")
         for other in self._steps() - {step}:
@@ -60,39 +69,51 @@ class Folder:
 
     def newest(self) -> int | None:
         """Return the last step whose files are whole on every rank. Raise if no file fits this run."""
-        own = self._steps()
-        damaged = {step: damage for step in own if (damage := find_damage(self._path(step)))}
-        sizes = {int(found[3]) for found in self._files()}
-        other = 0 if own else max(sizes, default=0)
-        steps = sorted(own - damaged.keys())[-_SAVED:]
-        rows = self.comm.tell([len(damaged), other, *[step + 1 for step in steps]]).wait()
-        newest = max(self._common([row[2:] for row in rows]), default=-1)
+        own, damaged, whole = self._steps(), dict[int, str](), -1
+        other = 0 if own else max((int(found[3]) for found in self._files()), default=0)
+        while True:  # only a file that every rank has is worth its checksums
+            steps = sorted(own)[-_SAVED:]
+            rows = self.comm.tell([len(damaged), other, *[step + 1 for step in steps]]).wait()
+            newest = max(self._common([row[2:] for row in rows]), default=-1)
+            if newest in (whole, -1):
+                break
+            whole = newest
+            if damage := find_damage(self._path(newest)):
+                damaged[newest] = damage
+                own.remove(newest)
         if newest < 0:
             self._refuse(rows, damaged)
         seen = {word - 1 for row in rows for word in row[2:] if word} | damaged.keys()
         if ignored := sorted(step for step in seen if step > newest):
             self._say(ignored[-1], newest, rows)
-        for step in own if newest >= 0 else ():
+        for step in own | damaged.keys() if newest >= 0 else ():
             if step > newest:  # the run writes it again
                 self._path(step).unlink(missing_ok=True)
         return None if newest < 0 else newest
 
     def read(self, step: int) -> State:
-        return read_state(self._path(step))
+        """Return this rank's state from a file that `newest` has found whole."""
+        try:
+            return load_plain(self._path(step))
+        except ValueError as error:
+            where = f"load({str(self.folder)!r}): rank {self.comm.rank}"
+            raise CheckpointMismatch(f"{where} cannot read its file of step {step}: {error}") from error
 
     def _refuse(self, rows: Sequence[Sequence[int]], damaged: dict[int, str]) -> None:
         where = f"load({str(self.folder)!r})"
+        bad = max(rank + 1 if row[0] else 0 for rank, row in enumerate(rows))
+        words = [bad, max(row[1] for row in rows), int(any(any(row[2:]) for row in rows))]
+        bad, workers, fitting = map(max, zip(*tell_shards(words, self._mesh), strict=True))
         for step, reason in damaged.items():
             raise CheckpointMismatch(
                 f"{where}: rank {self.comm.rank}'s file of step {step} is damaged ({reason}), and there is "
                 "no other checkpoint: to start anew, name another folder."
             )
-        if bad := [rank for rank, row in enumerate(rows) if row[0]]:
-            raise CheckpointMismatch(f"{where}: the file of rank {bad[0]} is damaged: see its error.")
-        others = [row[1] for row in rows if row[1]]
-        if others and not any(any(row[2:]) for row in rows):
+        if bad:
+            raise CheckpointMismatch(f"{where}: the file of rank {bad - 1} is damaged: see its error.")
+        if workers and not fitting:
             raise CheckpointMismatch(
-                f"{where}: the checkpoint is of {others[0]} workers, this run has {self.comm.size}: start as "
+                f"{where}: the checkpoint is of {workers} workers, this run has {self.comm.size}: start as "
                 "many workers, or name another folder."
             )
 
@@ -119,13 +140,26 @@ class Folder:
     def _common(self, rows: Sequence[Sequence[int]]) -> set[int]:
         """Return the steps in all rows, each plus 1, on every shard of the model."""
         common = set.intersection(*map(set, rows)) - {0}
-        if self._mesh is not None:
-            for group in self._mesh.get_all_groups():
-                words = torch.tensor([*sorted(common), *[0] * WORDS][:WORDS], device=self._mesh.device_type)
-                others = [torch.empty_like(words) for _ in range(dist.get_world_size(group))]
-                dist.all_gather(others, words, group=group)
-                common = set.intersection(*[set(other.tolist()) for other in others]) - {0}
-        return {word - 1 for word in common}
+        shards = tell_shards([*sorted(common), *[0] * (WORDS - len(common))], self._mesh)
+        return {word - 1 for word in set.intersection(*map(set, shards)) - {0}}
+
+
+def find_mesh(model: nn.Module) -> DeviceMesh | None:
+    """Return the mesh over which the model is sharded, if it is."""
+    return next((p.device_mesh for p in model.parameters() if is_sharded(p)), None)
+
+
+def tell_shards(words: Sequence[int], mesh: DeviceMesh | None) -> list[list[int]]:
+    """Return the words of every shard of this replica. There are as many on each."""
+    rows = [list(words)]
+    if mesh is None:
+        return rows
+    for group in mesh.get_all_groups():
+        own = torch.tensor(rows, device=mesh.device_type)
+        others = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(others, own, group=group)
+        rows = [row for other in others for row in other.tolist()]
+    return rows
 
 
 def capture(sync: Run, others: Mapping[str, Savable]) -> State:
@@ -140,6 +174,23 @@ def capture(sync: Run, others: Mapping[str, Savable]) -> State:
     }
 
 
+def plain(value: Any, where: str = "") -> Any:
+    """Return the value with numbers of NumPy as those of Python. Raise if `weights_only` would refuse it."""
+    kind, inside = type(value), f"{where}[{{!r}}]" if where else "{}"
+    if kind.__module__ == "numpy" and hasattr(value, "item") and not value.shape:
+        value, kind = value.item(), type(value.item())
+    if kind in (dict, OrderedDict):
+        return kind((plain(key, where), plain(item, inside.format(key))) for key, item in value.items())
+    if kind in (list, tuple, set):
+        return kind(plain(item, inside.format(i)) for i, item in enumerate(value))
+    if kind not in _PLAIN and kind not in get_safe_globals():
+        raise TypeError(
+            f"{where} is a {kind.__module__}.{kind.__qualname__}, which torch.load(weights_only=True) "
+            "refuses: keep numbers, strings, tensors, lists and dicts in it."
+        )
+    return value
+
+
 def restore(sync: Run, state: State, others: Mapping[str, Savable]) -> None:
     """Put back what `capture` returned. Every rank calls it. Raises before the model changes."""
     sync.load_state_dict(state["sync"])
@@ -151,8 +202,8 @@ def restore(sync: Run, state: State, others: Mapping[str, Savable]) -> None:
         _set_random_states(state["rng"], sync.model)
 
 
-def _check(state: State, others: Iterable[str], model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-    """Raise unless weights, buffers and optimizers fit, and the state of each of the others is there."""
+def _check(state: State, others: Collection[str], model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+    """Raise unless weights, buffers and optimizers fit, and the others are those that were saved."""
     saved, own = (
         {name: (list(t.shape), t.dtype) for name, t in tensors.items()}
         for tensors in (state["model"], {name: local(t) for name, t in _tensors(model).items()})
@@ -170,6 +221,10 @@ def _check(state: State, others: Iterable[str], model: nn.Module, optimizers: Se
     if missing := [name for name in others if name not in state["others"]]:
         raise CheckpointMismatch(
             f"load({missing[0]}=...): the checkpoint was saved without it: pass it to save(), too."
+        )
+    if unused := [name for name in state["others"] if name not in others]:
+        raise CheckpointMismatch(
+            f"load(): the checkpoint was saved with {unused[0]}=...: pass it to load(), too."
         )
 
 

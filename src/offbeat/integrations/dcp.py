@@ -9,6 +9,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from offbeat.base.clock import State
+from offbeat.base.errors import CheckpointMismatch
+from offbeat.base.files import load_plain
 from offbeat.engine import saving
 from offbeat.engine.run import Savable
 from offbeat.engine.synchronizer import Synchronizer
@@ -43,10 +45,13 @@ class Stateful:
     def state_dict(self) -> State:
         """Return all that this rank needs to continue, as bytes under a name of its own."""
         file = io.BytesIO()
-        torch.save(saving.capture(self.sync, self.others), file)
+        torch.save(saving.plain(saving.capture(self.sync, self.others)), file)
         return {self._key: file.getvalue()}
 
     def load_state_dict(self, state: State) -> None:
         """Continue from what `state_dict` returned on this rank. Every rank calls it."""
-        saved = torch.load(io.BytesIO(state[self._key]), weights_only=True)
+        try:
+            saved = load_plain(io.BytesIO(state[self._key]))
+        except ValueError as error:
+            raise CheckpointMismatch(f"dcp.load(): {self._key} cannot read its state: {error}") from error
         saving.restore(self.sync, saved, self.others)
