@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from collections.abc import Callable
@@ -25,10 +26,16 @@ def quietly(local_sgd: Any) -> None:
 class Run:
     """Model, optimizer, scheduler and loader of a script for accelerate, and its loop."""
 
-    def __init__(self, *, adam: bool = False, accumulate: int = 1, wrap: bool = True, seed: int = 0) -> None:
-        from accelerate import Accelerator
+    def __init__(
+        self, *, adam: bool = False, accumulate: int = 1, wrap: bool = True, seed: int = 0, **config: Any
+    ) -> None:
+        from accelerate import Accelerator, DataLoaderConfiguration
 
-        self.accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulate)
+        self.accelerator = Accelerator(
+            cpu=True,
+            gradient_accumulation_steps=accumulate,
+            dataloader_config=DataLoaderConfiguration(**config),
+        )
         torch.manual_seed(seed)
         model = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Dropout(0.1 if adam else 0.0), nn.Linear(8, 1))
         optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -139,30 +146,32 @@ def test_replicas_drift_and_are_equal_to_the_bit_after_a_round(runs: list[dict[s
 
 
 def resume(folder: str) -> dict[str, Any]:
-    """One run that saves its fifth step, and one that continues from there."""
+    """One run that saves its sixth step, in its second epoch, and one that continues from there."""
     from accelerate import skip_first_batches
 
     from offbeat.integrations.accelerate import LocalSGD
 
     def train(load: bool) -> dict[str, Tensor]:
-        run, seen = Run(adam=True), 0
+        run = Run(adam=True, accumulate=2, use_seedable_sampler=True, data_seed=0)
         torch.manual_seed(run.accelerator.process_index)  # for the dropout
-        torch.manual_seed(run.accelerator.process_index)
         with LocalSGD(run.accelerator, run.model, method="eager_diloco(every=2)") as local_sgd:
             sync = local_sgd.sync
             assert sync is not None
-            if load and sync.load(folder, scheduler=run.scheduler):
-                seen = sync.steps
-            for x, y in skip_first_batches(run.loader, seen):
-                run.accelerator.backward(nn.functional.mse_loss(run.model(x), y))
-                run.optimizer.step()
-                run.scheduler.step()
-                run.optimizer.zero_grad()
-                local_sgd.step()
-                if sync.steps == 5 and not load:
-                    sync.save(folder, scheduler=run.scheduler)
+            assert not load or sync.load(folder, scheduler=run.scheduler)
+            first, done = divmod(sync.steps, math.ceil(len(run.loader) / 2))
+            for epoch in range(first, 3):
+                run.loader.set_epoch(epoch)
+                for x, y in skip_first_batches(run.loader, done * 2) if epoch == first else run.loader:
+                    with run.accelerator.accumulate(run.model):
+                        run.accelerator.backward(nn.functional.mse_loss(run.model(x), y))
+                        run.optimizer.step()
+                        run.scheduler.step()
+                        run.optimizer.zero_grad()
+                        local_sgd.step()
+                    if sync.steps == 6 and run.accelerator.sync_gradients and not load:
+                        sync.save(folder, scheduler=run.scheduler)
         rates = torch.tensor(run.scheduler.get_last_lr())
-        return {**run.weights(), "lr": rates, "seen": torch.tensor(seen)}
+        return {**run.weights(), "lr": rates, "place": torch.tensor([first, done, sync.steps])}
 
     return {"whole": train(False), "resumed": train(True)}
 
@@ -170,7 +179,7 @@ def resume(folder: str) -> dict[str, Any]:
 def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(runs: list[dict[str, Any]]) -> None:
     for rank in runs:
         whole, resumed = rank["resume"]["whole"], rank["resume"]["resumed"]
-        assert (whole.pop("seen"), resumed.pop("seen")) == (0, 5)
+        assert (whole.pop("place").tolist(), resumed.pop("place").tolist()) == ([0, 0, 12], [1, 2, 12])
         torch.testing.assert_close(resumed, whole, rtol=0, atol=0)
 
 

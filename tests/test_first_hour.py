@@ -498,10 +498,14 @@ def test_ctrl_c_is_one_line_at_any_moment(moment: str) -> None:
     command = [sys.executable, "-m", "offbeat", "plan", "wagma()", "ssd_sgd()", *cluster, "--steps", "100000"]
     options: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "env": PLAIN}
     process = subprocess.Popen(command, start_new_session=True, **options)
-    about = Path(f"/proc/{process.pid}")
-    while "libtorch_cpu" not in (about / "maps").read_text():
-        time.sleep(0.01)
-    while moment == "plan" and sum(map(int, (about / "stat").read_text().split()[13:15])) < 300:  # 3 s of CPU
+    about, deadline = Path(f"/proc/{process.pid}"), time.monotonic() + 120
+
+    def reached() -> bool:
+        if moment == "import":
+            return "libtorch_cpu" in (about / "maps").read_text()
+        return sum(map(int, (about / "stat").read_text().split()[13:15])) >= 300  # 3 s of CPU
+
+    while process.poll() is None and time.monotonic() < deadline and not reached():
         time.sleep(0.01)
     process.send_signal(signal.SIGINT)
     out, error = process.communicate(timeout=60)

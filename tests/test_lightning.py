@@ -92,6 +92,7 @@ def test_two_processes_are_started_by_the_trainer(
         strategy = runs.OffbeatStrategy("local_sgd(every=5)", start_method="fork")
         save = runs.ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=4, save_last=last)
         runs.fit(strategy, save, model=model, **options)
+        assert strategy.sync is None, "it is in the processes that were started"
         return {path.name for path in tmp_path.iterdir()}
 
     model, again, longer, one, other = (runs.Regression() for _ in range(5))

@@ -20,7 +20,7 @@ from offbeat.app.commands.report import caption
 from offbeat.app.commands.study import with_period
 from offbeat.app.report.page import collect, render
 from offbeat.app.runs import summary
-from offbeat.app.runs.folder import CheckpointStore, Record, cut, entries, log_path, prepare
+from offbeat.app.runs.folder import CheckpointStore, Record, cut, entries, log_path, prepare, write_whole
 from offbeat.app.runs.launch import launch
 from offbeat.app.runs.loop import LOOK, Stop
 from offbeat.app.runs.setting import Setting, check
@@ -49,6 +49,13 @@ def test_a_torn_log_can_be_read_and_cut(tmp_path: Path) -> None:
     skipped: list[int] = []
     assert len(list(entries(path, skipped=skipped))) == 6
     assert skipped == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_text_that_cannot_be_written_leaves_nothing_behind(tmp_path: Path) -> None:
+    write_whole(tmp_path / "a.json", "first")
+    with pytest.raises(UnicodeEncodeError):
+        write_whole(tmp_path / "a.json", "second \ud800")
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"a.json": "first"}
 
 
 def test_a_long_run_writes_one_line_for_several_steps(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import random
 import zipfile
 from collections import OrderedDict, defaultdict
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 import offbeat
+from offbeat.base.files import load_plain, write_state
 
 STEPS, AT = 7, 4
 # An anchor, a message in the air, a server, groups of workers, a wait-free method, a schedule that measures.
@@ -97,7 +99,7 @@ def sharded(comm: offbeat.Communicator, folder: str) -> tuple[list[Tensor], list
         ends.append([p.to_local().detach().clone() for p in model.parameters()])
         model, opt, sync = make()
         assert sync.load(folder)
-    files = len(list(Path(folder).iterdir()))
+    files = len(list(Path(folder).glob("*.pt")))
     said = []
     (own,) = Path(folder).glob(f"*-rank-{replica}-*-shard-{mesh['shard'].get_local_rank()}.pt")
     blocked = Path(folder) / f"blocked-{comm.rank}"
@@ -214,6 +216,32 @@ def test_a_torn_file_is_ignored_if_there_is_another_checkpoint(
     assert "because rank 0 has no whole file of it; there is no earlier one." in caplog.text
 
 
+def test_tensors_return_to_a_device_of_this_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Saved on a GPU that this process does not use. "meta" stands for the device that it does use."""
+
+    def devices(saved: str, *own: str) -> str:
+        monkeypatch.setattr("torch.serialization.location_tag", lambda storage: saved)
+        write_state(tmp_path / "state.pt", {"x": torch.ones(3)})
+        return str(load_plain(tmp_path / "state.pt", own)["x"].device)
+
+    assert devices("cuda:7") == "cpu"
+    assert devices("cuda:7", "meta") == "meta"
+    assert devices("cpu", "meta") == "cpu"
+
+
+def test_a_file_and_its_name_are_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names, flush = [], os.fsync
+
+    def see(descriptor: int) -> None:
+        names.append((os.stat(descriptor).st_ino, [path.name for path in tmp_path.iterdir()]))
+        flush(descriptor)
+
+    monkeypatch.setattr("os.fsync", see)
+    write_state(tmp_path / "state.pt", {})
+    inodes = [path.stat().st_ino for path in (tmp_path / "state.pt", tmp_path)]
+    assert names == [(inodes[0], [f".state.pt.{os.getpid()}"]), (inodes[1], ["state.pt"])]
+
+
 def test_each_file_is_checked_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def worker(comm: offbeat.Communicator) -> None:
         run = Run(comm, "local_sgd(every=3)", "momentum", seed=0)
@@ -300,26 +328,32 @@ def test_what_does_not_fit_is_said(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_is_one_sentence_on_every_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(state: object, file: Any) -> None:
-        raise RuntimeError("no space left")
+    """Of rank 1 only: first its disk is full, then its folder cannot be made."""
+    blocked, save = tmp_path / "file" / "folder", torch.save
 
-    def worker(comm: offbeat.Communicator) -> str:
-        run = Run(comm, "local_sgd(every=3)", "momentum", seed=0)
+    def full(state: object, file: Any) -> None:
+        if "step-2-rank-1" in file.name:
+            raise RuntimeError("no space left")
+        save(state, file)
+
+    def worker(comm: offbeat.Communicator) -> list[str]:
+        run, said = Run(comm, "local_sgd(every=3)", "momentum", seed=0), []
         run.go(0, 1)
         run.sync.save(tmp_path)
-        if comm.rank == 1:
-            monkeypatch.setattr("torch.save", full)
-        run.go(1, 2)
-        try:
-            run.sync.save(tmp_path)
-        except OSError as error:
-            return str(error)
-        return ""
+        for step in (1, 2):
+            run.go(step, step + 1)
+            with pytest.raises(OSError, match=r"^save\(") as error:
+                run.sync.save(blocked if step == 2 and comm.rank == 1 else tmp_path)
+            said.append(str(error.value))
+        return said
 
+    monkeypatch.setattr("torch.save", full)
+    blocked.parent.touch()
+    theirs, ours = offbeat.simulate(worker, 2)
     where = f"save({str(tmp_path)!r})"
-    answers = offbeat.simulate(worker, 2)
-    assert answers[1] == f"{where}: rank 1 cannot write its file: no space left"
-    monkeypatch.undo()
+    assert theirs == [f"{where}: another rank cannot write its file; see its error."] * 2
+    assert ours[0] == f"{where}: rank 1 cannot write its file: no space left"
+    assert ours[1].startswith(f"save({str(blocked)!r}): rank 1 cannot write its file: ")
     assert begin(tmp_path, "local_sgd(every=3)") == [1, 1]
 
 

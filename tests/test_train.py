@@ -369,8 +369,10 @@ def test_the_lab_runs_any_command_counts_its_bytes_and_leaves_nothing(tmp_path: 
     assert done.returncode == 0, done.stderr
     runs = json.loads(done.stdout)
     assert all(1_000_000 < run["sent"] < 1_200_000 for run in runs)
-    shown = offbeat("lab", "--workers", "2", "--", "sh", "-c", "echo this is rank $RANK")
-    assert "this is rank 0" in shown.stdout
+    words = ["--link", "50mbit,0ms", "--", "sh", "-c", "echo this is rank $RANK"]
+    shown = offbeat("lab", "--workers", "2", *words)
+    assert "this is rank 0" in shown.stdout, shown.stderr
+    assert "Lab(2, rate='50mbit')" in shown.stdout
     assert "as the kernel counted" in shown.stdout
     failing = offbeat("lab", "--workers", "2", "--", sys.executable, "-c", "raise SystemExit('no')")
     assert failing.returncode == 1

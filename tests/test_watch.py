@@ -21,6 +21,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import offbeat
+from offbeat.engine.watch import Watch
 
 STEPS = 20
 DDP = (
@@ -104,7 +105,26 @@ def many(comm: offbeat.Communicator) -> dict[str, list[str]]:
     fully_shard(sharded, mesh=mesh["shard"])
     said["sharded"] = train(comm, sharded, group=mesh["replica"], rank=mesh["replica"].get_local_rank())
     said["same data"] = train(comm, linear(), rank=0)
+    fail(comm, linear())
     return said
+
+
+def fail(comm: offbeat.Communicator, model: nn.Module) -> None:
+    """A run that fails while calls are traced leaves torch and the optimizer as they were."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    before = dict(vars(ProcessGroup))
+    sync = offbeat.local_sgd(model, optimizer, every=8, group=comm)
+    assert optimizer._optimizer_step_post_hooks
+    for _ in range(14):
+        model(torch.ones(4, 3)).square().mean().backward()
+        dist.all_reduce(torch.ones(1))
+        sync.step()
+    assert (dict(vars(ProcessGroup)) == before) == (comm.rank > 0)
+    with pytest.raises(ZeroDivisionError):
+        sync.step(lambda: 1 / 0)
+    assert dict(vars(ProcessGroup)) == before
+    assert Watch._tracing is None
+    assert not optimizer._optimizer_step_post_hooks
 
 
 @pytest.mark.slow

@@ -7,12 +7,14 @@ import pickle
 import re
 import zipfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import torch
+from torch.serialization import default_restore_location
 
 from offbeat.base.clock import State
 
@@ -31,6 +33,11 @@ def replacing(path: Path) -> Iterator[Path]:
         with beside.open("rb") as file:
             os.fsync(file.fileno())
         beside.replace(path)
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)  # the new name, too
+        finally:
+            os.close(folder)
     finally:
         beside.unlink(missing_ok=True)
 
@@ -66,12 +73,20 @@ def read_state(path: Path) -> State:
     return load_plain(path)
 
 
-def load_plain(file: Path | BinaryIO) -> State:
-    """Return the state in a whole file; a ValueError says in one sentence why torch refuses it."""
+def load_plain(file: Path | BinaryIO, devices: Sequence[str] = ()) -> State:
+    """Return the state in a whole file; a ValueError says in one sentence why torch refuses it.
+
+    Tensors return to their devices. Those of a device that is not among `devices` go to the first of them.
+    """
     try:
-        state: State = torch.load(file, map_location="cpu", weights_only=True)
+        state: State = torch.load(file, map_location=partial(_place, devices), weights_only=True)
     except _DAMAGED as error:
         foreign = re.search(r"GLOBAL (\S+)", str(error))  # torch says so in many lines with colours
         holds = f"it holds a {foreign[1]}, and files are read with weights_only=True" if foreign else None
         raise ValueError(holds or str(error).partition("\n")[0]) from error
     return state
+
+
+def _place(devices: Sequence[str], storage: Any, saved: str) -> Any:
+    place = saved if saved in ("cpu", *devices) else next(iter(devices), "cpu")
+    return default_restore_location(storage, place)  # type: ignore[no-untyped-call]

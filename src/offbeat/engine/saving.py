@@ -45,7 +45,7 @@ class Folder:
 
     def __init__(self, folder: str | Path, comm: Communicator, model: nn.Module) -> None:
         self.folder, self.comm = Path(folder), comm
-        self._mesh = find_mesh(model)
+        self._mesh, self.devices = find_mesh(model), [*map(str, _devices(model))]
         self.shard = ""
         if self._mesh is not None:
             self.shard = "-shard-" + ".".join(map(str, self._mesh.get_coordinate() or ()))
@@ -94,7 +94,7 @@ class Folder:
     def read(self, step: int) -> State:
         """Return this rank's state from a file that `newest` has found whole."""
         try:
-            return load_plain(self._path(step))
+            return load_plain(self._path(step), self.devices)
         except ValueError as error:
             where = f"load({str(self.folder)!r}): rank {self.comm.rank}"
             raise CheckpointMismatch(f"{where} cannot read its file of step {step}: {error}") from error

@@ -281,6 +281,9 @@ class Synchronizer(Run):
             raise RuntimeError(f"{call}: a step is under way: call after_step() first.")
 
     def _leave(self, error: BaseException) -> None:
+        if self._watch is not None:
+            self._watch.close()
+            self._watch = None
         for part in self._releasing:
             part.release()
         for part in self.parts:

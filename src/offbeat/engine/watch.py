@@ -118,6 +118,7 @@ class Watch:
         self._hooks = []
         for name, own in self._replaced.items():
             setattr(ProcessGroup, name, own)
+        self._replaced = {}
         if Watch._tracing is self:
             Watch._tracing = None
 

@@ -39,8 +39,8 @@ class Stateful:
         if model is not sync.model or [*map(id, optimizers)] != [*map(id, sync.optimizers)]:
             raise ValueError("Stateful(model, optimizer, sync): pass those that sync was made with.")
         self.sync, self.others = sync, others
-        shard = saving.Folder("", sync._comm, model).shard
-        self._key = f"rank-{sync._comm.rank}{shard}"
+        place = saving.Folder("", sync._comm, model)
+        self._key, self._devices = f"rank-{sync._comm.rank}{place.shard}", place.devices
 
     def state_dict(self) -> State:
         """Return all that this rank needs to continue, as bytes under a name of its own."""
@@ -51,7 +51,7 @@ class Stateful:
     def load_state_dict(self, state: State) -> None:
         """Continue from what `state_dict` returned on this rank. Every rank calls it."""
         try:
-            saved = load_plain(io.BytesIO(state[self._key]))
+            saved = load_plain(io.BytesIO(state[self._key]), self._devices)
         except ValueError as error:
             raise CheckpointMismatch(f"dcp.load(): {self._key} cannot read its state: {error}") from error
         saving.restore(self.sync, saved, self.others)

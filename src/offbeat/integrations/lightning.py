@@ -29,8 +29,9 @@ class OffbeatStrategy(pl.strategies.DDPStrategy):  # type: ignore[misc]
         trainer = Trainer(strategy=OffbeatStrategy("diloco(every=64)"), devices=2)
 
     `options` are those of Lightning's DDPStrategy that are not for DDP itself, such as `start_method`. While
-    `fit` runs and afterwards, `sync` is the synchronizer. Validation and checkpoints have the averaged
-    weights. Beside `x.ckpt`, the folder `x.ckpt.offbeat` has a file for each rank, from which `fit` resumes.
+    `fit` runs and afterwards, `sync` is the synchronizer; with `start_method="fork"` or "spawn", it is None
+    in the process that calls `fit`. Validation and checkpoints have the averaged weights. Beside `x.ckpt`,
+    the folder `x.ckpt.offbeat` has a file for each rank, from which `fit` resumes.
     """
 
     def __init__(self, method: str = "diloco", **options: Any) -> None:

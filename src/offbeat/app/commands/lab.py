@@ -28,7 +28,7 @@ def run(given: SimpleNamespace) -> int:
         if given.link is not None and parse_link(given.link).latency:
             reason = "the links of a lab have only a rate, such as 100mbit."
             raise BadArgument("link", given.link, reason)
-        cluster = Lab(given.workers, rate=given.link)
+        cluster = Lab(given.workers, rate=given.link and given.link.partition(",")[0].strip())
         if given.timeout is not None:
             check_number("timeout", given.timeout, LONGEST, "a positive number of seconds")
     with interruptible(), cluster:

@@ -22,7 +22,7 @@ from offbeat.app.runs.frames import FULL
 from offbeat.app.runs.schema import ORIGIN_FILE, SETTING_FILE, Entry, read_entry, read_json
 from offbeat.app.runs.setting import Setting
 from offbeat.base.errors import BadArgument, CheckpointMismatch, OffbeatError
-from offbeat.base.files import delete_torn, read_state, write_state
+from offbeat.base.files import delete_torn, read_state, replacing, write_state
 from offbeat.tasks import Task
 
 SETTING, ORIGIN, MODEL = "setting.json", "origin.json", "model.pt"
@@ -32,9 +32,8 @@ LINES = 2000  # of steps in a log, at most; in a longer run, each covers several
 
 def write_whole(path: Path, text: str) -> None:
     """Replace the file in one piece: a reader sees all of the old text or all of the new."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    beside.write_text(text)
-    beside.replace(path)
+    with replacing(path) as beside:
+        beside.write_text(text)
 
 
 def prepare(folder: Path, setting: Setting, task: Task, *, command: Sequence[str] = ()) -> None:
