@@ -243,6 +243,7 @@ COPIED = {
     "Plan": "plan",
     "Simulation": "simulate",
     "Memory": "memory",
+    "Frameworks": "frameworks",
     "Real workers": "waitfree",
     "Simulated workers": "waitfree",
 }
