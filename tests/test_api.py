@@ -155,3 +155,11 @@ def test_errors_are_one_tree() -> None:
     drawn = re.findall(r"^[├└]── (\w+) ", offbeat.base.errors.__doc__ or "", re.MULTILINE)
     assert sorted(["OffbeatError", *drawn]) == sorted(defined)
     assert issubclass(offbeat.OffbeatError, RuntimeError)
+
+
+@pytest.mark.parametrize("first", ["import offbeat.simulate", "from offbeat.plan import predict"])
+def test_a_package_does_not_hide_the_function_of_its_name(first: str) -> None:
+    """Public names are imported when the first is used, perhaps after the packages that have them."""
+    code = f"{first}\nimport offbeat\nprint(offbeat.simulate(lambda comm: comm.size, 2))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.stdout, done.stderr) == ("[2, 2]\n", "")

@@ -1,6 +1,8 @@
 """Train one PyTorch model on many workers that rarely communicate."""
 
+import sys as _sys
 from importlib import import_module as _import_module
+from types import ModuleType as _ModuleType
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 
 __version__ = "0.1.0"
@@ -9,6 +11,14 @@ if _TYPE_CHECKING:
     from offbeat.names import *  # noqa: F403
     from offbeat.names import __all__ as __all__
 else:
+
+    class _Package(_ModuleType):
+        def __setattr__(self, name: str, value: object) -> None:
+            """An import of the package `offbeat.simulate` must not hide the function of that name."""
+            if name != "simulate" or not isinstance(value, _ModuleType):
+                super().__setattr__(name, value)
+
+    _sys.modules[__name__].__class__ = _Package
 
     def __getattr__(name: str) -> object:
         """Import all names once one of them is used, so that `offbeat --version` need not wait for torch."""
