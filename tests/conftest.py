@@ -7,6 +7,7 @@ import os
 import threading
 import traceback
 from collections.abc import Callable, Iterator
+from math import inf
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch.multiprocessing as mp
 from ports import free_port
 
 import offbeat
+from offbeat.app.commands import progress
 
 SIZE = 4
 PATIENCE = 240  # seconds; less than the time limit of a test
@@ -35,6 +37,12 @@ def processes() -> Any:
 def any_width(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tables have their own width: pytest-xdist sets that of a terminal for its workers."""
     monkeypatch.delenv("COLUMNS", raising=False)
+
+
+@pytest.fixture(autouse=True)
+def no_lines_of_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A command that takes long on a busy machine would print some."""
+    monkeypatch.setattr(progress, "LINE", inf)
 
 
 class Pool:
