@@ -209,7 +209,7 @@ def test_a_torn_file_is_ignored_if_there_is_another_checkpoint(
     other.write_bytes(other.read_bytes()[:-100])
     mine, theirs = begin(tmp_path)
     assert mine.startswith(f"load({str(tmp_path)!r}): rank 0's file of step 2 is damaged (")
-    assert mine.endswith("), and there is no other checkpoint: to start anew, name another folder.")
+    assert mine.endswith("), and there is no other checkpoint: to start over, name another folder.")
     assert theirs == f"load({str(tmp_path)!r}): the file of rank 0 is damaged: see its error."
     other.unlink()
     assert begin(tmp_path) == ["nothing"] * 2

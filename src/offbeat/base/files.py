@@ -43,7 +43,7 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def write_state(path: Path, state: State) -> None:
-    """Write a state in one piece: whoever reads the file sees all of it or none."""
+    """Write a state atomically: a reader sees all of the file, or none of it."""
     with replacing(path) as beside, beside.open("wb") as file:
         torch.save(state, file)
 

@@ -107,7 +107,7 @@ class Folder:
         for step, reason in damaged.items():
             raise CheckpointMismatch(
                 f"{where}: rank {self.comm.rank}'s file of step {step} is damaged ({reason}), and there is "
-                "no other checkpoint: to start anew, name another folder."
+                "no other checkpoint: to start over, name another folder."
             )
         if bad:
             raise CheckpointMismatch(f"{where}: the file of rank {bad - 1} is damaged: see its error.")

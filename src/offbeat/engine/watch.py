@@ -202,7 +202,7 @@ def find_ddp(model: nn.Module) -> bool:
 
 
 class DriftWatch:
-    """Looks at the first rounds of real workers for such that stay equal although they step."""
+    """Looks at the first rounds for real workers that stay equal although they train."""
 
     def __init__(self) -> None:
         self._rounds = self._equal = 0

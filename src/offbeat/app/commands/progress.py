@@ -4,7 +4,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
@@ -42,30 +42,41 @@ def follow_progress(folders: Sequence[Path], *, quiet: bool = False) -> Iterator
         return
     console = Console(stderr=True)
     progress = Progress(*line_columns(console.width), console=console, disable=not console.is_terminal)
-    followers = [Follower(folder, progress) for folder in folders]
-    over, due = threading.Event(), time.monotonic() + LINE
+    followers, start = [Follower(folder, progress) for folder in folders], time.monotonic()
+    due = start + LINE
+
+    def look(last: bool) -> None:
+        nonlocal due
+        for follower in followers:
+            follower.poll()
+        now = time.monotonic()
+        if not console.is_terminal and now > due and not last:
+            due = now + max(LINE, (now - start) / 10)
+            for follower in followers:
+                follower.print_line()
+
+    with progress, calling(look, LOOK):
+        yield
+
+
+@contextmanager
+def calling(look: Callable[[bool], None], seconds: float) -> Iterator[None]:
+    """Call `look(False)` every so many seconds in a thread, and `look(True)` when the block ends."""
+    over = threading.Event()
 
     def follow() -> None:
-        nonlocal due
-        last, start = False, time.monotonic()
+        last = False
         while not last:
-            last = over.wait(LOOK)
-            for follower in followers:
-                follower.poll()
-            now = time.monotonic()
-            if not console.is_terminal and now > due and not last:
-                due = now + max(LINE, (now - start) / 10)
-                for follower in followers:
-                    follower.print_line()
+            last = over.wait(seconds)
+            look(last)
 
     thread = threading.Thread(target=follow, daemon=True)
-    with progress:
-        thread.start()
-        try:
-            yield
-        finally:
-            over.set()
-            thread.join()
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
 
 
 def track(items: Sequence[T], what: str, *, quiet: bool = False) -> Iterator[T]:
@@ -136,10 +147,8 @@ class Follower:
         self._sent = 0
         self._steps: deque[Entry] = deque(maxlen=50)
         self._round: Entry = {}
-        self._start, self._first = (
-            time.monotonic(),
-            (0, 0.0),
-        )  # the step and time of the first look that saw any
+        self._start = time.monotonic()
+        self._first = (0, 0.0)  # the step and time of the first look that saw any
         self.bar: TaskID = progress.add_task(
             self.name, total=setting.steps, bar=self._bar(), status=self._status()
         )

@@ -1,13 +1,12 @@
 """Logs for TensorBoard, written while the run writes its own."""
 
 import shutil
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from offbeat.app.commands.progress import Tail
+from offbeat.app.commands.progress import Tail, calling
 from offbeat.app.runs.folder import log_path, setting_of
 
 LOOK = 1.0  # seconds between looks at the logs
@@ -15,23 +14,12 @@ LOOK = 1.0  # seconds between looks at the logs
 
 @contextmanager
 def follow_logs(place: Path) -> Iterator[None]:
-    """Write all lines of the logs, and then the new ones in a thread. A resumed run is written anew."""
+    """Write all lines of the logs, and then the new ones in a thread. A resumed run is written again."""
     writer = _Writer(place)
-    over = threading.Event()
-
-    def follow() -> None:
-        last = False
-        while not last:
-            last = over.wait(LOOK)
-            writer.poll()
-
-    thread = threading.Thread(target=follow, daemon=True)
-    thread.start()
     try:
-        yield
+        with calling(lambda last: writer.poll(), LOOK):
+            yield
     finally:
-        over.set()
-        thread.join()
         writer.close()
 
 
