@@ -20,7 +20,7 @@ from offbeat.engine.agreement import OWN, copy_state
 from offbeat.engine.buckets import choose_sender
 from offbeat.engine.extras import BufferRule, MomentRule, Payload, digest_names
 from offbeat.engine.optimizers import read_rates
-from offbeat.engine.part import Landing, Part, check_drift, check_reducer, check_update
+from offbeat.engine.part import Landing, Part, check_drift, check_reducer, check_update, find_unshared
 from offbeat.engine.report import Emit, Ledger
 from offbeat.engine.round import NO_WEIGHT, Delay, Rhythm, Round
 from offbeat.engine.sender import Sender
@@ -37,8 +37,7 @@ class Exchange(Part):
     `delay` is the number of local steps between sending and applying. With "round", or if the next round
     comes first, the mean lands just before that. Gradients: each step sends its own and uses the mean that
     lands in it, or its own if nothing lands; a delay costs one more copy of them. `buffers` and `moments` say
-    what happens to the model's buffers and the optimizer's moments in the same round. `drift=False` saves the
-    pass over the model that measures the drift.
+    what happens to buffers and the optimizer's moments in a round. `drift=False` saves a pass over the model.
 
         Exchange(params(model), when=Every(8), update=Correct(), delay=4)
     """
@@ -76,6 +75,7 @@ class Exchange(Part):
         self._rates: tuple[float, ...] = ()  # of every live tensor in the last step, that of its own group
         self._weight = NO_WEIGHT  # of this worker's contribution: samples since the last round
         self.weighs = self.reduce.agrees and self.update.weighs
+        self.unshared = find_unshared(self.update, self.reduce, delay, self.peers)
 
     def __repr__(self) -> str:
         return (

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from offbeat.among import Peers
+from offbeat.among import Peers, Subgroups, World
 from offbeat.base.clock import Clock, State
 from offbeat.base.tensors import Live
 from offbeat.comm.communicator import Communicator, Metered
@@ -43,6 +43,8 @@ class Part:
     sender: Sender | None = None  # what its payloads leave through
     saved_every: int = 1  # its state can be saved after every so many steps
     totals: Totals = Totals()  # what the run has cost this worker; its synchronizer sets it
+    # Why only the worker that saved its state can continue from it. None: any can, see `transfer.share`.
+    unshared: str | None = "a part keeps state that may differ between workers"
 
     def bind(self, index: int, optimizers: Sequence[Optimizer], report: Emit) -> None:
         """Receive the place in the list, the optimizers, and the function that takes reports."""
@@ -178,6 +180,16 @@ def check_reducer(reduce: Reducer | None, update: Update, live: Live) -> Reducer
             "worker and by the residual, and sent twice; use gain=1.0, or leave out the feedback."
         )
     return chosen
+
+
+def find_unshared(update: Update, reduce: Reducer, delay: Delay, peers: Peers) -> str | None:
+    """Why an exchange of these has a state that only the worker that saved it can use; None if any can."""
+    alone = isinstance(peers, Subgroups) and peers.ranks == 1 and delay == 0
+    if not isinstance(peers, World) and not alone:
+        return "its workers meet in groups"
+    if update.anchors == "own":
+        return "each worker has an anchor of its own"
+    return None if reduce.agrees or delay == 0 else "each worker gets a mean of its own"
 
 
 def check_drift(drift: bool | None, when: Schedule, reduce: Reducer, live: Live) -> bool:

@@ -25,7 +25,7 @@ class PseudoSync(Part):
     reach rounds at different times. The first `warmup` iterations neither draw nor scale.
     """
 
-    weighs = True
+    weighs, unshared = True, None
 
     def __init__(
         self, exchange: Exchange, *, p: float, eta: float, warmup: int = 0, seed: int = 0, shared: bool = True

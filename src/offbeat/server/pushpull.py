@@ -40,6 +40,8 @@ class PushPull(Part):
         PushPull(params(model), every=5, warmup=500, local=GLU(alpha=2.0, beta=0.5))
     """
 
+    unshared = "each worker holds a slice of the server's weights"
+
     def __init__(
         self,
         live: Live,

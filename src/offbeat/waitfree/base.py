@@ -50,6 +50,7 @@ class Waitfree(Part):
     those are more.
     """
 
+    unshared = "its rounds do not wait for all workers"
     sidecars = False  # whether sidecars also run the blocking rounds
     handover: Handover
 
