@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import threading
 import traceback
 from collections.abc import Callable, Iterator
 from math import inf
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -26,10 +28,14 @@ PATIENCE = 240  # seconds; less than the time limit of a test
 torch.set_num_threads(1)
 
 
+@functools.cache
 def processes() -> Any:
-    """A context whose processes start quickly: they are forked from one that has imported torch only."""
+    """A context whose processes start quickly: they are forked from one that has only imported modules."""
     context = mp.get_context("forkserver")
-    context.set_forkserver_preload(["offbeat", "torch._dynamo"])
+    context.set_forkserver_preload(["preloaded"])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.path.dirname(__file__), prepend=os.pathsep)
+        forkserver.ensure_running()
     return context
 
 
