@@ -34,6 +34,8 @@ METHODS = [
     "diloco(every=3, lr=0.5, momentum=0.5, ramp=0, moments='reset', buffers='keep')",
     "eager_diloco(every=3, lr=0.5, momentum=0.625, ramp=1)",
     "diloco(every=3, lr=0.5, momentum=0.625, ramp=1, warmup=3)",
+    "desloc(every=2, first=3, second=4)",
+    "desloc(every=1)",
     "palsgd(every=4, p=0.5, eta=0.5, lr=0.5, momentum=0.5, ramp=0)",
     "palsgd(every=4, p=0.5, eta=0.5, lr=0.5, momentum=0.5, ramp=0, warmup=3)",
     "palsgd(every=4, p=0.5, eta=0.5, lr=0.5, momentum=0.5, ramp=0, shared=False, seed=1)",
@@ -133,6 +135,7 @@ class Law:
 
 TOO_SMALL = "ddp(reduce=Quantized(4))"
 FLOATS = {"optimizer": "momentum", "decay": 0.9}
+ADAMW = {"optimizer": "adamw", "decay": 0.9}
 
 LAWS = [
     # With plain SGD, averaging the parameters after every step is averaging the gradients.
@@ -153,6 +156,11 @@ LAWS = [
     Law("cocod(every=3, delay=2)", "local_sgd(every=3, delay=2, gain=1.0)", options=FLOATS),
     Law("local_sgd(every=3, gain=0.25)", "local_sgd(every=3)", options=FLOATS),
     Law("cocod(every=3, delay=0)", "local_sgd(every=3)"),
+    # Moments that come with the parameters, or never.
+    Law("desloc(every=3, first=3, second=3)", "local_sgd(every=3, moments='average')", options=ADAMW),
+    Law("desloc(every=3, first=3)", "local_sgd(every=3, moments='average')", options=FLOATS),
+    Law("desloc(every=3, first=Never(), second=Never())", "local_sgd(every=3)", options=ADAMW),
+    Law("desloc(every=2, first=6, second=12)", "desloc(every=Every(2))", options=ADAMW),
     # The outer step with rate 1 and no momentum is averaging; SlowMo at a constant rate is outer momentum.
     Law("diloco(every=3, lr=1.0, momentum=0.0)", "local_sgd(every=3)"),
     Law("slowmo(every=3, lr=1.0, momentum=0.0)", "local_sgd(every=3)"),
@@ -301,6 +309,7 @@ ALONE = [
     "qsr(alpha=0.5, base=2)",
     "adaptive(start=2, sample=5)",
     "cocod(every=3, delay=2)",
+    "desloc(every=1)",
     "wagma(every=3)",
     "eager_sgd(every=3)",
     "ddp(reduce=Quantized(4, least=1))",

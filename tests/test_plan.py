@@ -85,6 +85,7 @@ METHODS = [
     "diloco(every=8, reduce=Quantized(8))",
     "ddp(reduce=LowRank(4))",
     "palsgd(every=8, p=0.3, warmup=5)",
+    "desloc(every=4)",
 ]
 
 

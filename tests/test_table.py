@@ -54,7 +54,7 @@ def code(reduce: Any) -> Any:
 def run(comm: offbeat.Communicator, expression: str, model: type[nn.Module]) -> Seen:
     torch.manual_seed(comm.rank)
     net = model(seed=comm.rank)
-    opt = optimizer_for(net, "momentum")
+    opt = optimizer_for(net, "adamw" if expression.startswith("desloc") else "momentum")
     sync = offbeat.method(expression)(net, opt, group=comm)
     pulls = []
     for part in sync.parts:

@@ -6,7 +6,7 @@ from offbeat.among import Butterfly, Pairs, Peers, Subgroups, World
 from offbeat.base.clock import Clock
 from offbeat.base.errors import CheckpointMismatch, Deadlock, Disagreement, NotFinite, OffbeatError, PeerLost
 from offbeat.base.packed import Packed
-from offbeat.base.tensors import flatten, grads, params
+from offbeat.base.tensors import flatten, grads, moments, params
 from offbeat.comm.background import Solo
 from offbeat.comm.communicator import Communicator, Metered, Pending
 from offbeat.comm.throttled import Throttled
@@ -37,5 +37,5 @@ __all__ += ["Outer", "Overlap", "Packed", "Pairs", "Part", "PeerLost", "Peers", 
 __all__ += ["PushPull", "Quantized", "RandomBlock", "Rebase", "Recorded", "Reducer", "Replace", "Report"]
 __all__ += ["Schedule", "SlowMo", "Solo", "Stragglers", "Subgroups", "Synchronizer", "Then", "Throttled"]
 __all__ += ["TopK", "Torch", "Totals", "TwoLevel", "Uneven", "Update", "Virtual", "World"]
-__all__ += ["ddp_hook", "flatten", "grads", "method", "params", "simulate"]
+__all__ += ["ddp_hook", "flatten", "grads", "method", "moments", "params", "simulate"]
 __all__ += _methods.__all__

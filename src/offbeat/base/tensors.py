@@ -62,7 +62,7 @@ def trainable(model: nn.Module) -> dict[str, Tensor]:
 
 
 class Live:
-    """The tensors of an exchange: `params(model)` or `grads(model)`."""
+    """The tensors of an exchange: `params(model)`, `grads(model)` or `moments(model, ...)`."""
 
     early = False  # whether the exchange acts before the local step
     _call = "params"
@@ -78,6 +78,10 @@ class Live:
 
     def __repr__(self) -> str:
         return f"{self._call}({len(self.names)} tensors)"
+
+    def owners(self) -> dict[str, Tensor]:
+        """The parameters whose optimizer moments travel along, by name."""
+        return dict(zip(self.names, self.parameters, strict=True))
 
     def tensors(self) -> list[Tensor]:
         """The tensors themselves, to be written in place."""
@@ -147,6 +151,28 @@ class Gradients(Live):
                 p.grad = None
 
 
+class OptimizerState(Live):
+    """Entries of the optimizers' state, which exist after their first steps: every round looks them up.
+
+    They travel as the moments of other exchanges do, here without parameters.
+    """
+
+    _call = "moments"
+
+    def __init__(self, model: nn.Module, keys: Sequence[str]) -> None:
+        if not keys or not all(isinstance(key, str) and key for key in keys):
+            given = ", ".join(["model", *map(repr, keys)])
+            raise ValueError(f'moments({given}): name entries of the optimizer\'s state, such as "exp_avg".')
+        super().__init__(model, only=())
+        self.keys = tuple(keys)
+
+    def __repr__(self) -> str:
+        return f"moments({', '.join(map(repr, self.keys))})"
+
+    def owners(self) -> dict[str, Tensor]:
+        return trainable(self.model)
+
+
 def params(model: nn.Module, only: Sequence[str] | None = None) -> Live:
     """The trainable parameters of a model, or `only` the named ones."""
     return Live(model, only)
@@ -158,6 +184,15 @@ def grads(model: nn.Module, *, own: bool = True) -> Gradients:
     In a step in which no mean lands, a worker uses its own gradients, or zeros with own=False.
     """
     return Gradients(model, own=own)
+
+
+def moments(model: nn.Module, *keys: str) -> OptimizerState:
+    """Entries of the optimizers' state of the trainable parameters, such as `moments(model, "exp_avg")`.
+
+    Of an entry that all workers have, a round takes the mean. With several keys, each optimizer has some of
+    them: "exp_avg" is the first moment in Adam, "momentum_buffer" that in SGD.
+    """
+    return OptimizerState(model, keys)
 
 
 @torch.no_grad()

@@ -14,11 +14,11 @@ from torch.optim import Optimizer
 from offbeat.among import Group, Peers, World
 from offbeat.base.clock import Clock, State
 from offbeat.base.tensors import Gradients, Live, Share
-from offbeat.comm.communicator import Communicator
+from offbeat.comm.communicator import Communicator, arrived
 from offbeat.comm.presence import Departure
 from offbeat.engine.agreement import OWN, copy_state
 from offbeat.engine.buckets import choose_sender
-from offbeat.engine.extras import BufferRule, MomentRule, Payload, digest_names
+from offbeat.engine.extras import BufferRule, MomentRule, Payload
 from offbeat.engine.optimizers import read_rates
 from offbeat.engine.part import Landing, Part, check_drift, check_reducer, check_update, find_unshared
 from offbeat.engine.report import Emit, Ledger
@@ -166,20 +166,20 @@ class Exchange(Part):
         clock = replace(clock, round=rhythm.round, workers=comm.size, rates=self._rates)
         round = self._round = Round(clock, comm, since=rhythm.began)
         with round.phase("offbeat.begin"):
-            averages = payload.moments.rule == "average"
-            moments = payload.moments.find() if averages else {}
-            digest = digest_names(moments) if averages else 0
+            moments, digest = payload.moments.collect(clock.step)
             weight = self.sender.check_unchanged(round, self._weight) if self.sender.parts else self._weight
             place = (self._index, self._rates_digest, self._everyone.rank)
             heads = round.compare(*place, digest, weight, self.totals.seconds_waited)
             factor = 1.0 if self._weight == NO_WEIGHT else round.weigh(heads)
             self._weight = NO_WEIGHT
-            if averages:
+            if payload.moments.rule == "average":
                 moments = payload.moments.choose(moments, heads, round)
             notes, live = share or (self.live.notes(), self.live.tensors())
             if len(payload.packed.names) > len(live):
                 payload.pack_extras(notes)
-            if self._plain and factor == 1 and not self.sender.parts:
+            if not payload.packed.names:
+                round.mean = arrived(payload.packed)  # of moments alone
+            elif self._plain and factor == 1 and not self.sender.parts:
                 round.mean = send(payload.packed, round.comm, live)
             else:
                 round.mean = self.sender.start(round, (notes, live), factor, heads, self._states)

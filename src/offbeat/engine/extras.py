@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from offbeat.base.packed import Packed
-from offbeat.base.tensors import Live, local, named
+from offbeat.base.tensors import Live, OptimizerState, local, named
 from offbeat.comm.communicator import Communicator, Pending, arrived
 from offbeat.engine.optimizers import check_reset, reset
 from offbeat.engine.report import logger
@@ -73,13 +73,35 @@ class Moments:
     def __init__(self, live: Live, rule: MomentRule) -> None:
         if rule not in get_args(MomentRule):
             raise ValueError(f"moments={rule!r}: choose one of {', '.join(map(repr, get_args(MomentRule)))}.")
-        self._live, self.rule = live, rule
+        self._keys = live.keys if isinstance(live, OptimizerState) else None  # None: all that are moments
+        if self._keys and rule == "reset":
+            raise ValueError(f"moments={rule!r} with {live!r}: an exchange of moments averages them.")
+        self.rule: MomentRule = "average" if self._keys else rule
+        self._live, self._owners = live, live.owners()
+        self._missed = False  # whether a round has found none of the keys
         self.optimizers: Sequence[Optimizer] = ()
 
     def bind(self, optimizers: Sequence[Optimizer]) -> None:
         self.optimizers = optimizers
         if self.rule == "reset":
-            check_reset(optimizers, self._live.parameters)
+            check_reset(optimizers, list(self._owners.values()))
+
+    def collect(self, step: int) -> tuple[dict[str, Tensor], int]:
+        """Return the moments that travel, and a digest of their names. Warn once if none has a given key."""
+        if self.rule != "average":
+            return {}, 0
+        found = self.find()
+        if self._keys and not found and not self._missed:
+            self._missed = True
+            states = [value for o in self.optimizers for value in o.state.values()]
+            known = ", ".join(sorted({key for state in states for key in state if key != "step"}))
+            logger.warning(
+                "%r: the optimizer's state has no such entry after step %d: nothing is averaged. It has %s.",
+                self._live,
+                step,
+                known or "no tensors",
+            )
+        return found, digest_names(found)
 
     def choose(
         self, mine: dict[str, Tensor], heads: Pending[list[tuple[int, float]]], round: Round
@@ -91,7 +113,7 @@ class Moments:
         with round.waiting():
             if len({digest for digest, _ in heads.wait()}) == 1:
                 return mine
-        own: dict[str, list[str]] = {name: [] for name in self._live.names}
+        own: dict[str, list[str]] = {name: [] for name in self._owners}
         for key in mine:
             own[key.rpartition(":")[0]].append(key)
         digests = torch.tensor([digest_names(keys) for keys in own.values()])
@@ -108,13 +130,18 @@ class Moments:
         return {key: mine[key] for keys in shared for key in keys}
 
     def find(self) -> dict[str, Tensor]:
-        """Tensors of the optimizers' state that have a parameter's shape, but for its count of steps."""
+        """Tensors of the optimizers' state that have a parameter's shape and a key of the exchange.
+
+        All keys but "step", the count of steps, if it names none.
+        """
         return {
             f"{name}:{key}": local(value)
-            for name, parameter in zip(self._live.names, self._live.parameters, strict=True)
+            for name, parameter in self._owners.items()
             for optimizer in self.optimizers
             for key, value in optimizer.state.get(parameter, {}).items()
-            if key != "step" and torch.is_tensor(value) and value.shape == parameter.shape
+            if (key in self._keys if self._keys else key != "step")
+            and torch.is_tensor(value)
+            and value.shape == parameter.shape
         }
 
 
@@ -144,7 +171,7 @@ class Payload:
     def __init__(self, live: Live, buffers: BufferRule, moments: MomentRule, *, in_place: bool) -> None:
         self.live, self._in_place = live, in_place
         self.buffers, self.moments = Buffers(live.model, buffers), Moments(live, moments)
-        self.has_extras = self.buffers.moves or moments != "keep"
+        self.has_extras = self.buffers.moves or self.moments.rule != "keep"
         self.lengths = (len(live.names), len(live.notes()))  # of the live tensors and their notes in a mean
 
     @cached_property

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from offbeat.among import Peers, Subgroups, World
 from offbeat.base.clock import Clock, State
-from offbeat.base.tensors import Live
+from offbeat.base.tensors import Live, OptimizerState
 from offbeat.comm.communicator import Communicator, Metered
 from offbeat.comm.presence import Departure
 from offbeat.engine.report import Emit, Totals
@@ -141,6 +141,8 @@ def check_update(update: Update | None, delay: Delay, live: Live, peers: Peers) 
     if update is not None and not isinstance(update, Update):
         raise TypeError(f"update={update!r}: pass an update, such as Replace() or Outer(SGD(lr=0.7)).")
     update = Replace() if update is None else update
+    if isinstance(live, OptimizerState) and update != Replace():
+        raise ValueError(f"update={update!r} with {live!r}: moments become their mean; leave update out.")
     if update.anchors == "shared" and not peers.fixed:
         raise ValueError(
             f"update={update!r} with among={peers!r}: the workers of a round must have the same anchor, but "
@@ -165,6 +167,8 @@ def check_reducer(reduce: Reducer | None, update: Update, live: Live) -> Reducer
     if isinstance(update, Reducer):
         return update
     chosen = Mean() if reduce is None else reduce
+    if isinstance(live, OptimizerState) and chosen != Mean():
+        raise ValueError(f"reduce={chosen!r} with {live!r}: moments are sent exactly; leave reduce out.")
     if live.early:
         return chosen
     if not chosen.agrees:
@@ -199,4 +203,11 @@ def check_drift(drift: bool | None, when: Schedule, reduce: Reducer, live: Live)
         raise ValueError(f"{both}: drift cannot be measured with a lossy reducer: use Mean().")
     if when.needs and drift is False:
         raise ValueError(f"drift=False with {when!r}, which needs what rounds measure: leave drift out.")
-    return bool(when.needs) or not (live.early or reduce.lossy) if drift is None else drift
+    if isinstance(live, OptimizerState) and (drift or when.needs):
+        what = "drift=True" if drift else repr(when)
+        raise ValueError(f"{what} with {live!r}: rounds of moments measure neither drift nor loss.")
+    return (
+        bool(when.needs) or not (isinstance(live, OptimizerState) or live.early or reduce.lossy)
+        if drift is None
+        else drift
+    )

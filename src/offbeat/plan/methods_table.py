@@ -19,7 +19,7 @@ from offbeat.plan.recording import RecordingComm
 
 WORKERS, PARAMETERS = 8, 124_000_000
 STEPS = 4_800  # a multiple of all periods in the examples
-JOB = Job(STEPS, PARAMETERS, rate=Flat(0.01), optimizer="momentum", layers=16)
+JOB = Job(STEPS, PARAMETERS, rate=Flat(0.01), layers=16)
 _LEAD = 128  # steps that do not count, with the first rounds
 _WARM = ("warmup", "switch")  # arguments for how long a method does something else first
 
@@ -81,9 +81,10 @@ def _describe_part(part: Part) -> Line:
 
 def _measure(call: Call) -> tuple[float, float]:
     """Mean bytes that a worker sends per step after the warm-up, and the most copies that it keeps."""
-    seen = probe(without_warmup(call), JOB, WORKERS)
+    job = replace(JOB, optimizer="momentum") if call.takes("server") else JOB  # a server needs SGD
+    seen = probe(without_warmup(call), job, WORKERS)
     steps = (_LEAD, _LEAD + STEPS)
-    before, after = (bytes_sent(seen, unroll(seen.sync.parts, replace(JOB, steps=n)), ()) for n in steps)
+    before, after = (bytes_sent(seen, unroll(seen.sync.parts, replace(job, steps=n)), ()) for n in steps)
     return (after - before) / STEPS, seen.copies
 
 
