@@ -15,6 +15,7 @@ from torch import Tensor
 import offbeat
 from offbeat import Clock, ErrorFeedback, LowRank, Mean, Metered, Quantized, RandomBlock, TopK, TwoLevel
 from offbeat.base.packed import Packed
+from offbeat.reduce import rounded
 from offbeat.reduce.sparse import largest, pack12, pack16, pack_levels, unpack12, unpack16, unpack_levels
 from offbeat.reduce.wire import BlockCodec, find_scales, pack, unpack
 
@@ -247,6 +248,27 @@ def test_a_rank_does_not_round_what_it_sums_itself() -> None:
     assert own == pytest.approx([0, 0.8], abs=1e-5)
     assert other == pytest.approx([0, 0.3])
     assert later == pytest.approx(0.55, rel=2**-7)
+
+
+@pytest.mark.parametrize("values", [8, 24, 60, 64, 200])
+@pytest.mark.parametrize("code", [Quantized(4, block=8, least=1), Mean("bfloat16", least=1)], ids=repr)
+def test_long_vectors_arrive_like_short_ones(code: Any, values: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A long vector is coded where it lies, slice by slice; the last of four slices may be short or empty."""
+
+    def worker(comm: offbeat.Communicator) -> list[Tensor]:
+        g, fed = torch.Generator().manual_seed(comm.rank), ErrorFeedback(code)
+        state = fed.init()
+        given = [{"x": torch.randn(values, generator=g)} for _ in range(2)]
+        return [*[heard["x"] for heard in reduce(comm, fed, given, state)], *state["residual"]]
+
+    short = offbeat.simulate(worker, 4)
+    monkeypatch.setattr(rounded, "_SHORT", 1)
+    long = offbeat.simulate(worker, 4)
+    assert all(
+        torch.equal(a, b)
+        for one, other in zip(short, long, strict=True)
+        for a, b in zip(one, other, strict=True)
+    )
 
 
 def test_numbers_without_gaps() -> None:

@@ -12,7 +12,7 @@ from table import METHODS, savable
 import offbeat
 from offbeat.engine.agreement import copy_state
 from offbeat.engine.exchange import Exchange
-from offbeat.engine.transfer import why_unshared, share
+from offbeat.engine.transfer import share, why_unshared
 
 STEPS = 8
 

@@ -62,11 +62,11 @@ def signed(bits: int, block: int) -> Callable[[Tensor], Tensor]:
     codec = BlockCodec(bits, block)
 
     def rounded(values: Tensor) -> Tensor:
-        out = torch.empty_like(values)
-        wire = torch.zeros(-(-values.numel() // block) * codec.width, dtype=torch.uint8)
-        codec.encode(values, wire)
+        whole = torch.nn.functional.pad(values, (0, -values.numel() % block))
+        out, wire = torch.empty_like(whole), torch.zeros(len(whole) // block * codec.width, dtype=torch.uint8)
+        codec.encode(whole, wire)
         codec.decode(wire, out)
-        return out
+        return out[: values.numel()]
 
     return rounded
 

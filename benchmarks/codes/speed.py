@@ -56,7 +56,7 @@ def main() -> None:
         wire, out = room(codec, normal), torch.empty_like(normal)
         encode = measure_speed(lambda c=codec, w=wire, r=rng: c.encode(normal, w, r))
         decode = measure_speed(lambda c=codec, w=wire, o=out: c.decode(w, o))
-        add = measure_speed(lambda c=codec, w=wire, o=out: c.decode(w, o, 0.25, add=True))
+        add = measure_speed(lambda c=codec, w=wire, o=out: c.add([w], o, 0.25))
         shown = f"`Quantized({code.bits}, block={code.block}{', stochastic=True' * code.stochastic})`"
         share = codec.width / codec.unit / 4
         print(f"| {shown} | {share:.3f} | {encode:.1f} | {decode:.1f} | {add:.1f} |", flush=True)

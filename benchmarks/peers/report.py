@@ -12,7 +12,7 @@ from typing import Any
 from contenders import BY_NAME, CONTENDERS, DDP, FLOOR, Contender
 
 STEPS, NEAR, SPARE = 300, 1.005, 1.25
-SEARCHED = "tiny"  # the model of the search for learning rates
+SEARCHED = "medium"  # the model of the search for learning rates
 HEADER = (
     "| contender | s per step | ± | speed | {steps} steps | × floor | loss | ± | seeds | against DDP "
     "| s to DDP's loss | loss at equal time | MB per worker |"

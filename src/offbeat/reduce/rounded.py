@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,7 +21,8 @@ _HEAD, _GROWTH = 2**18, 64  # values of the first piece of a payload; how much l
 _NARROW = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 _BLOCKS = {8: 256, 4: 32, 3: 32, 2: 32}  # values that share a scale, by bits
 _PIECES = 4  # at most
-_PIECE = 2**16  # values, about, at least
+_PIECE = 2**17  # values, about, at least
+_SHORT = 2**20  # values of a vector from which on the time of a call matters less than a copy
 
 
 @dataclass(frozen=True, repr=False)
@@ -142,41 +143,71 @@ def mean_in_two_phases(
 
     Each rank sums one slice in float32 and sends the mean to all. The values of the others are rounded once
     before the sum, its own are not. The mean is rounded once; the rank that rounds it keeps the error in its
-    residual, which is in its own slice and thus not rounded again. All ranks decode the same bytes. Slices
-    are coded in pieces: while the mean of one piece travels, the next is summed or the one before decoded.
+    residual, which is in its own slice and thus not rounded again. All ranks decode the same bytes. Long
+    slices are coded in pieces: while the mean of one piece travels, the next is summed.
     """
-    size, unit, width = comm.size, codec.unit, codec.width
+    size, unit, width, residual = comm.size, codec.unit, codec.width, vector.residual
     units = -(-vector.values.numel() // (size * unit))
-    length = units * unit
     edges = [*range(0, units, max(-(-units // _PIECES), _PIECE // unit)), units]
     pieces = [(slice(a * unit, b * unit), slice(a * width, b * width)) for a, b in itertools.pairwise(edges)]
-    cuts = [slice(i * length, (i + 1) * length) for i in range(size)]  # the last may be shorter, or empty
-    slices, residual = [vector.values[cut] for cut in cuts], vector.residual
+    slices = Slices(vector, vector.values, size, units * unit)
+    left = None if residual is None else Slices(vector, residual, size, units * unit, read=False)
     wire = vector.buffer("wire", (size, units * width), torch.uint8)
-    others = [rank for rank in range(size) if rank != comm.rank]
-    for rank in others:
-        for values, coded in pieces:
-            codec.encode(slices[rank][values], wire[rank][coded], rngs[0])
-    message = comm.exchange(list(wire))
-    if residual is not None:  # worked out while the message travels
-        for rank in others:
-            left = residual[cuts[rank]]
-            for values, coded in pieces:
-                codec.decode(wire[rank][coded], left[values])
-            torch.sub(slices[rank], left, out=left)
-    parts = yield message
-    mean = slices[comm.rank].mul_(1 / size)
-    row = vector.buffer("row", (units * width,), torch.uint8)
+    for ranks, values in slices.groups(apart=comm.rank):
+        for inside, coded in pieces:
+            lost = None if left is None else left[ranks][:, inside]
+            codec.encode(values[:, inside], wire[ranks, coded], rngs[0], lost)
+    parts = yield comm.exchange(list(wire))
+    parts = [part for rank, part in enumerate(parts) if rank != comm.rank]
+    own = slice(comm.rank, comm.rank + 1)
+    mean, row = slices[own].mul_(1 / size), vector.buffer("row", (1, units * width), torch.uint8)
     messages = []
-    for values, coded in pieces:
-        for rank in others:
-            codec.decode(parts[rank][coded], mean[values], 1 / size, add=True)
-        codec.encode(mean[values], row[coded], rngs[1])
-        messages.append(comm.gather(row[coded]))
-    if residual is not None:
-        left = torch.mul(mean, size, out=residual[cuts[comm.rank]])
-        for values, coded in pieces:
-            codec.decode(row[coded], left[values], -size, add=True)
-    for (values, _), message in zip(pieces, messages, strict=True):
-        for part, row in zip(slices, (yield message), strict=True):
-            codec.decode(row, part[values])
+    for inside, coded in pieces:
+        codec.add([part[coded] for part in parts], mean[0, inside], 1 / size)
+        codec.encode(mean[:, inside], row[:, coded], rngs[1], None if left is None else left[own][:, inside])
+        messages.append(comm.gather(row[0, coded]))
+    if left is not None:
+        left[own].mul_(size)
+        left.write()
+    for (inside, _), message in zip(pieces, messages, strict=True):
+        rows = torch.stack((yield message))
+        for ranks, values in slices.groups():
+            codec.decode(rows[ranks], values[:, inside])
+    slices.write()
+
+
+class Slices:
+    """A vector cut into one slice per rank, all of the same length, with zeros after its end.
+
+    A short vector is copied into one matrix, whose slices are coded in one call. A long one stays where it
+    is, but for the slice that contains its end and those after it. `write` copies back what was copied.
+    """
+
+    def __init__(self, vector: Vector, flat: Tensor, size: int, length: int, *, read: bool = True) -> None:
+        self._flat, self._length, self._size = flat, length, size
+        self._inside = 0 if flat.numel() < _SHORT else flat.numel() // length  # slices that stay
+        name = "slices" if read else "losses"
+        self._room = vector.buffer(name, (size - self._inside, length), flat.dtype)
+        self._end = flat[self._inside * length :]
+        self._copy = self._room.view(-1)[: self._end.numel()]
+        if read:
+            self._copy.copy_(self._end)
+
+    def __getitem__(self, ranks: slice) -> Tensor:
+        """The slices of these ranks, which are all in the vector or all copied, as a matrix."""
+        if ranks.stop <= self._inside:
+            return self._flat[ranks.start * self._length : ranks.stop * self._length].view(-1, self._length)
+        return self._room[ranks.start - self._inside : ranks.stop - self._inside]
+
+    def groups(self, apart: int | None = None) -> Iterator[tuple[slice, Tensor]]:
+        """Ranks and their slices, as many as one call can take; single ones without rank `apart`."""
+        for rank in range(self._inside):
+            if rank != apart:
+                yield slice(rank, rank + 1), self[rank : rank + 1]
+        alone = self._size - self._inside == 1 and apart == self._inside
+        if self._inside < self._size and not alone:
+            yield slice(self._inside, self._size), self._room
+
+    def write(self) -> None:
+        """Copy back what was copied."""
+        self._end.copy_(self._copy)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,30 +18,35 @@ _WORDS = {8: torch.int8, 4: torch.int16, 3: torch.int64, 2: torch.int32}  # in w
 
 @dataclass(frozen=True)
 class CastCodec:
-    """The wire form of a vector as a narrower floating type: `unit` values take `width` bytes.
+    """The wire form of vectors as a narrower floating type: `unit` values take `width` bytes.
 
-    A wire has whole units; the vector may be shorter. `encode` writes the values into the bytes. `decode`
-    writes the values times `factor` into `out`, or adds them to it.
+    Vectors lie along the last dimension and have whole units. `encode` writes the values into the bytes, and
+    what they lose into `left`. `decode` writes the decoded values into `out`. `add` adds those of several
+    wires, times `factor`, to one vector, in their order.
     """
 
     dtype: torch.dtype
 
     unit, width = 2, 4
 
-    def encode(self, values: Tensor, wire: Tensor, rng: torch.Generator | None = None) -> None:
-        wire.view(self.dtype)[: values.numel()].copy_(values)
+    def encode(
+        self, values: Tensor, wire: Tensor, rng: torch.Generator | None = None, left: Tensor | None = None
+    ) -> None:
+        narrow = wire.view(self.dtype).copy_(values)
+        if left is not None:
+            torch.sub(values, narrow, out=left)
 
-    def decode(self, wire: Tensor, out: Tensor, factor: float = 1.0, *, add: bool = False) -> None:
-        narrow = wire.view(self.dtype)[: out.numel()]
-        if not add:
-            out.copy_(narrow)
-            if factor != 1:
-                out.mul_(factor)
-            return
+    def decode(self, wire: Tensor, out: Tensor) -> None:
+        out.copy_(wire.view(self.dtype))
+
+    def add(self, wires: Sequence[Tensor], out: Tensor, factor: float) -> None:
         size = tile_size(out)
         tile = torch.empty(min(size, out.numel()), device=out.device)
-        for part, some in zip(torch.split(out, size), torch.split(narrow, size), strict=True):
-            part.add_(tile[: len(part)].copy_(some), alpha=factor)
+        for wire in wires:
+            for part, some in zip(
+                torch.split(out, size), torch.split(wire.view(self.dtype), size), strict=True
+            ):
+                part.add_(tile[: len(part)].copy_(some), alpha=factor)
 
 
 @dataclass(frozen=True)
@@ -47,7 +55,7 @@ class BlockCodec:
 
     Numbers go from −2^(bits−1) to 2^(bits−1) − 1. The scale is a bfloat16 with a sign, chosen so that the
     value of largest magnitude becomes the lowest number. `encode` rounds to the nearest number or, with
-    `rng`, at random and without bias.
+    `rng`, at random and without bias. A number times its scale is exact in float32.
     """
 
     bits: int
@@ -57,55 +65,57 @@ class BlockCodec:
     def width(self) -> int:
         return self.unit * self.bits // 8 + 2
 
-    def encode(self, values: Tensor, wire: Tensor, rng: torch.Generator | None = None) -> None:
-        codes, scales = self._open(wire)
-        whole, rest = divmod(values.numel(), self.unit)
-        self._encode(values[: whole * self.unit].view(-1, self.unit), codes, scales, rng)
-        if rest:
-            last = torch.nn.functional.pad(values[whole * self.unit :], (0, self.unit - rest))
-            self._encode(last.view(1, -1), codes[:, whole:], scales[whole:], rng)
-
-    def decode(self, wire: Tensor, out: Tensor, factor: float = 1.0, *, add: bool = False) -> None:
-        codes, scales = self._open(wire)
-        factors = scales.float().mul_(factor).view(-1, 1)
-        whole, rest = divmod(out.numel(), self.unit)
-        self._decode(codes, factors, out[: whole * self.unit].view(-1, self.unit), add)
-        if rest:
-            part, last = out[whole * self.unit :], torch.empty(1, self.unit, device=out.device)
-            self._decode(codes[:, whole:], factors[whole:], last, add=False)
-            part.add_(last[0, :rest]) if add else part.copy_(last[0, :rest])
-
-    def _encode(self, rows: Tensor, codes: Tensor, scales: Tensor, rng: torch.Generator | None) -> None:
+    def encode(
+        self, values: Tensor, wire: Tensor, rng: torch.Generator | None = None, left: Tensor | None = None
+    ) -> None:
+        rows, (codes, scales) = split_last(values, -1, self.unit), self._open(wire)
+        losses = None if left is None else split_last(left, -1, self.unit)
         scale = find_scales(rows, self.bits, at_random=rng is not None)
-        scales[: len(rows)].copy_(scale.flatten())
-        inverse, size = scale.reciprocal_(), tile_size(rows, self.unit)
-        tile = torch.empty(min(size, len(rows)), self.unit, device=rows.device)
-        for start in range(0, len(rows), size):
-            part, inside = rows[start : start + size], slice(start, min(start + size, len(rows)))
-            numbers = torch.mul(part, inverse[inside], out=tile[: len(part)])
+        scales.copy_(scale.squeeze(-1))
+        inverse = scale.reciprocal()
+        for at in _tiles(rows):
+            part = rows[at]
+            numbers = torch.mul(part, inverse[at])
             if rng is None:
                 numbers.round_()
             else:
                 numbers.add_(torch.rand(numbers.shape, generator=rng, device=numbers.device)).floor_()
                 numbers.clamp_(max=2 ** (self.bits - 1) - 1)  # the addition may have rounded up
-            pack(numbers.to(torch.int8), codes[:, inside], self.bits)
+            if losses is not None:
+                torch.addcmul(part, numbers, scale[at], value=-1, out=losses[at])
+            pack(numbers.to(torch.int8), codes[at], self.bits)
 
-    def _decode(self, codes: Tensor, factors: Tensor, out: Tensor, add: bool) -> None:
-        size = tile_size(out, self.unit)
-        tile = torch.empty(min(size, len(out)), self.unit, device=out.device)
-        for start in range(0, len(out), size):
-            part, inside = out[start : start + size], slice(start, min(start + size, len(out)))
-            numbers = tile[: len(part)].copy_(unpack(codes[:, inside], self.bits))
-            if add:
-                part.addcmul_(numbers, factors[inside])
-            else:
-                torch.mul(numbers, factors[inside], out=part)
+    def decode(self, wire: Tensor, out: Tensor) -> None:
+        rows, (codes, scales) = split_last(out, -1, self.unit), self._open(wire)
+        factors = scales.float().unsqueeze(-1)
+        for at in _tiles(rows):
+            torch.mul(unpack(codes[at], self.bits), factors[at], out=rows[at])
+
+    def add(self, wires: Sequence[Tensor], out: Tensor, factor: float) -> None:
+        rows, (codes, scales) = split_last(out, -1, self.unit), self._open(torch.stack(list(wires)))
+        factors = scales.float().mul_(factor).unsqueeze(-1)
+        for at in _tiles(rows, len(wires)):
+            for numbers, own in zip(unpack(codes[at], self.bits), factors[at], strict=True):
+                rows[at].addcmul_(numbers, own)
 
     def _open(self, wire: Tensor) -> tuple[Tensor, Tensor]:
         """The bytes of the numbers, in planes (see `pack`), and the scales."""
-        blocks, planes = wire.numel() // self.width, 3 if self.bits == 3 else 1
-        cut = wire.numel() - 2 * blocks
-        return wire[:cut].view(planes, blocks, -1), wire[cut:].view(torch.bfloat16)
+        blocks, planes = wire.shape[-1] // self.width, 3 if self.bits == 3 else 1
+        cut = wire.shape[-1] - 2 * blocks
+        codes = split_last(wire[..., :cut], planes, blocks, -1).movedim(-3, 0)
+        return codes, wire[..., cut:].view(torch.bfloat16)
+
+
+def split_last(tensor: Tensor, *sizes: int) -> Tensor:
+    """The last dimension as several, without a copy."""
+    return tensor.view(*tensor.shape[:-1], *sizes)
+
+
+def _tiles(rows: Tensor, copies: int = 1) -> list[Any]:
+    """Ranges of blocks, the last dimension but one, that fit a processor's cache together."""
+    *others, blocks, unit = rows.shape
+    size = tile_size(rows, unit * copies * math.prod(others))
+    return [(..., slice(start, start + size), slice(None)) for start in range(0, blocks, size)]
 
 
 def find_scales(rows: Tensor, bits: int, *, at_random: bool) -> Tensor:
@@ -114,7 +124,7 @@ def find_scales(rows: Tensor, bits: int, *, at_random: bool) -> Tensor:
     The value of largest magnitude may become −2^(bits−1), one of the other sign 2^(bits−1) − 1. Rounding to
     the nearest lets it exceed that number by almost one half.
     """
-    top, bottom = rows.amax(1, keepdim=True), rows.amin(1, keepdim=True).neg_()
+    top, bottom = rows.amax(-1, keepdim=True), rows.amin(-1, keepdim=True).neg_()
     low = 2 ** (bits - 1)
     high = low - (1 if at_random else 0.51)
     least = torch.minimum(top, bottom).div_(high)
