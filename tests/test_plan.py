@@ -86,6 +86,7 @@ METHODS = [
     "ddp(reduce=LowRank(4))",
     "palsgd(every=8, p=0.3, warmup=5)",
     "desloc(every=4)",
+    "snoo(every=4)",
 ]
 
 
