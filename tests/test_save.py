@@ -278,8 +278,8 @@ def test_what_does_not_fit_is_said(tmp_path: Path) -> None:
     assert (
         begin(tmp_path, workers=3)
         == [
-            f"{where}: the checkpoint is of 2 workers, this run has 3: start as many workers, or name "
-            "another folder."
+            f"{where}: the checkpoint is of 2 workers, this run has 3: start as many workers, pass "
+            "resize=True, or name another folder."
         ]
         * 3
     )

@@ -87,20 +87,27 @@ def check_step(method: str, step: int, saved_every: Sequence[int]) -> None:
         )
 
 
-def check_origin(state: State, method: str, model: nn.Module, comm: Communicator) -> bool:
-    """Raise unless all checkpoints are of this method, one run and step. Return if all weights are theirs."""
+def check_origin(
+    state: State, method: str, model: nn.Module, comm: Communicator, *, resize: bool = False
+) -> tuple[bool, list[int]]:
+    """Raise unless all checkpoints are of this method, one run and step, and unless `resize` of these ranks.
+
+    Return whether the model has the weights of the checkpoint on all ranks, and whose file each rank loads.
+    """
     ours = origin(method, comm)
-    wrong = next((what for what in ours if state.get(what) != ours[what]), None)
-    mine = [-1, 0, 0, 0]
+    compared = ("format", "method") if resize else tuple(ours)
+    wrong = next((what for what in compared if state.get(what) != ours[what]), None)
+    mine = [-1]
     if wrong is None:
         loaded = state["weights"] in (None, weights_checksum(model))
-        mine = [state["steps"], state["run"], digest("\n".join(_outline(state["parts"]))), int(loaded)]
+        outline = digest("\n".join([f"of {state['workers']}", *_outline(state["parts"])]))
+        mine = [state["steps"], state["run"], outline, int(loaded), state["rank"]]
     answers = comm.tell(mine).wait()
     if wrong is not None:
         who, hint = ("worker", ": every rank loads its own") if wrong == "rank" else ("run", "")
         theirs = state.get(wrong)
         raise CheckpointMismatch(f"The checkpoint has {wrong} {theirs}, this {who} has {ours[wrong]}{hint}.")
-    steps, runs, outlines, weights = zip(*[words[:4] for words in answers], strict=True)
+    steps, runs, outlines, weights, ranks = zip(*[words[:5] for words in answers], strict=True)
     if -1 in steps:
         raise CheckpointMismatch(f"Rank {steps.index(-1)} cannot load its checkpoint: see its error.")
     if odd := _find_odd(runs):
@@ -116,7 +123,7 @@ def check_origin(state: State, method: str, model: nn.Module, comm: Communicator
             f"Rank {odd[0]}'s checkpoint of step {steps[0]} contradicts rank {odd[1]}'s: their rounds or the "
             "shapes of their tensors differ. Load an earlier checkpoint."
         )
-    return all(weights)
+    return all(weights), list(ranks)
 
 
 def check_weights(expected: int, model: nn.Module, comm: Communicator) -> None:

@@ -12,12 +12,14 @@ from torch.optim import Optimizer
 
 from offbeat.base.clock import State
 from offbeat.comm.communicator import Metered
-from offbeat.engine import saving
+from offbeat.engine import reach, saving
 from offbeat.engine.export import check_path, write_model
+from offbeat.engine.loading import Loaded
 from offbeat.engine.optimizers import replace_steps
 from offbeat.engine.part import Part, hold
 from offbeat.engine.report import Costs, Report, Totals
 from offbeat.engine.round import LOAD, SAVE
+from offbeat.engine.transfer import why_unshared
 
 
 class Savable(Protocol):
@@ -36,14 +38,18 @@ class Run(ABC):
     model: nn.Module
     optimizers: list[Optimizer]
     steps: int
+    finished: bool
+    _inside_step: bool
+    _inside_averaged: bool
     _comm: Metered
     _costs: Costs
+    _loaded: Loaded | None
 
     @abstractmethod
     def state_dict(self) -> State: ...
 
     @abstractmethod
-    def load_state_dict(self, state: State) -> None: ...
+    def load_state_dict(self, state: State, *, resize: bool = False) -> None: ...
 
     @abstractmethod
     def averaged(self) -> AbstractContextManager[None]: ...
@@ -53,9 +59,6 @@ class Run(ABC):
 
     @abstractmethod
     def _start(self) -> None: ...
-
-    @abstractmethod
-    def _must_be_open(self, call: str, *, finished: bool = False) -> None: ...
 
     @abstractmethod
     def _meet(self, kind: int) -> None: ...
@@ -68,6 +71,15 @@ class Run(ABC):
 
     def __repr__(self) -> str:
         return self.method
+
+    def _must_be_open(self, call: str, *, finished: bool = False) -> None:
+        """Raise inside averaged() or a step, and after `finish()` unless `finished` is allowed."""
+        if self.finished and not finished:
+            raise RuntimeError(f"{call}: this run was ended by finish(): make a new synchronizer.")
+        if self._inside_averaged:
+            raise RuntimeError(f"{call}: not inside averaged(), where the weights are not the live ones.")
+        if self._inside_step:
+            raise RuntimeError(f"{call}: a step is under way: call after_step() first.")
 
     def accumulate(self) -> AbstractContextManager[None]:
         """For all backward passes of a step but the last: gradients grow inside, and leave with the last."""
@@ -118,11 +130,14 @@ class Run(ABC):
         with self._costs.including(self._comm):
             saving.Folder(folder, self._comm, self.model).write(self.steps, state)
 
-    def load(self, folder: str | Path, **others: Savable) -> bool:
+    def load(self, folder: str | Path, *, resize: bool = False, **others: Savable) -> bool:
         """Continue from the newest checkpoint that is whole on every rank. Return whether there is one.
 
         Every rank calls it. An incomplete checkpoint is ignored with a warning. `CheckpointMismatch` is
         raised for one of another method, model or number of workers, and if the only one is damaged.
+
+        With `resize`, the checkpoint may be of another number of workers. Rank r then takes the optimizers
+        and `others` of rank r modulo that number. All weights become the consensus of all files in reach.
         """
         self._must_be_open("load()")
         place = saving.Folder(folder, self._comm, self.model)
@@ -130,12 +145,18 @@ class Run(ABC):
             with self._failing():
                 self.agree()
                 self._meet(LOAD)
-            step = place.newest()
-        if step is None:
+            found = reach.find(place, resize=resize, unshared=why_unshared(self.parts))
+        if found is None:
             return False
+        step, workers, own, counted = found
         with self._failing():
-            state = place.read(step)
-        saving.restore(self, state, others)
+            state = place.read(step, own, workers)
+        saving.restore(self, state, others, resize=resize)
+        if self._loaded is not None and self._loaded.ranks is not None:
+            with self._failing():
+                models = (state if rank == own else place.read(step, rank, workers) for rank in counted)
+                self._loaded.weights = [saved["model"] for saved in models]
+                self._start()
         return True
 
     def export(self, path: str | Path) -> None:

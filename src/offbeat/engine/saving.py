@@ -45,10 +45,10 @@ class Folder:
 
     def __init__(self, folder: str | Path, comm: Communicator, model: nn.Module) -> None:
         self.folder, self.comm = Path(folder), comm
-        self._mesh, self.devices = find_mesh(model), [*map(str, _devices(model))]
+        self.mesh, self.devices = find_mesh(model), [*map(str, _devices(model))]
         self.shard = ""
-        if self._mesh is not None:
-            self.shard = "-shard-" + ".".join(map(str, self._mesh.get_coordinate() or ()))
+        if self.mesh is not None:
+            self.shard = "-shard-" + ".".join(map(str, self.mesh.get_coordinate() or ()))
 
     def write(self, step: int, state: State) -> None:
         """Write this rank's file. Once every rank has done so, delete this rank's older ones."""
@@ -64,11 +64,12 @@ class Folder:
             raise kind(f"save({str(self.folder)!r}): rank {self.comm.rank} cannot write its file: {error}")
         if not written:
             raise OSError(f"save({str(self.folder)!r}): another rank cannot write its file; see its error.")
-        for other in self._steps() - {step}:
-            self._path(other).unlink(missing_ok=True)
+        for other, rank, workers in self.list_files():  # those of another number of workers are of no use now
+            if other != step and (workers != self.comm.size or rank == self.comm.rank):
+                self.path(other, rank, workers).unlink(missing_ok=True)
 
-    def newest(self) -> int | None:
-        """Return the last step whose files are whole on every rank. Raise if no file fits this run."""
+    def newest(self, advice: str) -> int | None:
+        """Return the last step whose files are whole on every rank. Raise, with advice, if no file fits."""
         own, damaged, whole = self._steps(), dict[int, str](), -1
         other = 0 if own else max((int(found[3]) for found in self._files()), default=0)
         while True:  # only a file that every rank has is worth its checksums
@@ -82,7 +83,7 @@ class Folder:
                 damaged[newest] = damage
                 own.remove(newest)
         if newest < 0:
-            self._refuse(rows, damaged)
+            self._refuse(rows, damaged, advice)
         seen = {word - 1 for row in rows for word in row[2:] if word} | damaged.keys()
         if ignored := sorted(step for step in seen if step > newest):
             self._say(ignored[-1], newest, rows)
@@ -91,19 +92,19 @@ class Folder:
                 self._path(step).unlink(missing_ok=True)
         return None if newest < 0 else newest
 
-    def read(self, step: int) -> State:
-        """Return this rank's state from a file that `newest` has found whole."""
+    def read(self, step: int, rank: int, workers: int) -> State:
+        """Return the state in the file of a rank, which is whole."""
         try:
-            return load_plain(self._path(step), self.devices)
+            return load_plain(self.path(step, rank, workers), self.devices)
         except ValueError as error:
             where = f"load({str(self.folder)!r}): rank {self.comm.rank}"
             raise CheckpointMismatch(f"{where} cannot read its file of step {step}: {error}") from error
 
-    def _refuse(self, rows: Sequence[Sequence[int]], damaged: dict[int, str]) -> None:
+    def _refuse(self, rows: Sequence[Sequence[int]], damaged: dict[int, str], advice: str) -> None:
         where = f"load({str(self.folder)!r})"
         bad = max(rank + 1 if row[0] else 0 for rank, row in enumerate(rows))
         words = [bad, max(row[1] for row in rows), int(any(any(row[2:]) for row in rows))]
-        bad, workers, fitting = map(max, zip(*tell_shards(words, self._mesh), strict=True))
+        bad, workers, fitting = map(max, zip(*tell_shards(words, self.mesh), strict=True))
         for step, reason in damaged.items():
             raise CheckpointMismatch(
                 f"{where}: rank {self.comm.rank}'s file of step {step} is damaged ({reason}), and there is "
@@ -113,8 +114,7 @@ class Folder:
             raise CheckpointMismatch(f"{where}: the file of rank {bad - 1} is damaged: see its error.")
         if workers and not fitting:
             raise CheckpointMismatch(
-                f"{where}: the checkpoint is of {workers} workers, this run has {self.comm.size}: start as "
-                "many workers, or name another folder."
+                f"{where}: the checkpoint is of {workers} workers, this run has {self.comm.size}{advice}"
             )
 
     def _say(self, ignored: int, newest: int, rows: Sequence[Sequence[int]]) -> None:
@@ -126,8 +126,16 @@ class Folder:
                 self.folder, ignored, f"rank {lacking}" if lacking else "a shard", then,
             )  # fmt: skip
 
+    def path(self, step: int | str, rank: int, workers: int) -> Path:
+        return self.folder / f"offbeat-step-{step}-rank-{rank}-of-{workers}{self.shard}.pt"
+
     def _path(self, step: int | str) -> Path:
-        return self.folder / f"offbeat-step-{step}-rank-{self.comm.rank}-of-{self.comm.size}{self.shard}.pt"
+        return self.path(step, self.comm.rank, self.comm.size)
+
+    def list_files(self) -> list[tuple[int, int, int]]:
+        """Return step, rank and number of workers of every file of this shard."""
+        found = [found for found in self._files() if found[4] == self.shard]
+        return [(int(file[1]), int(file[2]), int(file[3])) for file in found]
 
     def _files(self) -> list[re.Match[str]]:
         names = [path.name for path in self.folder.glob("offbeat-step-*.pt")]
@@ -140,7 +148,7 @@ class Folder:
     def _common(self, rows: Sequence[Sequence[int]]) -> set[int]:
         """Return the steps in all rows, each plus 1, on every shard of the model."""
         common = set.intersection(*map(set, rows)) - {0}
-        shards = tell_shards([*sorted(common), *[0] * (WORDS - len(common))], self._mesh)
+        shards = tell_shards([*sorted(common), *[0] * (WORDS - len(common))], self.mesh)
         return {word - 1 for word in set.intersection(*map(set, shards)) - {0}}
 
 
@@ -191,15 +199,16 @@ def plain(value: Any, where: str = "") -> Any:
     return value
 
 
-def restore(sync: Run, state: State, others: Mapping[str, Savable]) -> None:
+def restore(sync: Run, state: State, others: Mapping[str, Savable], *, resize: bool = False) -> None:
     """Put back what `capture` returned. Every rank calls it. Raises before the model changes."""
-    sync.load_state_dict(state["sync"])
+    sync.load_state_dict(state["sync"], resize=resize)
     with sync._failing():
         _check(state, others, sync.model, sync.optimizers)
         _write(state, sync.model, sync.optimizers)
         for name, other in others.items():
             other.load_state_dict(state["others"][name])
-        _set_random_states(state["rng"], sync.model)
+        if state["sync"]["rank"] == sync._comm.rank:  # two ranks must not draw the same numbers
+            _set_random_states(state["rng"], sync.model)
 
 
 def _check(state: State, others: Collection[str], model: nn.Module, optimizers: Sequence[Optimizer]) -> None:

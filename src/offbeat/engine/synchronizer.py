@@ -15,6 +15,7 @@ from offbeat.base.tensors import named, trainable
 from offbeat.comm.communicator import Metered
 from offbeat.comm.presence import Departure, Track
 from offbeat.engine import agreement
+from offbeat.engine.loading import Loaded, may_resize
 from offbeat.engine.optimizers import check_trained, learning_rate, list_optimizers, read_rates, replace_steps
 from offbeat.engine.part import Landing, Part, check_parts, check_samples
 from offbeat.engine.report import Costs, Emit, Report, logger
@@ -44,7 +45,7 @@ class Synchronizer(Run):
         self._worker, self._track = self._comm.worker, Track(self._comm.rank)
         self._agreed = self._started = self._inside_step = self._inside_averaged = False
         self._nonce = self._run = 0  # numbers of this construction and of the run, both from rank 0
-        self._unseen: int | None = None  # the checksum of weights that the caller must still load
+        self._loaded: Loaded | None = None  # until the model has the weights to continue with
         self._losses: list[float | Tensor] = []  # observed since the last step
         self._costs, parameters = Costs(), named(self.model.named_parameters())
         self._trained = [(name, p, p.requires_grad) for name, p in parameters.items()]
@@ -116,7 +117,7 @@ class Synchronizer(Run):
         """Begin an iteration. Return whether the optimizers step."""
         if samples is not None:
             check_samples(samples, self.parts)
-        if self._unseen is not None or not self._started:
+        if self._loaded is not None or not self._started:
             self._start()
         if self._watch is not None:
             self._watch = self._watch.look(self)
@@ -216,33 +217,38 @@ class Synchronizer(Run):
         self._must_be_open("state_dict()", finished=True)
         agreement.check_step(self.method, self.steps, [part.saved_every for part in self.parts])
         with self._failing():
+            if self._loaded is not None and self._loaded.ranks is not None:
+                self._start()
             parts = [part.state_dict() for part in self.parts]
         weights = agreement.weights_checksum(self.model) if self._started else None
         place = {"steps": self.steps, "lr": self._lr, "started": self._started, "run": self._run}
         return {**agreement.origin(self.method, self._comm), **place, "weights": weights, "parts": parts}
 
-    def load_state_dict(self, state: State) -> None:
+    def load_state_dict(self, state: State, *, resize: bool = False) -> None:
         """Continue from a checkpoint. Every rank loads its own; the caller loads model and optimizer.
 
-        Raises if the weights are not those saved with it, at the latest when the next step begins.
+        Raises if the weights are not those saved with it, at the latest when the next step begins. `resize`
+        allows another number of workers, each with any one of the files. The step then begins by making all
+        weights the consensus, and what codes have not sent yet is dropped.
         """
         self._must_be_open("load_state_dict()")
+        resize = resize and may_resize(self, state)
         with self._costs.including(self._comm):
             with self._failing():
                 self.agree()
-            loaded = agreement.check_origin(state, self.method, self.model, self._comm)
+            self._loaded = Loaded(state, self, resize=resize)
         self.steps, self._lr, self._started = state["steps"], state["lr"], state["started"]
-        self._run, self._unseen = state["run"], None if loaded else state["weights"]
+        self._run = state["run"]
         with self._failing():
-            for part, saved in zip(self.parts, state["parts"], strict=True):
+            for part, saved in zip(self.parts, self._loaded.states(self.parts), strict=True):
                 part.load_state_dict(saved)
 
     def _start(self) -> None:
         """Once: check that all workers agree, and give them rank 0's weights and buffers."""
-        if self._unseen is not None:
+        if self._loaded is not None:
             with self._costs.including(self._comm):
-                agreement.check_weights(self._unseen, self.model, self._comm)
-            self._unseen = None
+                self._loaded.complete(self)
+            self._loaded = None
         if self._started:
             return
         self.agree()
@@ -270,15 +276,6 @@ class Synchronizer(Run):
             self._drift_watch = self._drift_watch.look(report, self)
         if self.on_report is not None:
             self.on_report(report)
-
-    def _must_be_open(self, call: str, *, finished: bool = False) -> None:
-        """Raise inside averaged() or a step, and after `finish()` unless `finished` is allowed."""
-        if self.finished and not finished:
-            raise RuntimeError(f"{call}: this run was ended by finish(): make a new synchronizer.")
-        if self._inside_averaged:
-            raise RuntimeError(f"{call}: not inside averaged(), where the weights are not the live ones.")
-        if self._inside_step:
-            raise RuntimeError(f"{call}: a step is under way: call after_step() first.")
 
     def _leave(self, error: BaseException) -> None:
         if self._watch is not None:

@@ -7,7 +7,6 @@ from typing import Annotated
 import typer
 
 from offbeat.app.cli import options
-from offbeat.app.cli.waiting import waiting
 
 
 def train(
@@ -39,7 +38,6 @@ def train(
         bool, typer.Option("--tensorboard", help="Also write TensorBoard files into the folder.")
     ] = False,
     quiet: options.Quiet = False,
-    verbose: options.Verbose = False,
     json: options.Json = False,
 ) -> int:
     """Train with one method.
@@ -59,7 +57,6 @@ def train(
         torchrun --nproc-per-node 4 -m offbeat train 'qsr(alpha=0.02)' --task images --data cifar10.zip
     """
     given = SimpleNamespace(**locals())
-    with waiting("loading torch", quiet=quiet):
-        from offbeat.app.commands.train import run
+    from offbeat.app.commands.train import run
 
     return run(given)
