@@ -70,7 +70,7 @@ def run(comm: offbeat.Communicator, expression: str, model: type[nn.Module]) -> 
     exchanges = [part for part in sync.parts if isinstance(part, Exchange)]
     seen = Seen(
         rounds=[part.rhythm.round for part in exchanges],
-        landed=[part._landed_at for part in exchanges],
+        landed=[part.landed_at for part in exchanges],
         pulls=len(pulls),
         late_enough=all(p._round.clock.round > p.warmup for p in sync.parts if isinstance(p, PushPull)),
         groups=sum(isinstance(report, GroupReport) for report in sync.reports),

@@ -32,6 +32,7 @@ class Clock:
     origin: int = 0
     observed: tuple[float | Tensor, ...] = ()  # losses of the coming step, given by the caller
     samples: float | None = None  # of the coming step, given by the caller
+    dry: bool = False  # whether this worker has no more data, so that it makes no step of its own
 
     @property
     def absolute(self) -> int:

@@ -22,22 +22,21 @@ from offbeat.comm.communicator import Communicator, Metered, Pending
 from offbeat.engine.agreement import copy_state
 from offbeat.engine.extras import Payload
 from offbeat.engine.report import logger
-from offbeat.engine.round import NO_WEIGHT, Delay, Rhythm, Round
+from offbeat.engine.round import Delay, Rhythm, Round
 from offbeat.engine.sender import Heads, Sender
+from offbeat.engine.weights import AGAIN, NO_WEIGHT, SHARE
 from offbeat.reduce import Mean, Reducer
 from offbeat.update.update import Replace, Update
 
-AGAIN = -2.0  # in the place of a weight: gradients of this worker have changed since they left
-_PARTS = 8  # buckets of a model of medium size
-_LEAST, _MOST = 2**18, 25 * 2**20  # bytes of a bucket, about
+_PARTS, _LEAST, _MOST = 8, 2**18, 25 * 2**20  # buckets of a medium model; bytes of a bucket, about
 
 
 def choose_sender(payload: Payload, update: Update, reduce: Reducer, delay: Delay, peers: Peers) -> Sender:
     """Gradients for all workers leave in buckets if there is more than one; all else leaves as a whole."""
-    if isinstance(payload.live, Gradients) and isinstance(peers, World) and reduce.splits:
-        sizes = [tensor.nbytes for tensor in payload.live.like().values()]
-        if len(cut_sizes(sizes)) > 1:
-            return Buckets(payload, update, reduce, sizes, early=delay == 0)
+    sizes = [tensor.nbytes for tensor in payload.live.like().values()]
+    all_gradients = isinstance(payload.live, Gradients) and isinstance(peers, World)
+    if all_gradients and reduce.splits and len(cut_sizes(sizes)) > 1:
+        return Buckets(payload, update, reduce, sizes, early=delay == 0)
     return Sender(payload, update, reduce)
 
 
@@ -143,17 +142,24 @@ class Buckets(Sender):
     def check_unchanged(self, round: Round, weight: float) -> float:
         self._usual = [new or old for new, old in zip(self._grown, self._usual, strict=True)]
         self._grown = [0] * len(self._grown)
-        self._weighed = weight != NO_WEIGHT  # the weight was not known when the buckets left
+        self._weighed = weight >= 0  # the weight was not known when the buckets left
         round.began = round.began if self._began is None else self._began
+        if weight <= SHARE and self._left:
+            raise RuntimeError("join(): a backward pass has no step yet: call step() first.")
         left = zip(self._parameters, self._left, strict=False)
         changed = any(p.grad is not grad or mark(grad) != before for p, (grad, before) in left)
-        return AGAIN if (changed or self._grew_late) and not self._weighed else weight
+        return AGAIN if (changed or self._grew_late) and weight == NO_WEIGHT else weight
 
     def start(
         self, round: Round, share: Share, factor: float, heads: Heads, states: dict[str, State]
     ) -> Pending[Packed]:
         notes, live = share
+        if (
+            factor != 1
+        ):  # this worker has waited for all weights; a dry one may not know that others have some
+            self._weighed = max(weight for _, weight in heads.wait()) >= 0
         if self._clock is not None:  # some may have left, here or elsewhere
+            self.payload.packed.cut(len(live))[1].scale(factor)
             mean = self._send_rest(round, live, states)
             if not self._has_changed(round, heads):
                 return mean
@@ -168,7 +174,7 @@ class Buckets(Sender):
         """Wait for all workers' headers: do all buckets have to be sent again?"""
         with round.waiting():
             weights = [weight for _, weight in heads.wait()]
-        if weights[0] < 0 and AGAIN not in weights:
+        if max(weights) < 0 and AGAIN not in weights:
             return False
         self._times, self._pause = self._times + 1, 2**self._times
         if AGAIN in weights and not self._warned:
@@ -198,8 +204,7 @@ class Buckets(Sender):
                 own = live[self._edges[b] : self._edges[b + 1]]
                 self.parts[b].cut(len(own))[0].read(own)
             self._send(b, round.clock, states)
-        air = list(self._air)
-        wait = partial(self._unpack, air, round)
+        air, wait = list(self._air), partial(self._unpack, list(self._air), round)
         return Pending(wait, lambda: all(m.done() for m in air), lambda: max(m.arrived() for m in air))
 
     def _unpack(self, air: Sequence[Pending[Any]], round: Round) -> Packed:
@@ -210,8 +215,7 @@ class Buckets(Sender):
         if self._refused is not None:
             raise self._refused
         self._comm.move(round.comm)
-        packed = self.payload.packed
-        return packed.scaled(1 / self._comm.size) if self._queue is None else packed
+        return self.payload.packed.scaled(1 / self._comm.size if self._queue is None else 1.0)
 
     def _send(self, b: int, clock: Clock, states: dict[str, State]) -> None:
         part, memory = self.parts[b], states["reduce"]["parts"][b]

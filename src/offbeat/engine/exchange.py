@@ -17,17 +17,19 @@ from offbeat.base.tensors import Gradients, Live, Share
 from offbeat.comm.communicator import Communicator, arrived
 from offbeat.comm.presence import Departure
 from offbeat.engine.agreement import OWN, copy_state
+from offbeat.engine.arrival import Arrival, is_plain
 from offbeat.engine.buckets import choose_sender
 from offbeat.engine.extras import BufferRule, MomentRule, Payload
 from offbeat.engine.optimizers import read_rates
 from offbeat.engine.part import Landing, Part, check_drift, check_reducer, check_update, find_unshared
 from offbeat.engine.report import Emit, Ledger
-from offbeat.engine.round import NO_WEIGHT, Delay, Rhythm, Round
+from offbeat.engine.round import Delay, Rhythm, Round
 from offbeat.engine.sender import Sender
-from offbeat.reduce import Mean, Reducer
+from offbeat.engine.weights import Tally
+from offbeat.reduce import Reducer
 from offbeat.reduce.code import Staged
 from offbeat.reduce.rounded import send
-from offbeat.update.update import Anchor, Replace, Update
+from offbeat.update.update import Anchor, Update
 from offbeat.when import Schedule
 
 
@@ -38,6 +40,7 @@ class Exchange(Part):
     comes first, the mean lands just before that. Gradients: each step sends its own and uses the mean that
     lands in it, or its own if nothing lands; a delay costs one more copy of them. `buffers` and `moments` say
     what happens to buffers and the optimizer's moments in a round. `drift=False` saves a pass over the model.
+    `guard=3.0` leaves a worker out of a round: see `Guard`.
 
         Exchange(params(model), when=Every(8), update=Correct(), delay=4)
     """
@@ -54,6 +57,7 @@ class Exchange(Part):
         buffers: BufferRule = "average",
         moments: MomentRule = "keep",
         drift: bool | None = None,
+        guard: float | None = None,
     ) -> None:
         self.live, self.model, self.when, self.delay = live, live.model, when, delay
         self.peers: Peers = World(among) if isinstance(among, Group) else among
@@ -61,19 +65,19 @@ class Exchange(Part):
         self.update: Update = check_update(update, delay, live, self.peers)
         self.reduce = check_reducer(reduce, self.update, live)
         self.drift = check_drift(drift, when, self.reduce, live)
-        # The live tensors themselves are sent, and replaced by their exact mean.
-        self._plain = self.reduce == Mean() and self.update == Replace()
-        in_place = self._plain and delay == 0 and not self.drift and not live.early
+        in_place = is_plain(self.update, self.reduce) and delay == 0 and not self.drift and not live.early
         self.payload = Payload(live, buffers, moments, in_place=in_place)
         self.sender: Sender = choose_sender(self.payload, self.update, self.reduce, delay, self.peers)
         self._index, self._ledger = 0, Ledger(when, drift=self.drift)
         self._states: dict[str, State] = {"update": self.update.init()}
         if not isinstance(self.update, Reducer):
             self._states["reduce"] = self.sender.init()
+        self._arrival = Arrival(self.payload, self.update, self.reduce, guard, delay != 0, self.drift)
+        self._states |= self._arrival.init()
         self._round: Round | None = None  # the one in the air
-        self._landed_at, self.opened, self._rates_digest = -1, False, 0
+        self.landed_at, self.opened, self._rates_digest = -1, False, 0
         self._rates: tuple[float, ...] = ()  # of every live tensor in the last step, that of its own group
-        self._weight = NO_WEIGHT  # of this worker's contribution: samples since the last round
+        self.tally = Tally(early=live.early, timed=False)
         self.weighs = self.reduce.agrees and self.update.weighs
         self.unshared = find_unshared(self.update, self.reduce, delay, self.peers)
 
@@ -81,7 +85,7 @@ class Exchange(Part):
         return (
             f"Exchange({self.live!r}, when={self.when!r}, among={self.peers!r}, reduce={self.reduce!r}, "
             f"update={self.update!r}, delay={self.delay!r}, buffers={self.payload.buffers.rule!r}, "
-            f"moments={self.payload.moments.rule!r}, drift={self.drift})"
+            f"moments={self.payload.moments.rule!r}, drift={self.drift}{self._arrival})"
         )
 
     def bind(self, index: int, optimizers: Sequence[Optimizer], report: Emit) -> None:
@@ -106,14 +110,14 @@ class Exchange(Part):
     def plan(self, clock: Clock) -> None:
         for loss in clock.observed:
             self.observe(loss)
-        if clock.samples is not None:
-            self._weight = max(self._weight, 0.0) + clock.samples
+        self.tally.add(clock)
         rhythm = self.rhythm
         if rhythm.planned is None:
             rhythm.plan(self._ledger.update(clock))
             if rhythm.planned is not None and not self.opened:
                 self.open()
-                self._weight = NO_WEIGHT if clock.samples is None else clock.samples  # not of the warm-up
+                self.tally.restart(clock)  # what the warm-up did does not count
+        self.tally.idle = rhythm.planned is None
         if clock.step + 1 in (rhythm.planned, rhythm.lands):
             self.snapshot_rates()
 
@@ -121,6 +125,7 @@ class Exchange(Part):
     def open(self) -> None:
         """The first period begins: the update takes its anchor."""
         self.update.open(list(self.live.like().values()), self.payload.own, self._states["update"])
+        self._arrival.note_start(self._states)
         self.opened = True
 
     def snapshot_rates(self) -> None:
@@ -131,7 +136,7 @@ class Exchange(Part):
     def before(self, clock: Clock) -> bool:
         if isinstance(self.live, Gradients):
             self.tick(replace(clock, step=clock.step + 1))
-            if not self.live.own and self._landed_at <= clock.step:
+            if not self.live.own and self.landed_at <= clock.step:
                 torch._foreach_zero_(self.live.tensors())
         return True
 
@@ -139,7 +144,7 @@ class Exchange(Part):
         if self.live.early:
             return None
         self.tick(clock)
-        return Landing(frozenset(self.live.names), self._scope) if self._landed_at == clock.step else None
+        return Landing(frozenset(self.live.names), self._scope) if self.landed_at == clock.step else None
 
     def tick(self, clock: Clock) -> None:
         """Do what the rhythm says for this step: land, advance, begin, and land at once without a delay."""
@@ -158,6 +163,8 @@ class Exchange(Part):
                 self.land(clock)
             else:
                 self.advance()
+        if "begin" in acts:
+            self._arrival.note_start(self._states)
 
     @torch.no_grad()
     def begin(self, clock: Clock, share: Share | None = None) -> None:
@@ -167,19 +174,22 @@ class Exchange(Part):
         round = self._round = Round(clock, comm, since=rhythm.began)
         with round.phase("offbeat.begin"):
             moments, digest = payload.moments.collect(clock.step)
-            weight = self.sender.check_unchanged(round, self._weight) if self.sender.parts else self._weight
+            weight, flags = self.tally.word(self._arrival.judge(self._states, self.tally.made))
+            weight = self.sender.check_unchanged(round, weight) if self.sender.parts else weight
             place = (self._index, self._rates_digest, self._everyone.rank)
-            heads = round.compare(*place, digest, weight, self.totals.seconds_waited)
-            factor = 1.0 if self._weight == NO_WEIGHT else round.weigh(heads)
-            self._weight = NO_WEIGHT
-            if payload.moments.rule == "average":
-                moments = payload.moments.choose(moments, heads, round)
+            heads = round.compare(*place, digest, weight, self.totals.seconds_waited, flags)
+            factor = round.weigh(heads, weight, flags)
+            self.tally.restart()
+            if round.void:
+                round.mean = arrived(payload.packed)
+                return rhythm.begin(clock.step, 1)
+            moments = payload.moments.choose(moments, heads, round)
             notes, live = share or (self.live.notes(), self.live.tensors())
             if len(payload.packed.names) > len(live):
                 payload.pack_extras(notes)
             if not payload.packed.names:
                 round.mean = arrived(payload.packed)  # of moments alone
-            elif self._plain and factor == 1 and not self.sender.parts:
+            elif self._arrival.plain and factor == 1 and not self.sender.parts:
                 round.mean = send(payload.packed, round.comm, live)
             else:
                 round.mean = self.sender.start(round, (notes, live), factor, heads, self._states)
@@ -200,26 +210,15 @@ class Exchange(Part):
         round, self._round = self._round, None
         assert round is not None
         self.rhythm.land()
-        distances: tuple[float | None, float | None] = (None, None)
         with round.phase("offbeat.land"):
             round.wait()
             clock = replace(clock, round=round.clock.round, workers=round.comm.size, rates=self._rates)
-            live, state = self.live.tensors(), self._states["update"]
-            own, notes, buffers = round.mean.wait().cut(*self.payload.lengths)
-            if self._plain and self.drift:
-                distances = (own.write_and_measure(live),) * 2
-            else:
-                if self.drift and not self.reduce.lossy:
-                    distances = self.update.distances(live, own, state)
-                self.update.incoming(live, own, clock, state)
-            if self.live.early:
-                # With a delay or a residual, the mean may be nonzero where no worker has a gradient now.
-                self.live.land_notes(notes.views, late=self.reduce.remembers or self.delay != 0)
-            if self.payload.has_extras:
-                self.payload.land_extras(buffers.views, round)
+            distances = self._arrival.apply(round, clock, self._states)
         if self.sender.parts:
             self.sender.landed(clock, self.rhythm, self._states)
-        stepped, self._landed_at = clock.step > self._landed_at, clock.step
+        stepped = clock.step > self.landed_at
+        self.landed_at = self.landed_at if round.void else clock.step
+        self.tally.land(clock, void=round.void, all_dry=round.all_dry)
         self._ledger.close(round, *distances, stepped=stepped, everyone=self._everyone)
 
     def flush_reports(self, *, wait: bool) -> None:
@@ -281,7 +280,7 @@ class Exchange(Part):
     def state_dict(self) -> State:
         air = None if self._round is None else self._round.state_dict()  # first: arrivals change states
         own = {"states": copy_state(self.sender.settled(self._states)), "air": air}
-        place = {"landed_at": self._landed_at, "opened": self.opened, "weight": self._weight}
+        place = {"landed_at": self.landed_at, "opened": self.opened, "tally": self.tally.state_dict()}
         inside = {"rhythm": copy_state(self.rhythm.state_dict()), "ledger": self._ledger.state_dict()}
         # Groups of different sizes may hold different tensors: a worker alone in its group sends nothing.
         return {**place, **inside, **(own if isinstance(self.peers, World) else {OWN: own})}
@@ -289,7 +288,8 @@ class Exchange(Part):
     @torch.no_grad()
     def load_state_dict(self, state: State) -> None:
         self.rhythm.load_state_dict(copy_state(state["rhythm"]))
-        self._landed_at, self.opened, self._weight = state["landed_at"], state["opened"], state["weight"]
+        self.landed_at, self.opened = state["landed_at"], state["opened"]
+        self.tally.load_state_dict(state["tally"])
         self._ledger.load_state_dict(state["ledger"])
         own = state.get(OWN, state)
         self.sender.check(own["states"])

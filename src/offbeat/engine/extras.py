@@ -110,6 +110,8 @@ class Moments:
 
         `heads` brings all digests. If they differ, one more message says which parameters have the same ones.
         """
+        if self.rule != "average":
+            return {}
         with round.waiting():
             if len({digest for digest, _ in heads.wait()}) == 1:
                 return mine

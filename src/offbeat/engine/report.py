@@ -52,6 +52,7 @@ class Report:
     # Over its workers: the seconds that each had waited in all when the round began.
     waited_mean: float | None = field(default=None, kw_only=True)
     waited_max: float | None = field(default=None, kw_only=True)
+    dropped: tuple[int, ...] = field(default=(), kw_only=True)  # ranks that the guard left out
     late: ClassVar[bool] = False  # whether this worker missed the round
 
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
-import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, Literal
@@ -15,36 +13,16 @@ from torch.profiler import record_function
 
 from offbeat.base.checks import is_whole
 from offbeat.base.clock import Clock, State
-from offbeat.base.errors import Disagreement, PeerLost
+from offbeat.base.errors import PeerLost
 from offbeat.base.packed import Packed
 from offbeat.comm.communicator import Communicator, Metered, Pending, arrived
-from offbeat.comm.presence import BATCHES
 from offbeat.engine.agreement import copy_state
+from offbeat.engine.guard import name_dropped
+from offbeat.engine.headers import ROUND, compare_headers, header, read_waits
 from offbeat.engine.report import Report
+from offbeat.engine.weights import DROPPED, DRY, NO_WEIGHT, Weights, factor_of
 from offbeat.reduce.code import Staged
 from offbeat.when import Every, Schedule, Then
-
-KINDS = ("round {round}", "averaged()", "finish()", "save()", "load()")
-ROUND, AVERAGED, FINISH, SAVE, LOAD = range(5)
-NO_WEIGHT = -1.0
-_PART = 16  # bits of a header's word that number the part
-
-# One sentence for each word of a header in which all ranks must agree.
-_SENTENCES = (
-    "Workers disagree: rank {rank} is in {kind} at step {step}, rank {o_rank} in {o_kind} at step {o_step}. "
-    f"{BATCHES}",
-    "Workers disagree: rank {rank} is at exchange {part} of the method, rank {o_rank} at {o_part}.",
-    "Workers disagree: rank {rank} is at round {round} (step {step}), rank {o_rank} at round {o_round} "
-    "(step {o_step}).",
-    "Workers disagree at round {round}: rank {rank} is at step {step}, rank {o_rank} at step {o_step}. "
-    "Does every worker use the same schedule?",
-    "Workers disagree in {kind} at step {step}: rank {rank} has learning rate {lr}, rank {o_rank} {o_lr}. "
-    "Step the learning-rate scheduler on every worker.",
-    "Workers disagree in {kind} at step {step}: the learning rates of rank {rank} and rank {o_rank} differ "
-    "in a parameter group. Step the learning-rate scheduler on every worker.",
-    "Workers disagree in {kind} at step {step}: rank {rank} steps with samples={weight}, rank {o_rank} with "
-    "samples={o_weight}. Pass samples on every worker or on none.",
-)
 
 Delay = int | Literal["round"]
 Act = Literal["land", "advance", "begin"]
@@ -132,42 +110,6 @@ class Rhythm:
             self._aim()
 
 
-def header(
-    kind: int, part: int, clock: Clock, rates: int, rank: int, digest: int = 0, weight: float = NO_WEIGHT,
-    waited: float = 0.0,
-) -> list[int]:  # fmt: skip
-    """Return what a worker is about to do. `rank` is that among all workers; the digest goes above it, and
-    the microseconds that the worker has waited go above the part."""
-    words = struct.unpack("<2q", struct.pack("<2d", clock.lr, weight))
-    place = part + (int(waited * 1e6) << _PART)
-    return [kind, place, clock.round, clock.step, words[0], rates, rank + (digest << 31), words[1]]
-
-
-def compare_headers(headers: Sequence[Sequence[int]]) -> list[tuple[int, float]]:
-    """Raise unless all ranks are at the same point. Return the digest and the weight of each."""
-    first = headers[0]
-    for other in headers:
-        # A negative word is a negative number: no weight.
-        different = [other[i] != first[i] for i in range(6)] + [(other[7] < 0) != (first[7] < 0)]
-        different[1] = (other[1] - first[1]) % 2**_PART != 0
-        if True in different:
-            field = different.index(True)
-            if first[0] != ROUND and field == 3:
-                field = 0  # both in finish(), but not after the same step
-            words = _name_words(first) | {f"o_{name}": word for name, word in _name_words(other).items()}
-            raise Disagreement(_SENTENCES[field].format(**words))
-    weights = struct.unpack(f"<{len(headers)}d", struct.pack(f"<{len(headers)}q", *[h[7] for h in headers]))
-    return list(zip([words[6] >> 31 for words in headers], weights, strict=True))
-
-
-def _name_words(header: Sequence[int]) -> dict[str, object]:
-    kind, part, round, step, lr, _, rank, weight = header
-    rate, samples = struct.unpack("<2d", struct.pack("<2q", lr, weight))
-    given = None if samples < 0 else samples
-    words = (KINDS[kind].format(round=round), part % 2**_PART, round, step, rate, rank % 2**31, given)
-    return dict(zip(("kind", "part", "round", "step", "lr", "rank", "weight"), words, strict=True))
-
-
 class Round:
     """One round of a part as this worker sees it: its workers, its messages, and what they cost.
 
@@ -181,31 +123,55 @@ class Round:
         self.waited = 0.0  # seconds this worker has waited for it
         self.messages: list[Pending[Any]] = []
         self.heads: Pending[list[list[int]]] | None = None  # as they were sent
+        self.void = self.all_dry = self.nobody = False  # see `Weights`
+        self.dropped = 0  # why the guard leaves this worker out
+        self._words: Pending[list[tuple[int, float]]] | None = None  # the weights, until the mean is taken
         self.mean: Pending[Packed]
         self.followed: Pending[list[Tensor]] | None = None  # rank 0's buffers
         self.moments: Pending[Packed] | None = None
         self.sent: list[Tensor] | None = None  # the extras as they were sent, if the round lands late
 
     def compare(
-        self, part: int, rates: int, rank: int, digest: int = 0, weight: float = NO_WEIGHT, waited: float = 0
-    ) -> Pending[list[tuple[int, float]]]:
+        self, part: int, rates: int, rank: int, digest: int = 0, weight: float = NO_WEIGHT,
+        waited: float = 0, flags: int = 0,
+    ) -> Pending[list[tuple[int, float]]]:  # fmt: skip
         """Send a header. The answer raises unless all workers are in this round, and holds what they sent.
 
         `part` is the place in the method, `rates` a digest of the learning rates, `rank` that among everyone,
         `waited` the seconds that this worker has waited in all.
         """
-        words = header(ROUND, part, self.clock, rates, rank, digest, weight, waited)
+        words = header(ROUND | flags, part, self.clock, rates, rank, digest, weight, waited)
         self.heads = self.comm.tell(words)
         heads = self.heads.then(compare_headers)
         self.messages.append(heads)
         return heads
 
-    def weigh(self, heads: Pending[list[tuple[int, float]]]) -> float:
-        """Wait for all weights. Return the factor that makes the mean Σ w x / Σ w; 1 if they are equal."""
+    def weigh(self, heads: Pending[list[tuple[int, float]]], word: float, flags: int) -> float:
+        """Return the factor of this worker's payload. Wait for all weights if it depends on them."""
+        self._words, self.dropped = heads, flags & DROPPED
+        if word < 0 and not flags & DRY:
+            return factor_of(word)
         with self.waiting():
-            weights = [weight for _, weight in heads.wait()]
-        own = weights[self.comm.rank]
-        return 1.0 if len(set(weights)) == 1 else len(weights) * own / math.fsum(weights)
+            weights = self._read_weights()
+        self.void = weights.void
+        return weights.before(self.comm.rank)
+
+    def _read_weights(self) -> Weights:
+        assert self.heads is not None
+        assert self._words is not None
+        return Weights(self.heads.wait(), [weight for _, weight in self._words.wait()])
+
+    def take(self) -> Packed:
+        """Return the mean Σ w x / Σ w, once all messages have arrived."""
+        mean = self.mean.wait()
+        if self._words is not None:
+            weights, self._words = self._read_weights(), None
+            self.all_dry, self.nobody, factor = weights.all_dry, weights.nobody, weights.after()
+            name_dropped(self.clock, weights.dropped)
+            mean.scale(factor)
+            if self.moments is not None:
+                self.moments.wait().scale(factor)
+        return mean
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -248,9 +214,10 @@ class Round:
         costs = {"bytes_sent": comm.sent, "bytes_received": comm.received, "seconds_waited": self.waited}
         rest: State = {"workers": comm.size, "seconds_in_air": in_air, "drift": None, "norm": None}
         if self.heads is not None:
-            waits = list(zip(*self.heads.wait(), strict=True))[1]  # the part below does not change the order
-            unit = 1e6 * 2**_PART
-            rest |= {"waited_mean": sum(waits) / len(waits) / unit, "waited_max": max(waits) / unit}
+            heads = self.heads.wait()
+            rest["dropped"] = tuple(head[6] % 2**31 for head in heads if head[0] & DROPPED)
+            waits = read_waits(heads)
+            rest |= {"waited_mean": sum(waits) / len(waits), "waited_max": max(waits)}
         return kind(**{**place, **costs, **rest, **fields})
 
     def state_dict(self) -> State:
@@ -264,7 +231,8 @@ class Round:
             "lr": clock.lr,
             "since": self.since,
             "bytes": [self.comm.sent, self.comm.received],
-            "mean": [flat.clone() for flat in self.mean.wait().flats],
+            "mean": [flat.clone() for flat in self.take().flats],
+            "weighed": [self.void, self.all_dry, self.nobody, self.dropped],
             "followed": copy_state(None if self.followed is None else self.followed.wait()),
             "moments": None if self.moments is None else self.moments.wait().tensors(),
             "sent": copy_state(self.sent),
@@ -277,6 +245,7 @@ class Round:
         round = cls(Clock(state["step"], state["round"], state["lr"]), comm, since=state["since"])
         round.comm.sent, round.comm.received = state["bytes"]
         round.mean = arrived(packed)
+        round.void, round.all_dry, round.nobody, round.dropped = state["weighed"]
         if state["followed"] is not None:
             round.followed = arrived(copy_state(state["followed"]))
         if state["moments"] is not None:

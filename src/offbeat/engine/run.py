@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from torch import nn
 from torch.optim import Optimizer
 
 from offbeat.base.clock import State
 from offbeat.comm.communicator import Metered
-from offbeat.engine import reach, saving
+from offbeat.engine import dry, reach, saving
 from offbeat.engine.export import check_path, write_model
+from offbeat.engine.headers import LOAD, SAVE
 from offbeat.engine.loading import Loaded
 from offbeat.engine.optimizers import replace_steps
 from offbeat.engine.part import Part, hold
 from offbeat.engine.report import Costs, Report, Totals
-from offbeat.engine.round import LOAD, SAVE
 from offbeat.engine.transfer import why_unshared
+
+T = TypeVar("T")
 
 
 class Savable(Protocol):
@@ -67,6 +70,12 @@ class Run(ABC):
     def _failing(self) -> AbstractContextManager[None]: ...
 
     @abstractmethod
+    def _before(self, samples: float | None, *, dry: bool = False) -> bool: ...
+
+    @abstractmethod
+    def _after(self) -> None: ...
+
+    @abstractmethod
     def _stepped(self, optimizer: Optimizer) -> None: ...
 
     def __repr__(self) -> str:
@@ -84,6 +93,40 @@ class Run(ABC):
     def accumulate(self) -> AbstractContextManager[None]:
         """For all backward passes of a step but the last: gradients grow inside, and leave with the last."""
         return hold(self.parts)
+
+    def join(self, each: Callable[[], object] | None = None) -> None:
+        """This worker has no more data: take part in the rounds of the others until they have none either.
+
+        It makes no steps of its own and counts for nothing in these rounds, but takes their results. `each`
+        is called after every step, like the rest of the loop: a learning-rate scheduler, an evaluation.
+        """
+        self._must_be_open("join()")
+        dry.check_dry(self.parts, "join()")
+        over = False
+        while not over:
+            for parameter in self.model.parameters():
+                parameter.grad = None
+            with self._failing():
+                self._before(None, dry=True)
+                for optimizer in self.optimizers if dry.takes_mean(self.parts, self.steps + 1) else ():
+                    optimizer.step()
+                self._after()
+            over = dry.are_all_dry(self.parts)
+            if each is not None:
+                each()
+        dry.revive(self.parts)
+
+    def batches(self, loader: Iterable[T], each: Callable[[], object] | None = None) -> Iterator[T]:
+        """Yield the batches of a loader, then `join()`: the loop ends when all workers are done.
+
+        for x, y in sync.batches(loader):
+            loss(model(x), y).backward()
+            sync.step()
+            optimizer.zero_grad()
+        """
+        dry.check_dry(self.parts, "batches()")
+        yield from loader
+        self.join(each)
 
     @property
     def reports(self) -> list[Report]:

@@ -15,11 +15,11 @@ from offbeat.base.tensors import named, trainable
 from offbeat.comm.communicator import Metered
 from offbeat.comm.presence import Departure, Track
 from offbeat.engine import agreement
+from offbeat.engine.headers import AVERAGED, FINISH, KINDS, compare_headers, header
 from offbeat.engine.loading import Loaded, may_resize
 from offbeat.engine.optimizers import check_trained, learning_rate, list_optimizers, read_rates, replace_steps
 from offbeat.engine.part import Landing, Part, check_parts, check_samples
 from offbeat.engine.report import Costs, Emit, Report, logger
-from offbeat.engine.round import AVERAGED, FINISH, KINDS, compare_headers, header
 from offbeat.engine.run import Run
 from offbeat.engine.watch import DriftWatch, Watch
 
@@ -113,8 +113,8 @@ class Synchronizer(Run):
         with self._failing():
             self._after()
 
-    def _before(self, samples: float | None) -> bool:
-        """Begin an iteration. Return whether the optimizers step."""
+    def _before(self, samples: float | None, *, dry: bool = False) -> bool:
+        """Begin an iteration. Return whether the optimizers step. A dry worker has no gradient."""
         if samples is not None:
             check_samples(samples, self.parts)
         if self._loaded is not None or not self._started:
@@ -123,10 +123,10 @@ class Synchronizer(Run):
             self._watch = self._watch.look(self)
         self._inside_step = True
         self._track.step = self.steps + 1
-        self._worker.computed(self.steps)
+        self._worker.computed(self.steps, 0.0 if dry else 1.0)
         self._lr = learning_rate(self.optimizers)
         check_trained(self._trained)
-        clock = Clock(self.steps, 0, self._lr, observed=tuple(self._losses), samples=samples)
+        clock = Clock(self.steps, 0, self._lr, observed=tuple(self._losses), samples=samples, dry=dry)
         self._losses = []
         for part in self.parts:
             part.plan(clock)

@@ -12,11 +12,11 @@ from offbeat.engine.agreement import OWN
 from offbeat.engine.exchange import Exchange
 from offbeat.engine.extras import Payload
 from offbeat.engine.part import Part
-from offbeat.engine.round import NO_WEIGHT
+from offbeat.engine.weights import NO_WEIGHT
 
 _DROPPED = {
     "residual": "what codes have not sent yet",
-    "weight": "samples since the last round",
+    "samples": "samples since the last round",
     "losses": "losses since the last round",
     "moments": "moments in the air",
 }
@@ -55,7 +55,8 @@ def share(part: Part, state: State) -> Shared:
             states["update"]["sent"] = [mean[: sent.numel()].clone() for mean, sent in pairs]
         air = {**air, "moments": None, "sent": _extras(part.payload, air), "bytes": [0, 0]}
     inside = {**inside, "states": states, "air": air}
-    place = {"weight": NO_WEIGHT, "ledger": {**state["ledger"], "loss": 0.0, "losses": 0}}
+    tally = {**state["tally"], "samples": NO_WEIGHT, "made": 0, "passed": 0}
+    place = {"tally": tally, "ledger": {**state["ledger"], "loss": 0.0, "losses": 0}}
     shared = {**state, OWN: inside, **place} if OWN in state else {**inside, **place}
     return Shared(shared, frozenset(_find_dropped(state, shared)))
 

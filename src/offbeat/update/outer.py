@@ -247,7 +247,7 @@ class Overlap(Anchored):
     closer together.
     """
 
-    anchors, sends = "own", "weights"
+    anchors, sends, guards = "own", "weights", False
     unset = ("rates",)
     zeros = ("momentum",)
     pull: float = 0.4

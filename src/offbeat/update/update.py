@@ -27,6 +27,7 @@ class Update:
     anchors: ClassVar[Literal["none", "own", "shared"]] = "none"
     sends: ClassVar[Literal["weights", "displacements"]] = "weights"  # a lossy code would round weights
     weighs: ClassVar[bool] = True  # whether its rule holds for a weighted mean
+    guards: ClassVar[bool] = True  # whether a worker can be left out of a round
 
     def init(self) -> State:
         return {}

@@ -1,0 +1,51 @@
+"""What a worker does whose data has ended before that of the others."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from offbeat.among import World
+from offbeat.base.tensors import Gradients
+from offbeat.engine.exchange import Exchange
+from offbeat.engine.part import Part
+
+
+def check_dry(parts: Sequence[Part], call: str) -> None:
+    """Raise unless rounds can go on without the steps of a worker, and say when all have run dry."""
+    advice = "give every worker the same number of batches"
+    for part in parts:
+        if not part.weighs:
+            raise ValueError(f"{call}: {part!r} does not weigh workers: {advice}.")
+        if isinstance(part, Exchange) and "loss" in part.when.needs:
+            raise ValueError(f"{call}: {part.when!r} needs a loss from every worker: {advice}.")
+    if not _find_common(parts):
+        raise ValueError(
+            f"{call}: no round of this method has all workers, so none says who is done: {advice}."
+        )
+
+
+def _find_common(parts: Sequence[Part]) -> list[Exchange]:
+    """The exchanges whose rounds have all workers."""
+    return [part for part in parts if isinstance(part, Exchange) and isinstance(part.peers, World)]
+
+
+def are_all_dry(parts: Sequence[Part]) -> bool:
+    """Whether each exchange among all workers has had a round in which all were dry, or plans none."""
+    return all(part.tally.ended or part.tally.idle for part in _find_common(parts))
+
+
+def revive(parts: Sequence[Part]) -> None:
+    """All workers have run dry. They may go on together, with new data."""
+    for part in parts:
+        if isinstance(part, Exchange):
+            part.tally.revive()
+
+
+def takes_mean(parts: Sequence[Part], step: int) -> bool:
+    """Whether the optimizers of a dry worker make this step, along the mean gradient of the others."""
+    for part in parts:
+        if isinstance(part, Exchange) and isinstance(part.live, Gradients):
+            # Without a mean, gradients that are not the worker's own are zeros.
+            if part.landed_at == step or not (part.live.own or part.tally.void_at == step):
+                return True
+    return False

@@ -1,0 +1,96 @@
+"""Leaves a worker out of one round if it has moved much further than it usually does, or is not finite."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from offbeat.base.clock import Clock, State
+from offbeat.base.packed import Packed
+from offbeat.base.tensors import Live
+from offbeat.engine.report import logger
+from offbeat.engine.weights import BROKEN, OUTLIER
+from offbeat.reduce import Reducer
+from offbeat.update.update import Update, square_distance
+
+_NEW = 0.1  # weight of the newest round in the history
+_ROUNDS = 8  # that must be known before one can be an outlier
+_LEAST = 0.05  # the smallest deviation, as a share of the mean
+
+
+class Guard:
+    """Judges the displacement of this worker in a round by its own history.
+
+        z = (d − m)/s > limit: out        m, s: running mean and deviation of d, s at least 0.05 m
+
+    d is the norm of the displacement over all live tensors, from the anchor, or from the weights after the
+    last round. An outlier enters the history as m + limit·s, so that a lasting change is accepted in time.
+    """
+
+    def __init__(self, limit: float, update: Update, reduce: Reducer, live: Live) -> None:
+        call = f"guard={limit!r}"
+        if isinstance(limit, bool) or not isinstance(limit, int | float) or not 0 < limit < math.inf:
+            raise ValueError(f"{call}: guard is the limit of z, a positive number, such as 3.0.")
+        if live.early or not (reduce.agrees and update.weighs and update.guards):
+            raise ValueError(
+                f"{call} with {live!r} and update={update!r}: a worker can only be left out of a round that "
+                "averages parameters, or steps an anchor along displacements: omit guard."
+            )
+        self.limit, self.update = limit, update
+
+    def init(self) -> State:
+        return {"mean": 0.0, "variance": 0.0, "rounds": 0, "start": None}
+
+    def note(self, live: Sequence[Tensor], room: Packed, state: State) -> None:
+        """A period begins: without an anchor, keep where it begins."""
+        if self.update.anchors == "none":
+            if state["start"] is None:
+                state["start"] = [torch.empty_like(flat) for flat in room.flats]
+            room.over(state["start"]).read(live)
+
+    def _origin(self, room: Packed, states: Mapping[str, State]) -> Packed:
+        return room.over(states["update"].get("anchor") or states["guard"]["start"])
+
+    def judge(self, live: Sequence[Tensor], room: Packed, states: Mapping[str, State]) -> int:
+        """Return why this worker is left out of the round that begins; 0 if it is not."""
+        origin, history = self._origin(room, states).views, states["guard"]
+        moved = math.sqrt(square_distance((a.to(x.device) for a, x in zip(origin, live, strict=True)), live))
+        if not math.isfinite(moved):
+            return BROKEN
+        mean = history["mean"] if history["rounds"] else moved
+        limit = mean + self.limit * max(math.sqrt(history["variance"]), _LEAST * mean)
+        out = history["rounds"] >= _ROUNDS and moved > limit
+        change = (min(moved, limit) if out else moved) - mean
+        history["mean"] = mean + _NEW * change
+        history["variance"] = (1 - _NEW) * (history["variance"] + _NEW * change**2)
+        history["rounds"] += 1
+        return OUTLIER if out else 0
+
+    def land(
+        self, live: Sequence[Tensor], mean: Packed, clock: Clock, states: Mapping[str, State], *, nobody: bool
+    ) -> None:
+        """Let a worker that was left out take the whole result. If all were, they return to the beginning."""
+        update, state = self.update, states["update"]
+        if nobody and update.sends == "weights":
+            for flat, origin in zip(mean.flats, self._origin(mean, states).flats, strict=True):
+                flat.copy_(origin)
+        if update.anchors == "none":
+            state.pop("sent", None)
+            mean.write(live)
+        else:
+            update.incoming(live, mean, clock, state)
+            mean.over(state["anchor"]).write(live)
+
+
+def name_dropped(clock: Clock, dropped: Mapping[int, int]) -> None:
+    """Say on every rank which workers a round leaves out."""
+    reasons = {
+        BROKEN: "its weights are not finite",
+        OUTLIER: "it has moved much further than it usually does",
+    }
+    for rank, why in dropped.items():
+        reason = f"Round {clock.round} (step {clock.step}) goes on without rank {rank}: {reasons[why]}."
+        logger.warning(reason)

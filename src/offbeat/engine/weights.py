@@ -1,0 +1,117 @@
+"""How much each worker counts in a round: by its samples, its steps, or not at all."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Literal
+
+from offbeat.base.clock import Clock, State
+
+# The weight in a header. From 0 on, it is a number of samples or steps. Below, the word says what is sent.
+NO_WEIGHT = -1.0  # all of it
+AGAIN = -2.0  # all of it, once more: gradients of this worker have changed since they left
+SHARE = -3.0  # SHARE − s: the payload times s, which is below 1
+
+# Flags above the kind of a header, which is a number below 8.
+DRY, OUTLIER, BROKEN, COUNTED, TIMED, RATES = (8 << i for i in range(6))
+DROPPED = OUTLIER | BROKEN
+
+
+class Tally:
+    """What this worker has done since the last round.
+
+    If the caller gives samples, these are its weight, and all workers wait for all weights before they send.
+    Otherwise a worker sends its payload times its share of the steps, without waiting, and the mean is
+    divided by the sum of the shares when it lands. A worker that has run dry makes no steps.
+    """
+
+    def __init__(self, *, early: bool, timed: bool) -> None:
+        self._early, self._timed = early, timed
+        self.dry = self.idle = False  # now; whether no round is planned
+        self.ended, self.void_at = False, -1  # all were dry in a round; the step of a round without payload
+        self.restart()
+
+    def restart(self, clock: Clock | None = None) -> None:
+        """Begin to count, with an iteration that has just begun, if there is one."""
+        self.samples, self.made, self.passed = NO_WEIGHT, 0, 0
+        if clock is not None:
+            self.add(clock)
+
+    def add(self, clock: Clock) -> None:
+        """An iteration begins."""
+        self.dry = clock.dry
+        self.made, self.passed = self.made + (not clock.dry), self.passed + 1
+        if clock.samples is not None:
+            self.samples = max(self.samples, 0.0) + clock.samples
+
+    def word(self, dropped: int = 0) -> tuple[float, int]:
+        """Return the weight and the flags of this worker's header."""
+        flags = dropped | DRY * self.dry | COUNTED * (self._timed and self.samples < 0)
+        if self.samples >= 0 or self._timed:
+            weight = self.samples if self.samples >= 0 else float(self.made)
+            return (0.0 if dropped else weight), flags
+        # A gradient is that of one step.
+        share = float(not self.dry) if self._early else self.made / max(1, self.passed)
+        share = 0.0 if dropped else share
+        return (NO_WEIGHT if share == 1 else SHARE - share), flags
+
+    def land(self, clock: Clock, *, void: bool, all_dry: bool) -> None:
+        """A round has landed."""
+        self.void_at, self.ended = clock.step if void else -1, self.ended or all_dry
+
+    def revive(self) -> None:
+        """All workers had run dry, and go on together."""
+        self.ended = False
+        self.restart()
+
+    def state_dict(self) -> State:
+        return {name: getattr(self, name) for name in ("samples", "made", "passed", "ended", "void_at")}
+
+    def load_state_dict(self, state: State) -> None:
+        vars(self).update(state)
+
+
+class Weights:
+    """The weights of all workers of a round, from their headers."""
+
+    def __init__(self, heads: Sequence[Sequence[int]], words: Sequence[float]) -> None:
+        self.size, self._known = len(words), max(words) >= 0  # by all, before anybody sends
+        self.all_dry = all(head[0] & DRY for head in heads)
+        self.dropped = {head[6] % 2**31: head[0] & DROPPED for head in heads if head[0] & DROPPED}
+        self.nobody = len(self.dropped) == self.size
+        self._shares = [1.0 if word in (NO_WEIGHT, AGAIN) else max(word, SHARE - word) for word in words]
+        # Whether nobody has anything to send, because all are dry and have made no step.
+        self.void = self.all_dry and not any(self._shares) and not self.dropped
+        if self._known and not any(self._shares):
+            self._shares = [float(not head[0] & DROPPED) for head in heads]
+        # Workers that are all dry also know the shares of all others before they send.
+        self._even = len(set(self._shares)) == 1 and (self.all_dry or self._known) and not self.nobody
+
+    def before(self, rank: int) -> float:
+        """Return the factor of this worker's payload, for those who wait for all weights."""
+        own = self._shares[rank]
+        if self._even or own == 0:
+            return float(self._even)
+        return self.size * own / math.fsum(self._shares) if self._known else own
+
+    def after(self) -> float:
+        """Return the factor of the mean, which makes it Σ w x / Σ w."""
+        return 1.0 if self._known or self._even or self.nobody else self.size / math.fsum(self._shares)
+
+
+def factor_of(word: float) -> float:
+    """Return the factor of a payload whose worker does not wait for the weights of others."""
+    return 1.0 if word in (NO_WEIGHT, AGAIN) else SHARE - word
+
+
+Unit = Literal["none", "samples", "steps"]
+
+
+def unit(head: Sequence[int], word: float) -> Unit | None:
+    """Return what a worker's weight counts; None if it is nothing in any unit."""
+    if head[0] & COUNTED:
+        return "steps"
+    if word == SHARE and head[0] & (DRY | DROPPED):
+        return None
+    return "samples" if word >= 0 else "none"
