@@ -32,6 +32,8 @@ METHODS = [
     "slowmo(every=2, lr=0.5, momentum=0.5, ramp=0, moments='average')",
     "diloco(every=3, lr=0.5, momentum=0.625, ramp=1)",
     "diloco(every=3, lr=0.5, momentum=0.5, ramp=0, moments='reset', buffers='keep')",
+    "diloco(every=3, lr=0.5, momentum=0.5, ramp=0, clip=1e9, guard=3.0)",
+    "local_sgd(every=3, delay=2, guard=3.0)",
     "eager_diloco(every=3, lr=0.5, momentum=0.625, ramp=1)",
     "diloco(every=3, lr=0.5, momentum=0.625, ramp=1, warmup=3)",
     "desloc(every=2, first=3, second=4)",
@@ -164,6 +166,7 @@ LAWS = [
     # The outer step with rate 1 and no momentum is averaging; SlowMo at a constant rate is outer momentum.
     Law("diloco(every=3, lr=1.0, momentum=0.0)", "local_sgd(every=3)"),
     Law("slowmo(every=3, lr=1.0, momentum=0.0)", "local_sgd(every=3)"),
+    Law("diloco(every=3, clip=1e9, guard=3.0)", "diloco(every=3)", options=FLOATS),
     Law(
         "slowmo(every=3, lr=0.5, momentum=0.625, ramp=1)",
         "hierarchical(nodes=1, inner=3, outer=3, update=Outer(SGD(lr=0.5, momentum=0.625, ramp=1)))",

@@ -128,9 +128,9 @@ def test_what_is_dropped_is_named() -> None:
     assert after.dropped == {"what codes have not sent yet"}
     assert differences(before["states"]["update"], after.state["states"]["update"]) == []
     _, before, after = shared_after("adacomm(start=3, interval=3)", 4, samples=5)
-    assert before["weight"] == 5
+    assert before["tally"]["samples"] == 5
     assert before["ledger"]["losses"] == 1
-    assert after.state["weight"] == -1
+    assert after.state["tally"]["samples"] == -1
     assert after.state["ledger"]["losses"] == 0
     assert after.state["ledger"]["last"] == before["ledger"]["last"]
     assert after.dropped == {"samples since the last round", "losses since the last round"}

@@ -44,9 +44,9 @@ class Arrival:
             return 0
         return self.guard.judge(self.payload.live.tensors(), self.payload.own, states)
 
-    def note_start(self, states: Mapping[str, State]) -> None:
-        """A period begins."""
-        if self.guard is not None:
+    def note_start(self, states: Mapping[str, State], round: Round | None = None) -> None:
+        """A period begins, with a round that is in the air, if there is one."""
+        if self.guard is not None and (round is None or round.dropped != BROKEN):
             self.guard.note(self.payload.live.tensors(), self.payload.own, states["guard"])
 
     def apply(self, round: Round, clock: Clock, states: Mapping[str, State]) -> Distances:
@@ -60,6 +60,7 @@ class Arrival:
             distances: Distances = (0.0, None)
             assert self.guard is not None
             self.guard.land(live.tensors(), own, clock, states, nobody=round.nobody)
+            self.note_start(states)
             for optimizer in payload.moments.optimizers if round.dropped == BROKEN else ():
                 reset(optimizer, live.parameters)
         elif self.plain and self.drift:

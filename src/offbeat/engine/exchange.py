@@ -164,7 +164,7 @@ class Exchange(Part):
             else:
                 self.advance()
         if "begin" in acts:
-            self._arrival.note_start(self._states)
+            self._arrival.note_start(self._states, self._round)
 
     @torch.no_grad()
     def begin(self, clock: Clock, share: Share | None = None) -> None:

@@ -89,7 +89,7 @@ def name_dropped(clock: Clock, dropped: Mapping[int, int]) -> None:
     """Say on every rank which workers a round leaves out."""
     reasons = {
         BROKEN: "its weights are not finite",
-        OUTLIER: "it has moved much further than it usually does",
+        OUTLIER: "it has moved much further than usual",
     }
     for rank, why in dropped.items():
         reason = f"Round {clock.round} (step {clock.step}) goes on without rank {rank}: {reasons[why]}."

@@ -55,7 +55,7 @@ def share(part: Part, state: State) -> Shared:
             states["update"]["sent"] = [mean[: sent.numel()].clone() for mean, sent in pairs]
         air = {**air, "moments": None, "sent": _extras(part.payload, air), "bytes": [0, 0]}
     inside = {**inside, "states": states, "air": air}
-    tally = {**state["tally"], "samples": NO_WEIGHT, "made": 0, "passed": 0}
+    tally = {**state["tally"], "samples": NO_WEIGHT}
     place = {"tally": tally, "ledger": {**state["ledger"], "loss": 0.0, "losses": 0}}
     shared = {**state, OWN: inside, **place} if OWN in state else {**inside, **place}
     return Shared(shared, frozenset(_find_dropped(state, shared)))

@@ -59,6 +59,7 @@ def diloco(
     momentum: float = 0.9,
     ramp: int = 40,
     warmup: int = 0,
+    clip: float | None = None,
     group: Group = None,
     **options: Unpack[Options],
 ) -> Synchronizer:
@@ -69,7 +70,8 @@ def diloco(
     Larger `lr` takes longer outer steps: try 0.4 to 0.6 with two workers, closer to 1 with eight. Larger
     `momentum` remembers more rounds. It grows over the rounds, more slowly with a larger `ramp`: see `SGD`.
     The paper's setting is ramp=0, for runs of hundreds of rounds that do not start from scratch. The first
-    `warmup` steps average gradients. For another outer optimizer use `update=Outer(...)`.
+    `warmup` steps average gradients. With `clip`, a worker sends a displacement of at most this length. For
+    another outer optimizer use `update=Outer(...)`.
 
         sync = offbeat.diloco(model, optimizer, every=64)
 
@@ -79,7 +81,7 @@ def diloco(
         model,
         optimizer,
         every,
-        Outer(SGD(lr, momentum, nesterov=True, ramp=ramp)),
+        Outer(SGD(lr, momentum, nesterov=True, ramp=ramp), clip=clip),
         group,
         warmup=warmup,
         **options,

@@ -38,6 +38,7 @@ class Extras(TypedDict, total=False):
     buffers: BufferRule
     moments: MomentRule
     drift: bool | None
+    guard: float | None
 
 
 class Options(Extras, total=False):

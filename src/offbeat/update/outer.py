@@ -72,22 +72,39 @@ class Outer(Anchored):
 
     `optimizer` makes a torch.optim optimizer from a list of tensors: `SGD(lr=0.7)`, or a `functools.partial`.
     The anchor may be kept on another `device`, such as "cpu". A larger `keep` preserves more of the local
-    progress.
+    progress. With `clip`, a worker whose a − x is longer than that, over all live tensors, sends it shortened
+    to this length.
     """
 
     unset = ("outer",)
     optimizer: Factory
     keep: float = 0.0
     device: str | None = None
+    clip: float | None = None
 
     def __post_init__(self) -> None:
         check_factory(self.optimizer)
         if not 0 <= self.keep < 1:
             raise ValueError(f"{self!r}: keep must be at least 0 and below 1.")
+        if self.clip is not None and not 0 < self.clip < math.inf:
+            raise ValueError(f"{self!r}: clip must be a positive number, or None.")
+
+    def __repr__(self) -> str:
+        clip = "" if self.clip is None else f", clip={self.clip}"
+        call = f"(optimizer={self.optimizer!r}, keep={self.keep}, device={self.device!r}{clip})"
+        return type(self).__name__ + call
 
     def open(self, live: Sequence[Tensor], room: Packed, state: State) -> None:
         room.read(live)
         state["anchor"] = [flat.to(self.device or flat.device, copy=True) for flat in room.flats]
+
+    def outgoing(self, live: Sequence[Tensor], room: Packed, clock: Clock, state: State) -> None:
+        super().outgoing(live, room, clock, state)
+        if self.clip is not None:
+            norms = [torch.linalg.vector_norm(view).double() for view in room.views]
+            length = float(torch.linalg.vector_norm(torch.stack(norms)))
+            for view in room.views if length > self.clip else ():
+                view.mul_(self.clip / length)
 
     def incoming(self, live: Sequence[Tensor], mean: Packed, clock: Clock, state: State) -> None:
         anchor = mean.over(state["anchor"])

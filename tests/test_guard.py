@@ -1,0 +1,211 @@
+"""Protection of a round: displacements that are clipped, and workers that are left out of a round."""
+
+from __future__ import annotations
+
+import io
+import logging
+import math
+from typing import Any
+
+import pytest
+import torch
+from conftest import Pool
+from problems import same, simulated
+from sentences import says
+from torch import nn
+
+import offbeat
+from offbeat import SGD, Outer
+
+
+class Line(nn.Module):
+    """Two weights; their gradient is what the worker says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1, dtype=torch.float64))
+        self.other = nn.Parameter(torch.zeros(1, dtype=torch.float64))
+
+
+def walk(
+    comm: offbeat.Communicator, expression: str, steps: list[list[float]], **options: Any
+) -> list[float]:
+    """The first weight after each step. Both weights climb by 3/5 and 4/5 of what the worker's row says."""
+    net, trace = Line(), []
+    opt = torch.optim.SGD(net.parameters(), lr=1.0, momentum=options.pop("momentum", 0.0))
+    sync = offbeat.method(expression)(net, opt, group=comm)
+    for size in steps[comm.rank]:
+        opt.zero_grad()
+        (-size * (0.6 * net.weight + 0.8 * net.other).sum()).backward()
+        sync.step(**options)
+        trace.append(round(net.weight.item() / 0.6, 5))
+    return trace
+
+
+def walks(expression: str, *steps: list[float], **options: Any) -> list[list[float]]:
+    return offbeat.simulate(lambda comm: walk(comm, expression, list(steps), **options), len(steps))
+
+
+def test_a_long_displacement_is_clipped() -> None:
+    """Lengths 1 and 8, of which 2 is sent: (1 + 2)/2, over both weights together."""
+    assert walks("diloco(every=1, lr=1.0, momentum=0.0, clip=2.0)", [1], [8]) == [[1.5], [1.5]]
+    assert walks("diloco(every=1, lr=1.0, momentum=0.0, clip=9.0)", [1], [8]) == [[4.5], [4.5]]
+
+
+def test_clips_that_are_no_length() -> None:
+    for clip in (0.0, -1.0, math.nan, math.inf):
+        with pytest.raises(ValueError, match=r"clip must be a positive number, or None\.$"):
+            Outer(SGD(0.7), clip=clip)
+    assert repr(Outer(SGD(0.7))) == "Outer(optimizer=" + repr(SGD(0.7)) + ", keep=0.0, device=None)"
+
+
+AVERAGES = ["local_sgd(every=1, guard=3.0)", "local_sgd(every=1, drift=False, guard=3.0)"]
+ANCHORED = [
+    "diloco(every=1, lr=1.0, momentum=0.0, guard=3.0)",
+    "slowmo(every=1, lr=1.0, momentum=0.0, guard=3.0)",
+    "local_sgd(every=1, reduce=TopK(1, least=1), guard=3.0)",
+]
+
+
+@pytest.mark.parametrize("expression", AVERAGES + ANCHORED)
+def test_an_outlier_is_left_out_of_one_round(expression: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Nine rounds of 1 each make m = 1, s = 0.05: more than 1.15 is out. Rank 1 then jumps by 9."""
+    usual = [1.0] * 9
+    with caplog.at_level(logging.WARNING):
+        one, two = walks(expression, [*usual, 1.0, 1.0], [*usual, 9.0, 1.0])
+    assert one == two
+    assert one[-2:] == [10.0, 11.0]  # rank 0 alone counts, then both again
+    lines = [record.getMessage() for record in caplog.records]
+    assert lines == ["Round 9 (step 10) goes on without rank 1: it has moved much further than usual."] * 2
+    # Just inside, it counts: (1 + 1.14)/2.
+    assert walks(expression, [*usual, 1.0], [*usual, 1.14])[0][-1] == 10.07
+    # In the first rounds there is no history to judge by.
+    assert walks(expression, [1.0, 1.0], [1.0, 9.0])[0][-1] == 6.0
+
+
+@pytest.mark.parametrize("expression", AVERAGES + ANCHORED)
+def test_a_worker_that_is_not_finite_comes_back(expression: str) -> None:
+    """From the first round on, and its optimizer forgets the gradient, which momentum would keep."""
+    one, two = walks(expression, [1.0, 1.0], [math.nan, 1.0], momentum=0.5)
+    assert one == two
+    # Rank 0 walks 1, then 1.5; rank 1, whose momentum begins again, walks 1.
+    assert one == [1.0, 2.25]
+
+
+def test_three_of_four_are_divided_by_three() -> None:
+    rows = [[1.0], [4.0], [math.inf], [7.0]]
+    assert walks("local_sgd(every=1, guard=3.0)", *rows)[2] == [4.0]
+    # With samples, by theirs: (1·1 + 4·1 + 7·1)/3, and the dropped worker's do not count.
+    assert walks("local_sgd(every=1, guard=3.0)", *rows, samples=5)[2] == [4.0]
+
+
+@pytest.mark.parametrize("expression", [*AVERAGES, *ANCHORED, "local_sgd(every=1, delay=1, guard=3.0)"])
+@pytest.mark.parametrize("options", [{}, {"samples": 2}])
+def test_if_all_are_left_out_they_return_to_where_the_period_began(
+    expression: str, options: dict[str, Any]
+) -> None:
+    one, two = walks(expression, [1.0, math.nan, 1.0, 1.0], [1.0, math.nan, 1.0, 1.0], **options)
+    assert one[2:] == two[2:]
+    assert math.isfinite(one[-1])
+    if "delay" not in expression:
+        assert one == [1.0, 1.0, 2.0, 3.0]
+
+
+@pytest.mark.parametrize("delay", [1, 2, "'round'"])
+def test_a_delayed_round_brings_the_whole_result(delay: object) -> None:
+    """The worker whose weights were not finite takes the mean, not a shift of what it had."""
+    expression = f"local_sgd(every=2, delay={delay}, gain=0.25, guard=3.0)"
+    one, two = walks(expression, [1.0] * 6, [1.0, math.nan, 1.0, 1.0, 1.0, 1.0])
+    assert all(map(math.isfinite, one))
+    assert math.isfinite(two[-1])
+
+
+def test_a_lasting_change_is_accepted_in_time() -> None:
+    """Rank 1 makes steps of 2 from now on. Outliers enter its history at the limit, which therefore grows."""
+
+    def worker(comm: offbeat.Communicator) -> list[tuple[int, ...]]:
+        net = Line()
+        opt = torch.optim.SGD(net.parameters(), lr=1.0)
+        sync = offbeat.local_sgd(net, opt, every=1, guard=3.0, group=comm)
+        for step in range(30):
+            opt.zero_grad()
+            (-(2.0 if comm.rank and step >= 10 else 1.0) * net.weight.sum()).backward()
+            sync.step()
+        return [report.dropped for report in sync.reports]
+
+    for dropped in offbeat.simulate(worker, 2):
+        first = next(i for i, ranks in enumerate(dropped) if ranks)
+        assert first == 10
+        assert dropped[first] == (1,)
+        assert 3 <= sum(map(len, dropped)) <= 15
+        assert not any(dropped[-5:])
+
+
+@pytest.mark.parametrize(
+    "expression",
+    [
+        "local_sgd(every=3, moments='average', guard=3.0)",
+        "diloco(every=3, lr=0.5, momentum=0.5, ramp=0, guard=3.0)",
+        "hierarchical(nodes=2, inner=1, outer=4, guard=3.0)",
+        "diloco(every=3, lr=0.5, momentum=0.5, ramp=0, clip=1e9)",
+    ],
+)
+def test_if_nobody_is_left_out_nothing_changes(expression: str) -> None:
+    plain = expression.replace(", guard=3.0", "").replace(", clip=1e9", "")
+    for a, b in zip(simulated(expression), simulated(plain), strict=True):
+        assert all(same(x, y) for x, y in zip(a, b, strict=True))
+
+
+def jump(comm: offbeat.Communicator, expression: str, cut: int | None = None) -> list[float]:
+    """Rank 1 jumps in the tenth of twelve rounds."""
+    net, trace = Line(), []
+    opt = torch.optim.SGD(net.parameters(), lr=1.0)
+    sync = offbeat.method(expression)(net, opt, group=comm)
+    for step in range(12):
+        if step == cut:
+            file = io.BytesIO()
+            torch.save([net.state_dict(), sync.state_dict()], file)
+            file.seek(0)
+            weights, state = torch.load(file, weights_only=True)
+            net = Line()
+            net.load_state_dict(weights)
+            opt = torch.optim.SGD(net.parameters(), lr=1.0)
+            sync = offbeat.method(expression)(net, opt, group=comm)
+            sync.load_state_dict(state)
+        opt.zero_grad()
+        (-(64.0 if comm.rank and step == 9 else 1.0) * net.weight.sum()).backward()
+        sync.step()
+        trace.append(net.weight.item())
+    return trace
+
+
+@pytest.mark.parametrize(
+    "expression", ["local_sgd(every=1, delay=1, guard=3.0)", "diloco(every=1, guard=3.0)"]
+)
+@pytest.mark.parametrize("cut", [4, 9, 10])
+def test_the_history_is_in_the_checkpoint(expression: str, cut: int) -> None:
+    whole = offbeat.simulate(lambda comm: jump(comm, expression), 2)
+    assert whole == offbeat.simulate(lambda comm: jump(comm, expression, cut), 2)
+
+
+def test_simulation_equals_gloo(pool: Pool) -> None:
+    expression = "diloco(every=1, lr=1.0, momentum=0.0, guard=3.0)"
+    assert pool.run(jump, expression) == offbeat.simulate(lambda comm: jump(comm, expression), 4)
+
+
+REFUSED = [
+    ("local_sgd(guard=0.0)", "guard=0.0: guard is the limit of z, a positive number, such as 3.0."),
+    ("local_sgd(guard=-1)", "guard=-1: guard is the limit of z, a positive number, such as 3.0."),
+    (
+        "overlap_local_sgd(every=2, pull=0.5, momentum=0.5, guard=3.0)",
+        "guard=3.0 with params(2 tensors) and update=Overlap(pull=0.5, momentum=0.5): a worker can only be "
+        "left out of a round that averages parameters, or steps an anchor along displacements: omit guard.",
+    ),
+]
+
+
+@pytest.mark.parametrize(("expression", "sentence"), REFUSED)
+def test_guards_that_cannot_be(expression: str, sentence: str) -> None:
+    net = Line()
+    with says(ValueError, sentence):
+        offbeat.method(expression)(net, torch.optim.SGD(net.parameters(), lr=1.0), group=offbeat.Solo())
