@@ -115,7 +115,7 @@ BAD: list[tuple[str, Callable[..., Any], dict[str, Any], type[Exception], str]] 
         {"evry": 3},
         TypeError,
         "local_sgd has no argument 'evry' (did you mean 'every'?); it takes every, delay, gain, reduce, "
-        "buffers, moments, drift.",
+        "buffers, moments, drift, guard.",
     ),
     ("every 0", build, {"every": 0}, ValueError, "Every(steps=0): steps must be at least 1."),
     (

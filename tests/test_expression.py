@@ -77,7 +77,8 @@ REFUSED = {
     "local_sgd(every=8, every=4)": "every= is given twice.",
     "local_sgd(every=Every(8, offset=1, offset=2))": "offset= is given twice.",
     "local_sgd(steps=8)": (
-        "local_sgd has no argument 'steps'; it takes every, delay, gain, reduce, buffers, moments, drift."
+        "local_sgd has no argument 'steps'; it takes every, delay, gain, reduce, buffers, moments, drift, "
+        "guard."
     ),
     "ddp(every=8)": "ddp has no argument 'every'; it takes delay, reduce.",
     "ddp(group=None)": "ddp has no argument 'group'; it takes delay, reduce.",

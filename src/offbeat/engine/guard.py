@@ -21,6 +21,9 @@ _ROUNDS = 8  # that must be known before one can be an outlier
 _LEAST = 0.05  # the smallest deviation, as a share of the mean
 
 
+EMPTY: State = {"mean": 0.0, "variance": 0.0, "rounds": 0, "start": None}  # a history before the first round
+
+
 class Guard:
     """Judges the displacement of this worker in a round by its own history.
 
@@ -42,7 +45,7 @@ class Guard:
         self.limit, self.update = limit, update
 
     def init(self) -> State:
-        return {"mean": 0.0, "variance": 0.0, "rounds": 0, "start": None}
+        return dict(EMPTY)
 
     def note(self, live: Sequence[Tensor], room: Packed, state: State) -> None:
         """A period begins: without an anchor, keep where it begins."""
@@ -51,15 +54,18 @@ class Guard:
                 state["start"] = [torch.empty_like(flat) for flat in room.flats]
             room.over(state["start"]).read(live)
 
-    def _origin(self, room: Packed, states: Mapping[str, State]) -> Packed:
-        return room.over(states["update"].get("anchor") or states["guard"]["start"])
+    def _origin(self, room: Packed, states: Mapping[str, State]) -> Packed | None:
+        """Where the period began; None if another worker's state was loaded since."""
+        flats = states["update"].get("anchor") or states["guard"]["start"]
+        return None if flats is None else room.over(flats)
 
     def judge(self, live: Sequence[Tensor], room: Packed, states: Mapping[str, State]) -> int:
         """Return why this worker is left out of the round that begins; 0 if it is not."""
-        origin, history = self._origin(room, states).views, states["guard"]
-        moved = math.sqrt(square_distance((a.to(x.device) for a, x in zip(origin, live, strict=True)), live))
-        if not math.isfinite(moved):
-            return BROKEN
+        origin, history = self._origin(room, states), states["guard"]
+        starts = live if origin is None else origin.views
+        moved = math.sqrt(square_distance((a.to(x.device) for a, x in zip(starts, live, strict=True)), live))
+        if not math.isfinite(moved) or origin is None:
+            return 0 if math.isfinite(moved) else BROKEN
         mean = history["mean"] if history["rounds"] else moved
         limit = mean + self.limit * max(math.sqrt(history["variance"]), _LEAST * mean)
         out = history["rounds"] >= _ROUNDS and moved > limit
@@ -74,9 +80,9 @@ class Guard:
     ) -> None:
         """Let a worker that was left out take the whole result. If all were, they return to the beginning."""
         update, state = self.update, states["update"]
-        if nobody and update.sends == "weights":
-            for flat, origin in zip(mean.flats, self._origin(mean, states).flats, strict=True):
-                flat.copy_(origin)
+        if nobody and update.sends == "weights" and (origin := self._origin(mean, states)) is not None:
+            for flat, start in zip(mean.flats, origin.flats, strict=True):
+                flat.copy_(start)
         if update.anchors == "none":
             state.pop("sent", None)
             mean.write(live)

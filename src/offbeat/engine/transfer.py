@@ -11,6 +11,7 @@ from offbeat.base.clock import State
 from offbeat.engine.agreement import OWN
 from offbeat.engine.exchange import Exchange
 from offbeat.engine.extras import Payload
+from offbeat.engine.guard import EMPTY
 from offbeat.engine.part import Part
 from offbeat.engine.weights import NO_WEIGHT
 
@@ -49,6 +50,8 @@ def share(part: Part, state: State) -> Shared:
         return Shared(state, frozenset())
     inside = state.get(OWN, state)
     states, air = _without_residuals(inside["states"]), inside["air"]
+    if "guard" in states:
+        states["guard"] = dict(EMPTY)  # a history of displacements is that of one worker
     if air is not None:
         if "sent" in states["update"]:
             pairs = zip(air["mean"], states["update"]["sent"], strict=False)  # extras lie behind
