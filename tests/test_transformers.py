@@ -445,7 +445,7 @@ REFUSED = {
     "method": (
         "ValueError",
         "method('diloco(evry=3)'): diloco has no argument 'evry' (did you mean 'every'?); it takes every, "
-        "lr, momentum, ramp, warmup, reduce, buffers, moments, drift.",
+        "lr, momentum, ramp, warmup, clip, reduce, buffers, moments, drift, guard.",
     ),
     "lbfgs": ("ValueError", "LBFGS computes the loss several times in one step: use another optimizer."),
     "ddp": (

@@ -52,7 +52,7 @@ class Tally:
             weight = self.samples if self.samples >= 0 else float(self.made)
             return (0.0 if dropped else weight), flags
         # A gradient is that of one step.
-        share = float(not self.dry) if self._early else self.made / max(1, self.passed)
+        share = float(not self.dry) if self._early else (self.made / self.passed if self.passed else 1.0)
         share = 0.0 if dropped else share
         return (NO_WEIGHT if share == 1 else SHARE - share), flags
 
