@@ -20,6 +20,7 @@ import torch.multiprocessing as mp
 from ports import free_port
 
 import offbeat
+from offbeat.app.cli import waiting
 from offbeat.app.commands import progress
 
 SIZE = 4
@@ -49,6 +50,7 @@ def any_width(monkeypatch: pytest.MonkeyPatch) -> None:
 def no_lines_of_progress(monkeypatch: pytest.MonkeyPatch) -> None:
     """A command that takes long on a busy machine would print some."""
     monkeypatch.setattr(progress, "LINE", inf)
+    monkeypatch.setattr(waiting, "SILENT", 1e6)
 
 
 class Pool:

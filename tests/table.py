@@ -36,6 +36,7 @@ METHODS = [
     "local_sgd(every=3, delay=2, guard=3.0)",
     "eager_diloco(every=3, lr=0.5, momentum=0.625, ramp=1)",
     "diloco(every=3, lr=0.5, momentum=0.625, ramp=1, warmup=3)",
+    "snoo(every=3, lr=0.5, momentum=0.625, ramp=1)",
     "desloc(every=2, first=3, second=4)",
     "desloc(every=1)",
     "palsgd(every=4, p=0.5, eta=0.5, lr=0.5, momentum=0.5, ramp=0)",
@@ -158,6 +159,14 @@ LAWS = [
     Law("cocod(every=3, delay=2)", "local_sgd(every=3, delay=2, gain=1.0)", options=FLOATS),
     Law("local_sgd(every=3, gain=0.25)", "local_sgd(every=3)", options=FLOATS),
     Law("cocod(every=3, delay=0)", "local_sgd(every=3)"),
+    # The outer step of one worker, which adds nothing if it goes all the way or has not come yet.
+    Law(
+        "snoo(every=3, lr=0.5, momentum=0.625, ramp=1)",
+        "diloco(every=3, lr=0.5, momentum=0.625, ramp=1)",
+        options={**FLOATS, "workers": 1},
+    ),
+    Law("snoo(every=3, lr=1.0, momentum=0.0)", "ddp()"),
+    Law("snoo(every=100)", "ddp()", options=FLOATS),
     # Moments that come with the parameters, or never.
     Law("desloc(every=3, first=3, second=3)", "local_sgd(every=3, moments='average')", options=ADAMW),
     Law("desloc(every=3, first=3)", "local_sgd(every=3, moments='average')", options=FLOATS),

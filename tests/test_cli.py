@@ -57,6 +57,7 @@ def test_every_method_is_in_the_catalogue_with_its_paper(entries: dict[str, meth
         ("slowmo", 1 / 12, 3),
         ("overlap_local_sgd", 1 / 2, 3),
         ("diloco", 1 / 64, 3),
+        ("snoo", 1.0, 4),
         ("eager_diloco", 1 / 64, 5),
         ("noloco", 8 / (2 * 7) / 50, 3),
         ("palsgd", 1 / 64 / 0.9, 3),

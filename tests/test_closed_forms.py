@@ -278,6 +278,13 @@ def test_qsr() -> None:
     assert walk(named("qsr(alpha=2.0, base=1, total=6)"), 6) == expected
 
 
+def test_snoo() -> None:
+    # The mean gradient adds 2 a step. Step 2: x = 4, a − x = −4 = b, a = ½(4 + ½·4) = 3. Step 4: x = 7,
+    # a − x = −4, b = ½·(−4) − 4 = −6, a = 3 + ½(4 + ½·6) = 6.5.
+    expected = [2, 3, 5, 6.5, 8.5, 8.5]
+    assert walk(named("snoo(every=2, lr=0.5, momentum=0.5, ramp=0)"), 5) == [expected, expected]
+
+
 def test_two_exchanges_of_one_model() -> None:
     """Fragments are exchanges in a list: each of its own tensors, at its own times."""
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
+import pty
+import re
 import runpy
 import shutil
 import signal
@@ -16,20 +20,24 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
+from rich.progress import Progress
 from test_runs import trained
 from torch.utils.data import DataLoader, TensorDataset
 
 import offbeat
 from offbeat.app.cli.app import run
 from offbeat.app.cli.options import Refused, reading
+from offbeat.app.cli.waiting import waiting
 from offbeat.app.commands.catalogue import read_catalogue
-from offbeat.app.commands.progress import Tail, follow_progress
+from offbeat.app.commands.progress import Follower, Tail, follow_progress
 from offbeat.app.report.page import render
 from offbeat.app.runs import folder as folders
 from offbeat.app.runs.frames import describe
+from offbeat.app.runs.setting import Setting
 from offbeat.app.runs.summary import read
 from offbeat.base.errors import OffbeatError
-from offbeat.tasks import LoaderBatches, find_task
+from offbeat.tasks import LoaderBatches, digits_task, find_task
 
 ROOT = Path(__file__).parent.parent
 PLAIN = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
@@ -451,6 +459,90 @@ def test_an_error_of_a_task_shows_where_it_happened(call: Call, tmp_path: Path) 
 
 
 # Progress and Ctrl-C.
+
+
+def test_something_is_said_from_the_first_moment(tmp_path: Path) -> None:
+    """On a terminal, before torch is loaded, and erased again; in order, with the time it takes."""
+    command = [
+        sys.executable,
+        "-m",
+        "offbeat",
+        "plan",
+        "ddp",
+        "--workers",
+        "2",
+        "--step",
+        "1s",
+        "--steps",
+        "9",
+    ]
+    master, terminal = pty.openpty()
+    process = subprocess.Popen(
+        [*command, "--parameters", "1M", "--link", "1gbit"],
+        stdout=subprocess.PIPE,
+        stderr=terminal,
+        cwd=tmp_path,
+    )
+    os.close(terminal)
+    seen = b""
+    with contextlib.suppress(OSError):  # the other end is closed
+        while some := os.read(master, 10_000):
+            seen += some
+    os.close(master)
+    out, _ = process.communicate(timeout=100)
+    assert process.returncode == 0
+    lines = [re.sub(r"\x1b\[K|, \d+ s", "", line)[2:] for line in seen.decode().split("\r")]
+    said = [line for line, before in zip(lines, ["", *lines], strict=False) if line and line != before]
+    assert said[0] == "loading torch"
+    assert said[-1] in ("planning", "planning ddp")
+    assert seen.endswith(b"\r\x1b[K"), "nothing is left of it"
+    assert b"loading" not in out
+
+
+def test_waiting_is_said_without_a_terminal_if_it_takes_long(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("offbeat.app.cli.waiting.SILENT", 0.05)
+    with waiting("reading"):
+        time.sleep(0.3)
+    assert capsys.readouterr().err.startswith("offbeat: reading, 0 s\n")
+    with waiting("reading", quiet=True):
+        time.sleep(0.2)
+    monkeypatch.setenv("RANK", "1")
+    with waiting("reading"):
+        time.sleep(0.2)
+    assert capsys.readouterr().err == ""
+
+
+def test_progress_says_which_run_starts_and_stops_the_clock_of_one_that_is_done(tmp_path: Path) -> None:
+    """Of two runs, one has not written anything yet; the time of a run is its own."""
+    places = [tmp_path / name for name in ("one", "two")]
+    for folder in places:
+        setting = Setting(method="local_sgd()", workers=2, steps=2, batch=4, lr=0.1, where="simulation")
+        folders.prepare(folder, setting, digits_task("tiny"), command=["offbeat"])
+    printed = io.StringIO()
+    console = Console(file=printed, width=200)
+    one, two = (Follower(folder, Progress(console=console), verbose=True) for folder in places)
+    one.start = time.monotonic() - 60
+    one.poll()
+    two.poll()
+    assert (one._status(), two._status()) == ("starting", "waiting")
+    record = folders.Record(folders.log_path(places[0], 0))
+    record.write("eval", step=0, t=0.0, units=0, sent=0, loss=2.5)
+    one.poll()
+    assert one._status() == "making the first step"
+    assert "step 0: held-out loss 2.5000 after 0.00 s, 0.00 MB" in printed.getvalue()
+    for step in (1, 2):
+        record.write("steps", step=step, t=1.0, seconds=1.0, exposed=0.0, loss=2.0, units=4)
+    record.close()
+    one.poll()
+    assert one.done
+    done = one._bar()
+    assert "2/2, 60 s" in done
+    one.start -= 600
+    one.poll()
+    assert one._bar() == done
+    assert two._bar().endswith("0/2, 0 s")
 
 
 def test_progress_without_a_terminal_is_a_line_from_time_to_time(

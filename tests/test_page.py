@@ -23,16 +23,18 @@ pytestmark = [pytest.mark.slow, pytest.mark.skipif(BROWSER is None, reason="need
 PROBE = """<script>
 window.onerror = message => { document.title = "error: " + message; };
 addEventListener("load", () => {
-  for (const button of document.querySelectorAll("button")) button.click();
+  for (const button of document.querySelectorAll(".choice button")) button.click();
+  for (const button of [...document.querySelectorAll(".legend button")]) { button.click(); button.click(); }
+  THEN
   if (!document.title.startsWith("error")) document.title = "wide " + document.documentElement.scrollWidth;
 });
 </script><style>"""
 
 
-def drawn(page: str, place: Path, width: int) -> str:
-    """What the browser makes of the page."""
+def drawn(page: str, place: Path, width: int, *, then: str = "") -> str:
+    """What the browser makes of the page after a script has clicked every tab, and all that `then` clicks."""
     file = place / "page.html"
-    file.write_text(page.replace("<style>", PROBE, 1))
+    file.write_text(page.replace("<style>", PROBE.replace("THEN", then), 1))
     assert BROWSER is not None
     command = [
         BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-sync",
@@ -129,10 +131,13 @@ def test_unlike_runs_have_parts_of_their_own(tmp_path: Path) -> None:
     assert "50.0 %" in digits
     assert "0.0 %" not in digits.replace("50.0 %", ""), "no accuracy is not an accuracy of 0"
     assert "accuracy" not in texts
-    tabs = [re.findall(r"<button[^>]*>(.*?)</button>", part)[:3] for part in (digits, texts)]
+    tabs = [
+        re.findall(r'<button type="button" aria-pressed="\w+">(.*?)</button>', part)[:3]
+        for part in (digits, texts)
+    ]
     assert tabs == [["time", "images seen", "bytes sent"], ["time", "bytes seen", "bytes sent"]]
     assert "local_sgd() (unfinished)" in texts
-    assert "Unfinished, and not in the table: local_sgd(), seed 0 (10 of 10 steps)." in texts
+    assert "Unfinished, and not in the table: local_sgd(), seed 0 (1 of 10 steps)." in texts
     assert "nfinished" not in digits
     assert "local_sgd() reached" in digits or "Nothing reached the loss of ddp()" in digits
     assert 'data-id="verdict" hidden' in texts, "one method alone needs no verdict"
@@ -146,9 +151,92 @@ def test_rates_and_a_loss_to_reach_are_on_the_page(tmp_path: Path) -> None:
     ]
     found = drawn(render(runs, to_loss=1.1), tmp_path, 1000).split('<script id="data"')[0]
     cells = re.findall(r"<td[^>]*>([^<]*)</td>", found)
-    assert "<th>s to loss 1.1</th><th>MB to loss 1.1</th>" in found
+    heads = re.findall(r"<th .*?>([^<]*)</button></th>", found)
+    assert heads[-3:] == ["s to loss 1.1", "MB to loss 1.1", "speed-up"]
     assert cells[:2] == ["0.3", "1.0000"], "the reference at its best rate"
     assert "never" in cells
     assert "Only ddp() reached a loss of 1.1, in 0.90 s; the closest was local_sgd(), with 1.2000." in found
     (dots,) = elements(found, "rates", "circle")
     assert [dot["r"] for dot in dots] == ["3", "5.5", "5.5", "3"], "the best is the larger dot"
+
+
+def test_columns_can_be_sorted(tmp_path: Path) -> None:
+    """The best first, then the worst first, then as they were. A loss that is missing comes last."""
+    finals = {"ddp()": 1.0, "local_sgd()": 0.5, "cocod()": float("nan"), "diloco()": 2.0}
+    runs = [written(tmp_path, method, seed=0, losses=[4.0, loss]) for method, loss in finals.items()]
+    orders = []
+    for clicks in (0, 1, 2, 3):
+        click = "document.querySelectorAll('th button')[1].click();" * clicks
+        found = drawn(render(runs), tmp_path, 1000, then=click).split('<script id="data"')[0]
+        orders.append(re.findall(r"<code>(\w+)", found))
+        (state,) = re.findall(r'<th aria-sort="(\w+)"><button[^>]*>loss<', found)
+        assert state == ["none", "ascending", "descending", "none"][clicks]
+    given = ["ddp", "local_sgd", "cocod", "diloco"]
+    assert orders == [
+        given,
+        ["local_sgd", "ddp", "diloco", "cocod"],
+        ["diloco", "ddp", "local_sgd", "cocod"],
+        given,
+    ]
+
+
+def test_a_method_can_be_hidden_in_all_charts(tmp_path: Path) -> None:
+    runs = [
+        written(tmp_path, method, seed=0, losses=[4.0, loss])
+        for method, loss in {"ddp()": 1.0, "local_sgd()": 3.0}.items()
+    ]
+
+    def paths(found: str, name: str) -> list[str]:
+        (drawing,) = elements(found, name, "path")
+        return [path["stroke"] for path in drawing]
+
+    click = "document.querySelectorAll('.legend button')[0].click();"
+    both, one = (drawn(render(runs), tmp_path, 1000, then=then) for then in ("", click))
+    assert paths(both, "loss") == paths(both, "drift") == ["var(--c0)", "var(--c1)"]
+    assert paths(one, "loss") == paths(one, "drift") == ["var(--c1)"]
+    assert len(elements(both, "pareto", "circle")[0]) == 2
+    assert len(elements(one, "pareto", "circle")[0]) == 1
+    assert 'aria-pressed="false"' in one.split('data-id="legend"')[1].split("</div>")[0]
+    none = drawn(render(runs), tmp_path, 1000, then=click + click.replace("[0]", "[1]"))
+    assert paths(none, "loss") == []
+
+
+def test_a_line_marks_the_loss_to_reach(tmp_path: Path) -> None:
+    runs = [
+        written(tmp_path, method, seed=0, losses=[3.0, loss])
+        for method, loss in {"ddp()": 2.0, "local_sgd()": 2.5}.items()
+    ]
+
+    def goal(found: str) -> float:
+        (lines,) = elements(found, "loss", "line")
+        (line,) = [line for line in lines if line["class"] == "goal"]
+        (marks,) = re.findall(r'data-id="loss"[^>]*><svg(.*?)</svg>', found, re.DOTALL)
+        places = {
+            float(v): float(y) - 4 for y, v in re.findall(r'y="([\d.]+)" text-anchor="end">([\d.]+)<', marks)
+        }
+        (high, low) = max(places), min(places)
+        share = (float(line["y1"]) - places[high]) / (places[low] - places[high])
+        return high + share * (low - high)
+
+    found = drawn(render(runs), tmp_path, 1000)
+    assert goal(found) == pytest.approx(2.1, abs=0.01)
+    assert "5 % above the last loss of ddp()" in found
+    found = drawn(render(runs, to_loss=2.75), tmp_path, 1000)
+    assert goal(found) == pytest.approx(2.75, abs=0.01)
+    alone = drawn(render(runs[:1]), tmp_path, 1000)
+    assert 'class="goal"' not in alone
+
+
+def test_a_table_too_wide_for_a_phone_says_so(tmp_path: Path) -> None:
+    runs = [written(tmp_path, method, seed=0, losses=[3.0, 2.0]) for method in ("ddp()", "local_sgd()")]
+    wide, narrow = (drawn(render(runs), tmp_path, width) for width in (1280, 500))
+    assert re.search(r'data-id="swipe" hidden', wide.split("<template")[0])
+    assert not re.search(r'data-id="swipe" hidden', narrow.split("<template")[0])
+
+
+def test_the_page_says_how_it_was_made(tmp_path: Path) -> None:
+    runs = [written(tmp_path, "ddp()", seed=0, losses=[3.0, 2.0])]
+    facts = dict(re.findall(r"<td>([a-z ]+)</td><td>([^<]*)</td>", drawn(render(runs), tmp_path, 1000)))
+    assert facts["batch"] == "4 images per worker and step, 8 in all, 10 steps"
+    assert facts["learning rate"].startswith("0.1 at its peak")
+    assert facts["optimizer"] == "SGD(momentum=0.9, weight_decay=0.0005)"

@@ -86,6 +86,7 @@ METHODS = [
     "ddp(reduce=LowRank(4))",
     "palsgd(every=8, p=0.3, warmup=5)",
     "desloc(every=4)",
+    "snoo(every=4)",
 ]
 
 
@@ -189,7 +190,7 @@ def test_published_rounds_of_qsr_fall_out(
 
 # By hand. A million floats among four workers are 6 MB; at 6 MB/s a mean takes one second.
 
-HAND = Job(steps=64, parameters=1_000_000, layers=4)
+HAND = Job(steps=64, parameters=1_000_000, layers=4, backward=0)
 WIRE = Network(bandwidth=6e6)
 
 
@@ -203,6 +204,56 @@ def test_ddp_by_hand() -> None:
     assert told.bytes_sent == pytest.approx(64 * 6e6 + 3e6, rel=1e-3)
     assert (told.rounds, told.spread, told.waiting, told.failing) == (64, 0, 0, 0)
     assert told.copies == pytest.approx(1.0, abs=0.01)
+
+
+def test_gradients_that_leave_during_the_backward_pass_by_hand() -> None:
+    """Four buckets of a quarter of a second are ready after 3/6, 4/6, 5/6 and 6/6 of a step. On the link they
+    end at 0.75, 1, 1.25 and 1.5 seconds. Only the first round waits for the end of the step."""
+    told = predict("ddp()", replace(HAND, backward=2 / 3), Cluster(4, Constant(1.0), WIRE))
+    assert told.seconds == pytest.approx(64 + 1 + 63 * 0.5 + 0.5, rel=1e-3)
+    assert told.exposed == pytest.approx(1 + 63 * 0.5 + 0.5, rel=1e-3)
+    assert told.hidden == pytest.approx(63 * 0.5, rel=1e-3)
+    assert told.bytes_sent == predict("ddp()", HAND, Cluster(4, Constant(1.0), WIRE)).bytes_sent
+    assert told.notes == (
+        "its gradients leave in 4 parts during the backward pass, which takes 67% of a step (--backward)",
+    )
+    # On a link ten times as fast, only the last bucket is left at the end of a step.
+    fast = predict("ddp()", replace(HAND, backward=2 / 3), Cluster(4, Constant(1.0), Network(bandwidth=6e7)))
+    assert fast.seconds == pytest.approx(64 + 0.1 + 63 * 0.025 + 0.05, rel=1e-3)
+    for late in ("ddp(delay=1)", "local_sgd(every=1)"):  # these do not overlap with the backward pass
+        same = [predict(late, replace(HAND, backward=b), Cluster(4, Constant(1.0), WIRE)) for b in (0, 0.5)]
+        assert same[0].seconds == same[1].seconds
+
+
+@pytest.mark.parametrize(
+    ("expression", "near"),
+    [("ddp()", 0.005), pytest.param("ddp(reduce=Quantized(8))", 0.05, marks=pytest.mark.slow)],
+)
+@pytest.mark.parametrize("compute", [Constant(0.1), SLOW], ids=["alike", "uneven"])
+def test_the_overlap_is_what_the_simulation_does(expression: str, near: float, compute: Compute) -> None:
+    """A real backward pass on a model of several buckets. Codes send more words than the plan knows."""
+    width = 300
+    job = Job(steps=8, parameters=6 * width**2, layers=6, optimizer="sgd")
+    cluster = Cluster(4, compute, Network(latency=0.002, bandwidth=2e7, reduce="ring"))
+
+    def worker(comm: Communicator) -> float:
+        model = ProxyModel(job, width)
+        optimizer, draws = local_optimizer(job, model), torch.Generator().manual_seed(comm.rank)
+        sync = offbeat.method(expression)(model, optimizer, group=comm)
+        for _ in range(job.steps):
+            optimizer.zero_grad()
+            x = torch.randn(1, width, generator=draws)
+            for layer in model.layers:
+                x = x @ layer[0] / width  # type: ignore[index]
+            x.mean().backward()
+            sync.step()
+        sync.finish()
+        return comm.now()
+
+    seconds = max(offbeat.simulate(worker, 4, network=cluster.network, compute=compute))
+    told = predict(expression, job, cluster)
+    assert told.seconds == pytest.approx(seconds, rel=near)
+    assert told.seconds < 0.97 * predict(expression, replace(job, backward=0), cluster).seconds
 
 
 def test_what_is_hidden_and_what_is_not() -> None:

@@ -93,7 +93,7 @@ def test_nothing_is_cut_in_a_narrow_terminal(
 
 def test_json_and_figures_by_hand(capsys: pytest.CaptureFixture[str]) -> None:
     """6 MB at 6 MB/s are a second, a ring of four has six latencies: 64 · (0.1 + 1.006), and the start."""
-    answer = told(capsys, "ddp()", "local_sgd(every=8)", *GIVEN)
+    answer = told(capsys, "ddp()", "local_sgd(every=8)", *GIVEN, "--backward", "0")
     fast, slow = answer["predictions"]
     assert (fast["method"], slow["method"]) == ("local_sgd(every=8)", "ddp()")
     assert slow["seconds"] == pytest.approx(64 * 1.106 + 0.5, rel=0.002)
@@ -101,6 +101,43 @@ def test_json_and_figures_by_hand(capsys: pytest.CaptureFixture[str]) -> None:
     assert fast["ddp_needs"] > 6e6
     assert len(fast["curve"]) == 13
     assert answer["why"].startswith("local_sgd(every=8)")
+
+
+def test_ddp_overlaps_with_the_backward_pass(capsys: pytest.CaptureFixture[str]) -> None:
+    """The longer the pass, the more of the messages it hides. The output says what was assumed."""
+    seconds = {
+        share: told(capsys, "ddp", *GIVEN, "--backward", share)["predictions"][0]["seconds"]
+        for share in ("0", "0.5", "1")
+    }
+    assert seconds["0"] > seconds["0.5"] > seconds["1"]
+    _, out, _ = outcome(capsys, "ddp", *GIVEN, "--backward", "0.5")
+    assert "during the backward pass, which takes 50% of a step" in " ".join(out.split())
+    _, out, _ = outcome(capsys, "ddp", *GIVEN, "--backward", "0")
+    assert "ddp: its gradients leave after the backward pass." in out
+    code, out, err = outcome(capsys, "ddp", *GIVEN, "--backward", "1.5")
+    assert (code, out, err) == (2, "", "offbeat: --backward 1.5: backward must be from 0 to 1.\n")
+
+
+def test_the_plan_says_what_is_known_about_quality(capsys: pytest.CaptureFixture[str]) -> None:
+    methods = ("ddp", "diloco(every=64)", "diloco(every=16)", "ddp(delay=1)", "ssd_sgd")
+    code, out, _ = outcome(capsys, *methods, *GIVEN)
+    assert code == 0
+    assert "This predicts time, not quality." in out
+    said = dict(re.findall(r"^  (\S+)  +(.*)$", out, re.MULTILINE))
+    assert re.fullmatch(r"\+\d+\.\d% \(diloco\(every=16\), 1 seed\)", said["diloco(every=64)"])
+    assert said["diloco(every=16)"] == said["diloco(every=64)"].replace("diloco(every=16), ", "")
+    assert said["ddp"] == "the reference"
+    assert said["ddp(delay=1)"] == "not measured like this"
+    assert said["ssd_sgd"] == "not measured"
+    known = {p["method"]: p["measured_loss"] for p in told(capsys, *methods, *GIVEN)["predictions"]}
+    assert known["ssd_sgd"] is None
+    assert 0 < known["diloco(every=64)"]["above_ddp"] < 0.1
+
+
+def test_verbose_prints_what_is_assumed(capsys: pytest.CaptureFixture[str]) -> None:
+    _, out, _ = outcome(capsys, "ddp", *GIVEN, "--verbose")
+    for line in ("  parameters = 1000000", "  layers = 12", "  workers = 4"):
+        assert line in out.splitlines()
 
 
 def test_a_cluster_file_that_raises_is_told_in_a_sentence(

@@ -600,3 +600,15 @@ def test_a_model_with_batch_normalization_is_trained_saved_and_resumed(tmp_path:
     again = summary.read(place)
     for name in ("weights", "rounds", "sent", "units"):
         assert [end[name] for end in again.ends] == [end[name] for end in whole.ends]
+
+
+def test_an_evaluation_does_not_move_the_rounds_before_it(tmp_path: Path) -> None:
+    """A round begins when its step ends, also if an evaluation follows the step."""
+    run = summary.read(trained(tmp_path / "run", "local_sgd(every=2)"))
+    steps = {e["step"]: e for e in run.ranks[0] if e["kind"] == "steps"}
+    evaluated = {e["step"] for e in run.evals}
+    rounds = [e for e in run.ranks[0] if e["kind"] == "round" and e["begun_after"] in steps]
+    assert evaluated & {e["begun_after"] for e in rounds}
+    for e in rounds:
+        step = steps[e["begun_after"]]
+        assert e["began"] == pytest.approx(step["t"] - step["exposed"])

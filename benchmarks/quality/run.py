@@ -3,8 +3,10 @@
     python benchmarks/quality/run.py --data tinyshakespeare.txt            # three seeds of each method below
     python benchmarks/quality/run.py --data tinyshakespeare.txt --seeds 1 'diloco(every=16, lr=0.5)'
     python benchmarks/quality/run.py --data tinyshakespeare.txt --seeds 1 --lengths    # 100, 400, 1 600 steps
+    python benchmarks/quality/run.py --data tinyshakespeare.txt --seeds 1 --muon       # with Muon inside
 
-Appends one line per run to results.jsonl beside this file, skips what is there already, and prints the table.
+Appends one line per run to results.jsonl beside this file, with --muon to muon.jsonl, skips what is there
+already, and prints the table.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import json
 import math
 import statistics
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -39,6 +42,8 @@ METHODS = [
     f"eager_diloco(every={H})",
     f"palsgd(every={H})",
     f"noloco(every={H})",
+    f"desloc(every={H})",
+    f"snoo(every={H})",
 ]
 PAPERS = [  # the settings of the papers, and those that were used before momentum grew over the rounds
     f"overlap_local_sgd(every={H}, pull=0.6)",
@@ -52,8 +57,15 @@ PAPERS = [  # the settings of the papers, and those that were used before moment
     f"diloco(every={H}, lr=1.0, momentum=0.3, ramp=0, warmup=100)",
     f"slowmo(every={H}, momentum=0.3, ramp=0, warmup=100)",
 ]
+MUON = [  # the setting of MuLoCo, and what it is compared with
+    "ddp()",
+    "local_sgd(every=30)",
+    "diloco(every=30)",
+    "diloco(every=30, momentum=0.5)",
+    "diloco(every=30, momentum=0.5, ramp=0)",
+]
 LENGTHS = (100, 400, 1600)
-LONG = [METHODS[1], *METHODS[9:], *PAPERS[:7]]  # what is run for all lengths
+LONG = [METHODS[1], *METHODS[9:16], *PAPERS[:7]]  # what is run for all lengths
 RESULTS = Path(__file__).parent / "results.jsonl"
 
 
@@ -64,21 +76,43 @@ def rate(step: int, steps: int, warmup: int = 40) -> float:
     return 0.55 + 0.45 * math.cos(math.pi * (step - warmup) / (steps - warmup))
 
 
+def adamw(parameters: Iterable[torch.Tensor], lr: float) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=lr, betas=(0.9, 0.95), weight_decay=0.1)
+
+
+def muon(model: torch.nn.Module, lr: float) -> list[torch.optim.Optimizer]:
+    """Muon for the matrices of the blocks, AdamW for embeddings, head and vectors, with one rate for both."""
+    inside = [p for name, p in model.named_parameters() if p.ndim == 2 and "blocks" in name]
+    others = [p for p in model.parameters() if not any(p is q for q in inside)]
+    matrices = torch.optim.Muon(inside, lr=lr, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
+    return [matrices, adamw(others, lr)]
+
+
 def worker(
     comm: offbeat.Communicator, task: Task, expression: str, seed: int, args: argparse.Namespace
 ) -> dict:
     model = task.model()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.1)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: rate(step, args.steps))
+    optimizers = muon(model, args.lr) if args.muon else [adamw(model.parameters(), args.lr)]
+    schedulers = [
+        torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: rate(step, args.steps))
+        for optimizer in optimizers
+    ]
     batches = task.batches(comm.rank, comm.size, args.batch, seed)
-    sync = offbeat.method(expression)(model, optimizer, group=comm)
+    sync = offbeat.method(expression)(model, optimizers, group=comm)
+
+    def local() -> None:
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for optimizer in optimizers:
+            optimizer.step()
+
     for _ in range(args.steps):
         loss = task.loss(model, next(batches))
         loss.backward()
         sync.observe(loss)
-        sync.step(lambda: (torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0), optimizer.step()))
-        optimizer.zero_grad()
-        scheduler.step()
+        sync.step(local)
+        model.zero_grad()
+        for scheduler in schedulers:
+            scheduler.step()
     with sync.averaged():
         shown = task.evaluate(model) if comm.rank == 0 else 0.0
     totals = sync.totals
@@ -100,13 +134,13 @@ def run(expression: str, seed: int, args: argparse.Namespace) -> dict:
     return {"method": expression, "seed": seed, **result, "seconds": seconds, **setting(args)}
 
 
-def table(rows: list[dict]) -> str:
+def table(rows: list[dict], every: int = H) -> str:
     """Mean loss and spread of each method, and the share of the gap from local_sgd to ddp that it closes."""
     losses: dict[str, list[float]] = {}
     for row in rows:
         losses.setdefault(row["method"], []).append(row["loss"])
     mean = {method: statistics.mean(values) for method, values in losses.items()}
-    top, low = mean.get(f"local_sgd(every={H})"), mean.get("ddp()")
+    top, low = mean.get(f"local_sgd(every={every})"), mean.get("ddp()")
     lines = ["| method | loss | ± | seeds | gap closed | MB per worker |", "|---|---|---|---|---|---|"]
     for method, loss in sorted(mean.items(), key=lambda item: item[1]):
         spread = f"{statistics.stdev(losses[method]):.4f}" if len(losses[method]) > 1 else ""
@@ -143,15 +177,17 @@ def main() -> None:
     parser.add_argument("--size", default="tiny")
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--muon", action="store_true", help="Muon and AdamW inside, for MuLoCo")
     parser.add_argument("--lengths", action="store_true", help="100, 400 and 1 600 steps")
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--lr", type=float, default=3e-3)
-    parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--results", type=Path)
     args = parser.parse_args()
+    args.results = args.results or (RESULTS.with_name("muon.jsonl") if args.muon else RESULTS)
     torch.set_num_threads(1)
     read = args.results.read_text().splitlines() if args.results.exists() else []
     rows = [json.loads(line) for line in read]
-    methods = args.methods or (LONG if args.lengths else METHODS + PAPERS)
+    methods = args.methods or (MUON if args.muon else LONG if args.lengths else METHODS + PAPERS)
     for steps in LENGTHS if args.lengths else (args.steps,):
         args.steps = steps
         for seed in range(args.first, args.seeds):
@@ -163,7 +199,8 @@ def main() -> None:
                         file.write(json.dumps(rows[-1]) + "\n")
                     took = f"{rows[-1]['loss']:.4f} in {rows[-1]['seconds']:.0f} s"
                     print(f"{args.steps} steps, seed {seed}, {method}: {took}", flush=True)
-    print(lengths(rows) if args.lengths else table([row for row in rows if row["steps"] == args.steps]))
+    same = [row for row in rows if row["steps"] == args.steps]
+    print(lengths(rows) if args.lengths else table(same, 30 if args.muon else H))
 
 
 if __name__ == "__main__":

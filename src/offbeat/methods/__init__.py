@@ -10,5 +10,5 @@ from offbeat.methods.sparse import *
 
 __all__ = ["a2sgd", "adacomm", "adaptive", "cocod", "dasgd", "ddp", "def_sgd", "desloc", "diloco"]
 __all__ += ["eager_diloco", "eager_sgd", "hierarchical", "local_sgd", "lookahead_diloco", "noloco", "od_sgd"]
-__all__ += ["overlap_local_sgd", "palsgd", "post_local_sgd", "qsr", "slowmo", "sparse_loco", "ssd_sgd"]
-__all__ += ["streaming_diloco", "wagma"]
+__all__ += ["overlap_local_sgd", "palsgd", "post_local_sgd", "qsr", "slowmo", "snoo", "sparse_loco"]
+__all__ += ["ssd_sgd", "streaming_diloco", "wagma"]

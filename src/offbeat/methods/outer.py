@@ -6,16 +6,16 @@ from torch import nn
 from typing_extensions import Unpack
 
 from offbeat.among import Group, Pairs, Subgroups
-from offbeat.base.tensors import params
+from offbeat.base.tensors import grads, params
 from offbeat.engine.exchange import Exchange
 from offbeat.engine.synchronizer import Synchronizer
 from offbeat.methods import parts
 from offbeat.methods.parts import Extras, Optimizers, Options, exchange, record_call
 from offbeat.reduce import Quantized, Reducer
 from offbeat.update.outer import SGD, Eager, Gossip, Outer, SlowMo
-from offbeat.when import Every, Schedule
+from offbeat.when import Every, Schedule, schedule
 
-__all__ = ["diloco", "eager_diloco", "lookahead_diloco", "noloco", "slowmo", "streaming_diloco"]
+__all__ = ["diloco", "eager_diloco", "lookahead_diloco", "noloco", "slowmo", "snoo", "streaming_diloco"]
 
 _FOUR_BITS = Quantized(4)
 
@@ -85,6 +85,46 @@ def diloco(
         group,
         warmup=warmup,
         **options,
+    )
+
+
+@record_call
+def snoo(
+    model: nn.Module,
+    optimizer: Optimizers,
+    *,
+    every: int | Schedule = 20,
+    lr: float = 0.7,
+    momentum: float = 0.5,
+    ramp: int = 40,
+    reduce: Reducer | None = None,
+    group: Group = None,
+) -> Synchronizer:
+    """The outer step of DiLoCo without its communication: for one worker, or on top of `ddp`.
+
+        g ← mean(g) every step        a ← outer.step(a, grad=a − x)        x ← a every `every` steps
+
+    Workers stay equal, so each makes the outer step for itself. Larger `momentum` remembers more periods, and
+    larger `lr` moves further; `ramp` is that of `diloco`. With momentum=0 it is Lookahead. The paper's
+    momentum is constant: ramp=0. `reduce` applies to the gradients.
+
+        sync = offbeat.snoo(model, optimizer, every=20)
+
+    Kallusky et al., "SNOO: Step-K Nesterov Outer Optimizer", 2025, arXiv 2510.15830.
+    """
+    return Synchronizer(
+        optimizer,
+        [
+            Exchange(grads(model), when=Every(1), among=group, reduce=reduce, buffers="follow"),
+            Exchange(
+                params(model),
+                when=schedule(every),
+                among=Subgroups(1, group),
+                update=Outer(SGD(lr, momentum, nesterov=True, ramp=ramp)),
+                buffers="keep",
+                drift=False,
+            ),
+        ],
     )
 
 

@@ -16,6 +16,7 @@ from offbeat.engine.part import Part
 from offbeat.engine.round import Rhythm
 from offbeat.plan.groups import Costs, Groups
 from offbeat.plan.job import Cluster, Job
+from offbeat.plan.overlap import Early, cut_round, find_buckets
 from offbeat.plan.probe import Seen
 from offbeat.plan.recording import Events, count_sent
 from offbeat.plan.replay import Clocks, Spent
@@ -150,6 +151,7 @@ class Forecast:
         self._costs, self._world = Costs(networks, alike=not luck), Groups(cluster.workers)
         self._runs = int(min(32, max(1, 4e5 / len(networks) / cluster.workers))) if luck else 1
         self._steps = [0, *course.iterations]  # completed before each gradient
+        self._early = self._find_early()
         due = {done: tuple(acts) for done, acts in groupby(course.acts, key=lambda act: act.done)}
         # Parts other than exchanges act at every step.
         self._constant = bool(seen.periodic or seen.waitfree)
@@ -186,6 +188,7 @@ class Forecast:
         luck = self._cluster.compute.spread
         rows = self._runs * (self._cluster.workers if luck else 1)
         each = len(self._course.acts) / len(self._moments) + 4 * self._constant
+        each += sum(len(early.buckets) for early in self._early.values())
         draws, clocks = rows * self._job.steps * 2e-8 if luck else 0.0, len(self._costs.networks) * rows
         return len(self._moments) * each * 12 * (4e-6 + clocks * 1.5e-9) + draws
 
@@ -220,8 +223,27 @@ class Forecast:
             clocks.mark((done - before, *((act.place, act.what) for act in acts)))
         return done
 
+    def _find_early(self) -> dict[int, Early]:
+        """By the place of an exchange, its round if its gradients leave during the backward pass."""
+        found, traces = {}, self._seen.traces
+        for place, part in enumerate(self._seen.sync.parts):
+            if buckets := find_buckets(part, self._job):
+                found[place] = cut_round(part, buckets, traces[place, "begin"], traces[place, "land"])
+        return found
+
+    def _leaves_early(self, act: Act) -> bool:
+        """Not in the first round, which shows how often each gradient grows, and only if it is certain."""
+        part = self._seen.sync.parts[act.place]
+        certain = isinstance(part, Exchange) and Rhythm(part.when, 0).is_certain(act.iteration)
+        return act.place in self._early and act.round > 0 and certain
+
     def _act(self, clocks: Clocks, act: Act) -> None:
         groups = self._seen.groups(act.place, act.round)
+        if self._leaves_early(act):
+            if act.what == "begin":
+                clocks.act_early(self._early[act.place], groups, act.place, act.round)
+            if act.what in ("begin", "land"):
+                return
         clocks.act(self._seen.traces[act.place, act.what], groups, act.place, act.round)
 
     def _finish(self, clocks: Clocks) -> Spent:

@@ -61,7 +61,8 @@ class Job:
     """A run: the steps of each worker, and the trainable parameters.
 
     `rate` gives the learning rate of each step, for schedules that depend on it. `optimizer` is the local
-    one; some methods send its moments. The plan assumes a model of `layers` equal layers.
+    one; some methods send its moments. The plan assumes a model of `layers` equal layers. `backward` is the
+    share of a step that the backward pass takes, during which `ddp` sends gradients; 0 sends them after it.
     """
 
     steps: int
@@ -70,9 +71,12 @@ class Job:
     rate: Callable[[int], float] = Flat(1e-3)
     optimizer: Optimizer = "adamw"
     layers: int = 12
+    backward: float = 2 / 3
 
     def __post_init__(self) -> None:
         _check_counts(self, "steps", "parameters", "layers")
+        if not (isinstance(self.backward, int | float) and 0 <= self.backward <= 1):
+            raise BadArgument("backward", self.backward, "backward must be from 0 to 1.", call="Job")
         for name, kind in (("dtype", Dtype), ("optimizer", Optimizer)):
             if getattr(self, name) not in get_args(kind):
                 known = ", ".join(map(repr, get_args(kind)))

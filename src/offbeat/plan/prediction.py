@@ -1,7 +1,7 @@
 """Predict the time and the bytes of methods: which is fastest, and why."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
@@ -14,6 +14,7 @@ from offbeat.engine.exchange import Exchange
 from offbeat.methods.expression import Call, method
 from offbeat.plan.forecast import Forecast, bytes_sent, unroll
 from offbeat.plan.job import Cluster, Job
+from offbeat.plan.overlap import find_buckets
 from offbeat.plan.probe import Seen, probe
 from offbeat.simulate import Network
 
@@ -118,8 +119,15 @@ def _probe_or_sgd(call: Call, job: Job, cluster: Cluster) -> tuple[Seen, Job, tu
         if isinstance(part, Exchange) and (needs := " and ".join(sorted(part.when.needs))):
             notes.append(f"its period follows the {needs}; planned as it starts")
         if isinstance(part, Exchange) and part.live.early and not part.delay:
-            notes.append("its gradients are sent after the backward pass here; a real run overlaps the two")
+            notes.append(_overlap_note(part, job))
     return seen, job, tuple(dict.fromkeys(notes))
+
+
+def _overlap_note(part: Exchange, job: Job) -> str:
+    if buckets := find_buckets(part, job):
+        during = f"during the backward pass, which takes {job.backward:.0%} of a step (--backward)"
+        return f"its gradients leave in {len(buckets)} parts {during}"
+    return "its gradients leave after the backward pass"
 
 
 def varied_link(network: Network) -> float:
@@ -156,8 +164,10 @@ class Plan:
     why: str
 
 
-def plan(methods: Sequence[str], job: Job, cluster: Cluster) -> Plan:
-    """Predict the time of each method, and rank them.
+def plan(
+    methods: Sequence[str], job: Job, cluster: Cluster, *, watch: Callable[[str], None] = lambda method: None
+) -> Plan:
+    """Predict the time of each method, and rank them. `watch` is told each method before it is planned.
 
     job = Job(steps=10_000, parameters=124_000_000)
     cluster = Cluster(8, Jittered(0.5), Network(latency=0.01, bandwidth=1.25e8))
@@ -166,7 +176,10 @@ def plan(methods: Sequence[str], job: Job, cluster: Cluster) -> Plan:
     if not methods:
         raise ValueError("plan(methods=[]): name at least one method.")
     calls = {str(method(text)): text for text in methods}  # `ddp` and `ddp()` are one method
-    predicted = {call: predict(text, job, cluster) for call, text in calls.items()}
+    predicted = {}
+    for call, text in calls.items():
+        watch(text)
+        predicted[call] = predict(text, job, cluster)
     ddp = predicted.get("ddp()") or predict("ddp()", job, cluster)
     ranked = sorted((_compare(p, ddp) for p in predicted.values()), key=lambda p: p.seconds)
     return Plan(job, cluster, tuple(ranked), _why(ranked[0], ddp, alone=len(ranked) == 1))

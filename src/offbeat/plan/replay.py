@@ -10,6 +10,7 @@ from torch import Tensor
 from offbeat.base.draws import whole
 from offbeat.plan.groups import Costs, Groups
 from offbeat.plan.job import Cluster
+from offbeat.plan.overlap import Early
 from offbeat.plan.probe import Seen
 from offbeat.plan.recording import Beside, Events, Name, Repeated, Sent, Waited, count_sent
 from offbeat.simulate import Compute
@@ -51,6 +52,7 @@ class Clocks:
         self._shape = (len(costs.networks), runs, self._width)
         self._now, self._free, self._sidecar = torch.zeros(3, *self._shape, dtype=torch.float64)
         self._resumed = self._now  # when they last began to compute
+        self._step = torch.zeros((), dtype=torch.float64)  # how long their last step took
         self._queues, self._beside = dict[int, Tensor](), False  # times of task queues; whether one acts
         self._seconds = torch.zeros(4, *self._shape[:2], dtype=torch.float64)
         self._computed, self._skewed, self._exposed, self._flown = self._seconds
@@ -68,14 +70,16 @@ class Clocks:
             return
         self._resumed = self._now
         if not self._compute.spread:
-            seconds = float(self._compute(0, 0)) * len(steps)
+            self._step = torch.tensor(float(self._compute(0, 0)), dtype=torch.float64)
+            seconds = float(self._step) * len(steps)
             self._now = self._now + seconds
             self._computed += seconds
             return
         drawn, rows = torch.tensor(steps), max(1, _CHUNK // len(steps))  # workers drawn together
         parts = zip(torch.split(self._ranks, rows), torch.split(self._offsets, rows), strict=True)
-        sums = [self._compute.seconds(rank[:, None], drawn + run[:, None]).sum(-1) for rank, run in parts]
-        times = torch.cat(sums).view(self._runs, self._width)
+        each = [self._compute.seconds(rank[:, None], drawn + run[:, None]) for rank, run in parts]
+        times = torch.cat([seconds.sum(-1) for seconds in each]).view(self._runs, self._width)
+        self._step = torch.cat([seconds[:, -1] for seconds in each]).view(self._runs, self._width)
         self._now = self._now + times
         self._computed += times.mean(-1)
 
@@ -144,6 +148,36 @@ class Clocks:
             skewed = _mean((ready - now).clamp_(min=0)) if some else torch.zeros(())
             self._skewed += skewed
             self._exposed += _mean((lands - now).clamp_(min=0)) - skewed
+
+    def act_early(self, early: Early, groups: Groups, who: object, when: int) -> None:
+        """A round of gradients that leave in buckets during the step that has just been computed."""
+
+        def key(name: Name) -> object:
+            return who, when - name[0], name[1]
+
+        done, flown = self._now, self._flown.clone()
+        times = [done - (1 - bucket.after) * self._step for bucket in early.buckets]
+        queue, beside = times[0], self._beside
+        self._beside = True
+        for number, (bucket, complete) in enumerate(zip(early.buckets, times, strict=True)):
+            self._now = torch.maximum(queue, complete) if early.queued else complete
+            self._go(bucket.first, groups, key)
+            # A code finishes each bucket once the next one has been sent.
+            ready = early.buckets[max(0, number - 1) : number] if early.queued else ()
+            last = (bucket,) if early.queued and bucket is early.buckets[-1] else ()
+            for earlier in (*ready, *last):
+                self._go(earlier.rest, groups, key)
+            queue = self._now
+        self._now, self._beside = done, beside
+        self._go(early.heads[0], groups, key)
+        self._go(early.heads[1], groups, key)
+        if early.queued:
+            self._air["queue"] = (groups.latest(done), queue)
+            self._wait("queue")
+        else:
+            for bucket in early.buckets:
+                self._go(bucket.rest, groups, key)
+        self._flown.copy_(flown + _mean(torch.maximum(queue, self._now) - times[0]))
 
     def rush(self, seen: Seen, place: int, round: int) -> None:
         """A round run by sidecars: each joins with its own worker, or some time after it is called."""

@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from offbeat.app.cli import options
+from offbeat.app.cli.waiting import waiting
 
 
 def compare(
@@ -37,6 +38,7 @@ def compare(
     straggler: options.Straggler = None,
     out: options.Out = None,
     quiet: options.Quiet = False,
+    verbose: options.Verbose = False,
     json: options.Json = False,
 ) -> int:
     """Train with several methods on the same model, data, seeds and samples, and compare them.
@@ -62,13 +64,19 @@ def compare(
         offbeat compare ddp 'slowmo(every=12)' --workers 16 --simulate --compute 50ms --link 1gbit,5ms
     """
     given = SimpleNamespace(**locals())
-    from offbeat.app.commands.compare import run
+    with waiting("loading torch", quiet=quiet):
+        from offbeat.app.commands.compare import run
 
     return run(given)
 
 
 def study(
-    methods: Annotated[list[str], typer.Argument(help="Methods; those that take every= get each period.")],
+    methods: Annotated[
+        list[str],
+        typer.Argument(
+            help="Methods; those that take every= get each period.", autocompletion=options.complete_name
+        ),
+    ],
     task: options.Task = "digits",
     model: options.Model = None,
     data: options.Data = None,
@@ -81,6 +89,7 @@ def study(
     seed: options.Seed = 0,
     out: options.Out = None,
     quiet: options.Quiet = False,
+    verbose: options.Verbose = False,
     json: options.Json = False,
 ) -> int:
     """Simulate a grid of methods, workers and periods: what does less communication cost?
@@ -95,6 +104,7 @@ def study(
         offbeat study ddp local_sgd diloco --task bytes --model tiny --samples 40000 --out runs/study
     """
     given = SimpleNamespace(**locals())
-    from offbeat.app.commands.study import run
+    with waiting("loading torch", quiet=quiet):
+        from offbeat.app.commands.study import run
 
     return run(given)

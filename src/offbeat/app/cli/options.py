@@ -42,6 +42,7 @@ Simulate = Annotated[
 Compute = Annotated[str | None, typer.Option(help="With --simulate: the time of one step, 20ms by default.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 Quiet = Annotated[bool, typer.Option("--quiet", help="Show no progress.")]
+Verbose = Annotated[bool, typer.Option("--verbose", help="Also print each evaluation when it is made.")]
 Out = Annotated[Path | None, typer.Option(help="Folder for logs and report.html; runs/... by default.")]
 
 

@@ -7,7 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
-from offbeat.app.cli.options import STRAGGLER
+from offbeat.app.cli.options import STRAGGLER, complete_name
+from offbeat.app.cli.waiting import waiting
 
 CLUSTER, JOB, MEASURE = "Cluster", "Training run", "Measurement"  # panels of the help
 
@@ -19,7 +20,10 @@ _output: Any = partial(typer.Option, rich_help_panel="Output")
 
 def plan(
     context: typer.Context,
-    methods: Annotated[list[str] | None, typer.Argument(help="Methods, such as 'diloco(every=100)'.")] = None,
+    methods: Annotated[
+        list[str] | None,
+        typer.Argument(help="Methods, such as 'diloco(every=100)'.", autocompletion=complete_name),
+    ] = None,
     workers: Annotated[int | None, _cluster(help="Number of workers.")] = None,
     step: Annotated[str | None, _cluster(help="Time of a step: 250ms.")] = None,
     jitter: Annotated[float, _cluster(help="Standard deviation of a step, as a share of it.")] = 0.0,
@@ -41,6 +45,9 @@ def plan(
     parameters: Annotated[str | None, _job(help="Trainable parameters: 124M.")] = None,
     dtype: Annotated[str, _job(help="Data type of the parameters.")] = "float32",
     layers: Annotated[int, _job(help="Layers of the model.")] = 12,
+    backward: Annotated[
+        float, _job(help="Share of a step that is the backward pass, during which ddp sends; 0: after it.")
+    ] = 2 / 3,
     optimizer: Annotated[str, _job(help="sgd, momentum or adamw.")] = "adamw",
     lr: Annotated[float, _job(help="Peak learning rate.")] = 1e-3,
     warmup: Annotated[int, _job(help="Warm-up steps of the learning rate.")] = 0,
@@ -56,6 +63,8 @@ def plan(
         str | None, _measure(help="Training script to time instead, with its arguments.")
     ] = None,
     draw: Annotated[Path | None, _output(help="Plot time against bandwidth to this .svg.")] = None,
+    quiet: Annotated[bool, _output("--quiet", help="Show no progress.")] = False,
+    verbose: Annotated[bool, _output("--verbose", help="Also print what the plan assumes.")] = False,
     json: Annotated[bool, _output("--json", help="Print JSON instead of a table.")] = False,
 ) -> int:
     """Predict the wall-clock time of methods on a cluster that you describe.
@@ -72,6 +81,7 @@ def plan(
         torchrun --nproc-per-node 4 -m offbeat plan --measure --task digits --steps 1000
     """
     given = SimpleNamespace(**locals())
-    from offbeat.app.commands.plan import run
+    with waiting("loading torch", quiet=quiet):
+        from offbeat.app.commands.plan import run
 
     return run(given)

@@ -7,12 +7,14 @@ from typing import Annotated
 import typer
 
 from offbeat.app.cli import options
+from offbeat.app.cli.waiting import waiting
 
 
 def report(
     runs: Annotated[list[Path], typer.Argument(help="Folders of runs, or folders that contain them.")],
     to_loss: options.ToLoss = None,
     out: Annotated[Path, typer.Option(help="The HTML file to write.")] = Path("report.html"),
+    quiet: options.Quiet = False,
     json: options.Json = False,
 ) -> int:
     """Print the tables and write the report of earlier runs, from their logs.
@@ -28,6 +30,7 @@ def report(
         offbeat report runs/one runs/other --to-loss 1.5 --out both.html --json
     """
     given = SimpleNamespace(**locals())
-    from offbeat.app.commands.report import run
+    with waiting("loading torch", quiet=quiet):
+        from offbeat.app.commands.report import run
 
     return run(given)

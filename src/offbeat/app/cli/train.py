@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from offbeat.app.cli import options
+from offbeat.app.cli.waiting import waiting
 
 
 def train(
@@ -38,6 +39,7 @@ def train(
         bool, typer.Option("--tensorboard", help="Also write TensorBoard files into the folder.")
     ] = False,
     quiet: options.Quiet = False,
+    verbose: options.Verbose = False,
     json: options.Json = False,
 ) -> int:
     """Train with one method.
@@ -57,6 +59,7 @@ def train(
         torchrun --nproc-per-node 4 -m offbeat train 'qsr(alpha=0.02)' --task images --data cifar10.zip
     """
     given = SimpleNamespace(**locals())
-    from offbeat.app.commands.train import run
+    with waiting("loading torch", quiet=quiet):
+        from offbeat.app.commands.train import run
 
     return run(given)

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 from offbeat.app.cli.interrupt import interruptible
 from offbeat.app.cli.options import Refused, check_loss, reading
+from offbeat.app.cli.waiting import waiting
 from offbeat.app.commands import show
 from offbeat.app.commands.progress import follow_progress
 from offbeat.app.commands.report import show_runs
@@ -41,13 +42,14 @@ def run(given: SimpleNamespace) -> int:
             compute=parse_seconds(compute, "compute"),
         )  # fmt: skip
         place = given.out or Path("runs") / f"compare-{time.strftime('%Y%m%d-%H%M%S')}"
-        runs = _runs(first, list(dict.fromkeys(given.methods)), rates, given.seeds, place)
+        with waiting("preparing the runs", quiet=given.quiet):
+            runs = _runs(first, list(dict.fromkeys(given.methods)), rates, given.seeds, place)
         with folders.lock(place):
             prepared = folders.prepare_all(place, runs)
     missing = [folder for folder in prepared if not folders.finished(folder)]
     if len(rates) > 1:
         _announce(len(prepared), len(missing), len(rates), given.seeds)
-    if missing and not _launch(missing, place, quiet=given.quiet):
+    if missing and not _launch(missing, place, quiet=given.quiet, verbose=given.verbose):
         print(
             f"offbeat: stopped; to run the rest, repeat with --out {shlex.quote(str(place))}", file=sys.stderr
         )
@@ -58,13 +60,13 @@ def run(given: SimpleNamespace) -> int:
     return 0
 
 
-def _launch(missing: Sequence[Path], place: Path, *, quiet: bool) -> bool:
+def _launch(missing: Sequence[Path], place: Path, *, quiet: bool, verbose: bool) -> bool:
     """Make these runs; False after Ctrl-C."""
     with ExitStack() as stack:
         with reading():
             stack.enter_context(folders.lock(place))
         stack.enter_context(interruptible())
-        stack.enter_context(follow_progress(missing, quiet=quiet))
+        stack.enter_context(follow_progress(missing, quiet=quiet, verbose=verbose))
         try:
             return launch(missing, resume=True)
         except KeyboardInterrupt:

@@ -7,6 +7,7 @@ from typing import Any
 from rich.console import Console
 
 from offbeat.app.cli.options import Refused
+from offbeat.app.cli.waiting import waiting
 from offbeat.app.commands import show
 from offbeat.app.commands.catalogue import read_catalogue
 from offbeat.base.errors import suggest
@@ -30,7 +31,8 @@ def run(given: SimpleNamespace) -> int:
         )
     console = show.console()
     if given.json or given.verbose:
-        from offbeat.app.commands.parts import show_parts
+        with waiting("loading torch"):
+            from offbeat.app.commands.parts import show_parts
 
         show_parts(console, given.name, as_json=given.json)
     elif given.name is None:

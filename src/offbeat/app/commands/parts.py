@@ -7,6 +7,7 @@ import torch
 from rich.console import Console
 
 from offbeat import methods as named
+from offbeat.app.cli.waiting import waiting
 from offbeat.app.commands import show
 from offbeat.plan.methods_table import PARAMETERS, WORKERS, Entry, methods_table
 
@@ -20,7 +21,7 @@ ALIKE = ("among", "sent", "applied", "delay")
 def show_parts(console: Console, name: str | None, *, as_json: bool) -> None:
     """Print the table of all methods, or of one, or print it as JSON."""
     torch.set_num_threads(1)  # small tensors are slower with more
-    with console.status("computing bytes and memory", spinner="dots"):
+    with waiting("computing bytes and memory"):
         entries = methods_table(named.__all__ if name is None else [name])
     if as_json:
         show.print_json([asdict(entry) for entry in entries])

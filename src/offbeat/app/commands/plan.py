@@ -1,7 +1,7 @@
 """`offbeat plan`"""
 
 import os
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +14,8 @@ from rich.console import Console
 from offbeat.among import communicator
 from offbeat.app.cli.options import Refused, plain, reading
 from offbeat.app.cli.plan import CLUSTER, JOB, MEASURE
-from offbeat.app.commands import show
+from offbeat.app.cli.waiting import waiting
+from offbeat.app.commands import quality, show
 from offbeat.app.commands.join import join_workers, read_launch
 from offbeat.base.checks import check_number
 from offbeat.base.errors import BadArgument
@@ -54,7 +55,7 @@ NEEDED = {
     "--measure": ("--task", "--model", "--data", "--batch", "--script"),
 }  # fmt: skip
 ROUNDING = 1e-6  # a smaller share of the run is not a spread
-NO_QUALITY = "This predicts time, not quality: `offbeat methods NAME` has the losses that were measured."
+NO_QUALITY = "This predicts time, not quality. Measured losses, compared with ddp(),"
 
 
 def run(given: SimpleNamespace) -> int:
@@ -70,13 +71,17 @@ def run(given: SimpleNamespace) -> int:
         job = job or _job_of(given, found)
     if found.comm is None or found.comm.rank == 0:
         console = show.console()
-        with reading(), console.status("planning", spinner="dots"):
-            result = plan(given.methods or METHODS, job, where)
+        with reading(), waiting("planning", quiet=given.quiet) as line:
+            result = plan(
+                given.methods or METHODS, job, where, watch=lambda name: line.say(f"planning {name}")
+            )
             if draw is not None:
                 draw.write_text(picture(result))
         if given.json:
             show.print_json(_as_dict(result, found))
         else:
+            if given.verbose:
+                _print_assumed(console, result)
             _print(console, result, found, draw)
     if dist.is_initialized():
         dist.barrier()
@@ -209,7 +214,9 @@ def _job_of(given: SimpleNamespace, found: Found) -> Job:
         count, dtype = found.step.parameters, found.step.dtype
     else:
         raise ValueError("The size of the model is missing: give --parameters, such as 124M.")
-    job = Job(given.steps, count, dtype, layers=given.layers, optimizer=given.optimizer)
+    job = Job(
+        given.steps, count, dtype, layers=given.layers, optimizer=given.optimizer, backward=given.backward
+    )
     check_number("lr", given.lr, 1e6)
     cosine = Cosine(given.lr, given.steps, given.warmup)
     return replace(job, rate=cosine if given.cosine else Flat(given.lr))
@@ -222,7 +229,10 @@ def _as_dict(plan: Plan, found: Found) -> dict[str, Any]:
         "job": {**asdict(replace(plan.job, rate=Flat(0.0))), "rate": repr(plan.job.rate)},
         "cluster": repr(plan.cluster),
         "measured": None if found.step is None else {**asdict(found.step), "link": link},
-        "predictions": [prediction.as_dict() for prediction in plan.predictions],
+        "predictions": [
+            {**prediction.as_dict(), "measured_loss": quality.nearest_loss(prediction.method)}
+            for prediction in plan.predictions
+        ],
     }
 
 
@@ -241,11 +251,24 @@ def _print(console: Console, plan: Plan, found: Found, draw: Path | None) -> Non
     for prediction in plan.predictions:
         for note in prediction.notes:
             tell(f"{prediction.method}: {note}.")
-    tell(f"\n{plan.why}\n{NO_QUALITY}\n")
+    tell(f"\n{plan.why}\n\n{NO_QUALITY} {quality.SETTING}:")
+    for line in quality.tell_losses([p.method for p in plan.predictions]):
+        for piece in show.wrap(line, console.width, indent=4):
+            show.say(console, piece)
+    tell("")
     tell("Wall-clock time against link bandwidth, both logarithmic:")
     show.say(console, chart(plan, width=console.width))
     if draw is not None:
         tell(f"\nPlot: {draw}")
+
+
+def _print_assumed(console: Console, plan: Plan) -> None:
+    """Print the run and the cluster, one field on each line."""
+    for value in (plan.job, plan.cluster):
+        show.say(console, type(value).__name__)
+        for field in fields(value):
+            show.say(console, f"  {field.name} = {getattr(value, field.name)!r}")
+    show.say(console, "")
 
 
 def _row(p: Prediction) -> list[str]:

@@ -35,14 +35,16 @@ def line_columns(width: int) -> list[ProgressColumn]:
 
 
 @contextmanager
-def follow_progress(folders: Sequence[Path], *, quiet: bool = False) -> Iterator[None]:
+def follow_progress(folders: Sequence[Path], *, quiet: bool = False, verbose: bool = False) -> Iterator[None]:
     """Follow the runs of these folders in a thread, on standard error."""
     if quiet:
         yield
         return
     console = Console(stderr=True)
     progress = Progress(*line_columns(console.width), console=console, disable=not console.is_terminal)
-    followers, start = [Follower(folder, progress) for folder in folders], time.monotonic()
+    followers = [Follower(folder, progress, verbose=verbose) for folder in folders]
+    start = time.monotonic()
+    followers[0].start = start  # the others start when their turn comes
     due = start + LINE
 
     def look(last: bool) -> None:
@@ -52,7 +54,8 @@ def follow_progress(folders: Sequence[Path], *, quiet: bool = False) -> Iterator
         now = time.monotonic()
         if not console.is_terminal and now > due and not last:
             due = now + max(LINE, (now - start) / 10)
-            for follower in followers:
+            left = [follower for follower in followers if not follower.done]
+            for follower in left[:1] if not any(each.started for each in left) else left:
                 follower.print_line()
 
     with progress, calling(look, LOOK):
@@ -139,15 +142,16 @@ class Tail:
 class Follower:
     """Follows one run: the position in its log, and its last entries."""
 
-    def __init__(self, folder: Path, progress: Progress) -> None:
-        setting = setting_of(folder)
+    def __init__(self, folder: Path, progress: Progress, *, verbose: bool = False) -> None:
+        setting, self.verbose = setting_of(folder), verbose
         self.tail, self.progress, self.steps = Tail(log_path(folder, 0)), progress, setting.steps
         self.workers, self.unit = setting.workers, origin_of(folder)["unit"]
         self.name = plain(f"{setting.method} seed {setting.seed}")
         self._sent = 0
         self._steps: deque[Entry] = deque(maxlen=50)
         self._round: Entry = {}
-        self._start = time.monotonic()
+        self.start: float | None = None  # when its turn came
+        self._spent = 0.0  # seconds, until the last look before it was done
         self._first = (0, 0.0)  # the step and time of the first look that saw any
         self.bar: TaskID = progress.add_task(
             self.name, total=setting.steps, bar=self._bar(), status=self._status()
@@ -155,16 +159,35 @@ class Follower:
 
     def poll(self) -> None:
         """Read what is new in the log, and show it."""
+        finished = self.done
         self._read_new()
+        if self.start is None and self.started:
+            self.start = time.monotonic()
+        if self.start is not None and not finished:
+            self._spent = time.monotonic() - self.start
         done = self._steps[-1]["step"] if self._steps else 0
         if done and not self._first[0]:
             self._first = done, time.monotonic()
         self.progress.update(self.bar, completed=done, bar=self._bar(), status=self._status())
 
+    @property
+    def started(self) -> bool:
+        """Whether the run has written anything."""
+        return self.tail.position > 0
+
+    @property
+    def done(self) -> bool:
+        return bool(self._steps) and self._steps[-1]["step"] >= self.steps
+
     def print_line(self) -> None:
-        """Print how far the run is, if it runs."""
-        if self._steps and self._steps[-1]["step"] < self.steps:
+        """Print how far the run is, if it is its turn."""
+        if self.start is not None:
             print(f"offbeat: {self.name}: {self._bar()[BAR + 1 :]}, {self._status()}", file=sys.stderr)
+
+    def _print_loss(self, entry: Entry) -> None:
+        text = f"step {entry['step']}: held-out loss {entry['loss']:.4f} after {entry['t']:.2f} s"
+        line = f"offbeat: {self.name}: {text}, {entry['sent'] / 1e6:.2f} MB"
+        self.progress.console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def _read_new(self) -> None:
         if self.tail.replaced():
@@ -176,18 +199,22 @@ class Follower:
             elif entry["kind"] == "round":
                 self._round = entry
                 self._sent += entry["sent"]
+            elif entry["kind"] == "eval" and self.verbose:
+                self._print_loss(entry)
 
     def _bar(self) -> str:
         """The bar, with the time that is left at the speed since the first look."""
         done, now = self._steps[-1]["step"] if self._steps else 0, time.monotonic()
         step, since = self._first
         left = (now - since) / (done - step) * (self.steps - done) if step and done > step else None
-        return draw_bar(done, self.steps, now - self._start, left)
+        return draw_bar(done, self.steps, self._spent, left)
 
     def _status(self) -> str:
         """Loss, speed, exposed share, bytes, period and drift over the last steps."""
         if not self._steps:
-            return "waiting for the first step"
+            return (
+                "waiting" if self.start is None else "making the first step" if self.started else "starting"
+            )
         first, last = self._steps[0], self._steps[-1]
         total = sum(entry["seconds"] for entry in self._steps) or 1.0
         exposed = sum(entry["exposed"] for entry in self._steps) / total

@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from offbeat.app.cli.options import check_loss, plain, reading
+from offbeat.app.cli.waiting import waiting
 from offbeat.app.commands import show
 from offbeat.app.report.page import write_page
 from offbeat.app.runs.folder import find
@@ -34,7 +35,8 @@ def run(given: SimpleNamespace) -> int:
         check_loss(given.to_loss)
         if given.out.is_dir():
             raise BadArgument("out", str(given.out), "this is a folder; name an HTML file.")
-        runs = [read(folder) for folder in find(given.runs)]
+        with waiting("reading the runs", quiet=given.quiet):
+            runs = [read(folder) for folder in find(given.runs)]
     show_runs(runs, given.out, to_loss=given.to_loss, json=given.json)
     return 0
 

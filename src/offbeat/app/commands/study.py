@@ -10,6 +10,7 @@ from typing import Any
 
 from offbeat.app.cli.interrupt import interruptible
 from offbeat.app.cli.options import reading
+from offbeat.app.cli.waiting import waiting
 from offbeat.app.commands import show
 from offbeat.app.commands.progress import track
 from offbeat.app.report.page import write_page
@@ -38,13 +39,16 @@ def run(given: SimpleNamespace) -> int:
         counts = _parse_list("workers", given.workers, MOST["workers"])
         periods = _parse_list("every", given.every, MOST["steps"])
         cells = _cells(first, found, given.methods, counts, periods, given.samples)
-        runs = {name: (check(setting, found), found) for name, (setting, *_) in cells.items()}
+        with waiting("checking the methods", quiet=given.quiet):
+            runs = {name: (check(setting, found), found) for name, (setting, *_) in cells.items()}
         prepared = folders.prepare_all(place, runs)
     missing = [folder for folder in prepared if not folders.finished(folder)]
     try:
         with interruptible():
             for folder in track(missing, "runs", quiet=given.quiet):
                 launch([folder])
+                if given.verbose:
+                    print(f"offbeat: {folder.name}: loss {read(folder).loss:.4f}", file=sys.stderr)
     except KeyboardInterrupt:
         print("offbeat: stopped; repeat the command to run the rest", file=sys.stderr)
         return 130

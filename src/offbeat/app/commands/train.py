@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from offbeat.app.cli.options import Refused, reading
+from offbeat.app.cli.waiting import waiting
 from offbeat.app.commands import show
 from offbeat.app.commands.join import Launch, join_workers, read_launch
 from offbeat.app.commands.progress import follow_progress
@@ -41,7 +42,8 @@ def run(given: SimpleNamespace) -> int:
             if started is not None:
                 join_workers()
                 stack.callback(dist.destroy_process_group)
-            place, setting, task, over = _prepare(given, started)
+            with waiting("preparing the run", quiet=given.quiet):
+                place, setting, task, over = _prepare(given, started)
             if over:
                 if leads:
                     _say_finished(place, setting)
@@ -49,7 +51,7 @@ def run(given: SimpleNamespace) -> int:
             if leads:
                 stack.enter_context(folders.lock(place))
                 folders.prepare(place, setting, task)
-                stack.enter_context(follow_progress([place], quiet=given.quiet))
+                stack.enter_context(follow_progress([place], quiet=given.quiet, verbose=given.verbose))
             if leads and given.tensorboard:
                 from offbeat.app.commands.tensorboard import follow_logs
 

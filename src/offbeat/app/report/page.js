@@ -127,8 +127,37 @@ function choose(holder, names, chosen, then) {
   }));
 }
 
+const visible = method => !part.hidden.has(method);
+
+function legend(holder) {
+  // A click hides the lines of a method, or shows them again.
+  const own = part;
+  holder.replaceChildren(...methods.map(method => {
+    const label = data.rows.some(row => row.method === method) ? method : `${method} (unfinished)`;
+    const button = html("button", { type: "button", "aria-pressed": true, title: "Hide or show this method" }, html("i", { class: "swatch", style: `background:${color(method)}` }), label);
+    button.addEventListener("click", () => {
+      enter(own);
+      const shown = !part.hidden.delete(method);
+      if (shown) part.hidden.add(method);
+      button.setAttribute("aria-pressed", !shown);
+      drawLines();
+    });
+    return button;
+  }));
+}
+
+// The axes fit the methods that are shown, or all of them if none is.
+const fit = items => items.some(item => visible(item.method)) ? items.filter(item => visible(item.method)) : items;
+
 function keys(holder, pairs) {
   holder.replaceChildren(...pairs.map(([paint, label]) => html("span", {}, html("i", { class: "swatch", style: `background:${paint}` }), label)));
+}
+
+function sortRows() {
+  const { key, sign } = part.sort;
+  const missing = row => row[key] === null || row[key] === undefined;
+  const compare = (a, b) => missing(a) || missing(b) ? missing(a) - missing(b) : sign * (a[key] > b[key] ? 1 : a[key] < b[key] ? -1 : 0);
+  return key ? [...data.rows].sort(compare) : data.rows;
 }
 
 function drawTable() {
@@ -150,8 +179,19 @@ function drawTable() {
     ...(given ? [["reached_megabytes", `MB to ${goal}`, row => maybe(row.reached_megabytes, 2, "never"), "low"]] : []),
     ["speedup", "speed-up", row => row.speedup === null ? "" : row.speedup.toFixed(2) + "×", "high"],
   ];
-  const head = html("tr", {}, html("th", {}, "method"), ...columns.map(c => html("th", {}, c[1])));
-  const rows = data.rows.map(row => html("tr", {},
+  const head = html("tr", {}, ...[["method", "method"], ...columns].map(([key, label, , better]) => {
+    const sorted = part.sort.key === key, button = html("button", { type: "button", title: `Sort by ${label}` }, label);
+    const own = part, first = better === "high" ? -1 : 1;
+    button.addEventListener("click", () => {
+      enter(own);
+      // The best comes first; the second click turns the order round, and the third restores it.
+      part.sort = !sorted ? { key, sign: first } : part.sort.sign === first ? { key, sign: -first } : {};
+      drawTable();
+      byId("table").querySelectorAll("th button")[[...head.children].indexOf(button.parentNode)].focus();
+    });
+    return html("th", { "aria-sort": !sorted ? "none" : part.sort.sign > 0 ? "ascending" : "descending" }, button);
+  }));
+  const rows = sortRows().map(row => html("tr", {},
     html("td", {}, html("i", { class: "swatch", style: `background:${color(row.method)}` }), html("code", {}, row.method)),
     ...columns.map(([key, , show, better]) => {
       const values = data.rows.map(r => r[key]).filter(v => v !== null);
@@ -172,14 +212,28 @@ function drawTable() {
 
 const axes = () => [["seconds", e => e[0]], [`${data.setting.unit} seen`, e => e[1]], ["MB sent by a worker", e => e[2] / 1e6]];
 
+function target() {
+  // The loss to reach: the given one, or that of the reference within 5 %.
+  if (data.to_loss !== null) return data.to_loss;
+  const base = data.rows.find(row => row.method === data.reference);
+  return base && base.loss !== null && data.rows.length > 1 ? base.loss + 0.05 * Math.abs(base.loss) : null;
+}
+
+const shorten = (text, width) => text.length * 6.6 > width ? text.slice(0, Math.max(1, Math.floor(width / 6.8))) + "…" : text;
+
 function drawLoss() {
   const [label, get] = axes()[part.axis];
-  const all = data.runs.flatMap(run => run.evals).filter(e => e[3] !== null);
+  const all = fit(data.runs.filter(run => run.evals.some(e => e[3] !== null))).flatMap(run => run.evals).filter(e => e[3] !== null);
   if (!all.length) return;
-  const losses = all.map(e => e[3]), log = Math.min(...losses) > 0 && Math.max(...losses) / Math.min(...losses) > 6;
+  const goal = target(), losses = [...all.map(e => e[3]), ...(goal === null ? [] : [goal])], log = Math.min(...losses) > 0 && Math.max(...losses) / Math.min(...losses) > 6;
   const f = frame(byId("loss"), byId("loss").clientWidth < 520 ? 300 : 380, { values: all.map(get), zero: true }, { values: losses, log }, { x: label, y: "held-out loss" }, {});
+  if (goal !== null) {
+    const y = f.y(goal), words = data.to_loss === null ? `5 % above the last loss of ${data.reference}` : `loss ${number(goal, 6)}`;
+    f.drawing.append(svg("line", { class: "goal", x1: f.box.left, x2: f.width - f.box.right, y1: y, y2: y }));
+    f.drawing.append(svg("text", { x: f.box.left + 4, y: y - 5 }, shorten(words, f.width - f.box.left)));
+  }
   const faint = data.rows.some(row => row.seeds > 1) ? 0.6 : 1;
-  for (const run of data.runs) {
+  for (const run of data.runs.filter(run => visible(run.method))) {
     const points = run.evals.filter(e => e[3] !== null).map(e => [f.x(get(e)), f.y(e[3])]);
     if (!points.length) continue;
     f.drawing.append(svg("path", { d: path(points), fill: "none", stroke: color(run.method), "stroke-width": 2, "stroke-opacity": faint, "stroke-dasharray": dash(run.method), "stroke-linejoin": "round" }));
@@ -193,7 +247,7 @@ function drawLoss() {
 }
 
 function drawPareto() {
-  const rows = data.rows.filter(row => row.loss !== null);
+  const all = data.rows.filter(row => row.loss !== null), rows = fit(all);
   if (!rows.length) return;
   const sent = row => Math.max(row.megabytes, 1e-6);
   const values = rows.map(sent), log = Math.max(...values) / Math.min(...values) > 6;
@@ -201,18 +255,19 @@ function drawPareto() {
   const front = rows.filter(r => !rows.some(o => o.loss <= r.loss && sent(o) <= sent(r) && (o.loss < r.loss || sent(o) < sent(r)))).sort((a, b) => sent(a) - sent(b));
   f.drawing.append(svg("path", { d: path(front.map(r => [f.x(sent(r)), f.y(r.loss)])), fill: "none", stroke: "var(--quiet)", "stroke-width": 1, "stroke-dasharray": "3 3" }));
   const taken = [];
-  for (const row of rows) {
+  const name = row => row.method.replace(/\(.*/, ""), unique = row => all.filter(other => name(other) === name(row)).length === 1;
+  for (const row of rows.filter(row => visible(row.method))) {
     const [x, y] = [f.x(sent(row)), f.y(row.loss)];
     if (row.spread !== null) f.drawing.append(svg("line", { x1: x, x2: x, y1: f.y(row.loss - row.spread), y2: f.y(row.loss + row.spread), stroke: color(row.method), "stroke-width": 1.5, "stroke-opacity": 0.6 }));
     const dot = svg("circle", { cx: x, cy: y, r: 6, fill: color(row.method), stroke: "var(--card)", "stroke-width": 2 });
     tip(dot, `${row.method}\nloss ${row.loss.toFixed(4)}, ${number(row.megabytes)} MB`);
     f.drawing.append(dot);
-    const name = row.method.replace(/\(.*/, ""), size = name.length * 6.4, right = x + 10 + size < f.width;
+    const label = unique(row) ? name(row) : shorten(row.method, 0.6 * f.width), size = label.length * 6.6, right = x + 10 + size < f.width;
     const box = { x: right ? x + 10 : x - 10 - size, y: y - 7, w: size, h: 14 };
     while (taken.some(t => box.x < t.x + t.w && t.x < box.x + box.w && box.y < t.y + t.h && t.y < box.y + box.h)) box.y -= 13;
     if (box.y > 0) {
       taken.push(box);
-      f.drawing.append(svg("text", { class: "strong", x: box.x, y: box.y + 11 }, name));
+      f.drawing.append(svg("text", { class: "strong", x: box.x, y: box.y + 11 }, label));
     }
     taken.push({ x: x - 7, y: y - 7, w: 14, h: 14 });
   }
@@ -223,7 +278,7 @@ function drawRates() {
   if (byId("search").hidden || !all.length) return;
   const losses = all.map(rate => rate[1]), log = Math.min(...losses) > 0 && Math.max(...losses) / Math.min(...losses) > 6;
   const f = frame(byId("rates"), 260, { values: all.map(rate => rate[0]), log: true }, { values: losses, log }, { x: "learning rate, logarithmic", y: "final loss" }, {});
-  for (const [row, rates] of tried) {
+  for (const [row, rates] of tried.filter(([row]) => visible(row.method))) {
     const points = rates.map(([lr, loss]) => [f.x(lr), f.y(loss)]);
     f.drawing.append(svg("path", { d: path(points), fill: "none", stroke: color(row.method), "stroke-width": 2, "stroke-dasharray": dash(row.method) }));
     rates.forEach(([lr, loss], i) => {
@@ -242,7 +297,7 @@ function drawShares() {
   const most = Math.max(...data.rows.map(row => row.seconds)), room = width - 58;
   data.rows.forEach((row, i) => {
     const work = Math.max(0, row.seconds - row.exposed) / most * room, wait = Math.min(row.exposed, row.seconds) / most * room;
-    drawing.append(svg("text", { class: "strong", x: 0, y: i * line + 12 }, row.method.length * 6.6 > width ? row.method.slice(0, Math.floor(width / 6.8)) + "…" : row.method));
+    drawing.append(svg("text", { class: "strong", x: 0, y: i * line + 12 }, shorten(row.method, width)));
     const bars = [svg("rect", { x: 0, y: i * line + 18, width: Math.max(0, work), height: 13, fill: "var(--work)", rx: 2 }), svg("rect", { x: work + (work && wait ? 1.5 : 0), y: i * line + 18, width: Math.max(0, wait - 1.5), height: 13, fill: "var(--wait)", rx: 2 })];
     bars.forEach(bar => tip(bar, `${row.method}\n${(row.seconds - row.exposed).toFixed(2)} s working\n${row.exposed.toFixed(2)} s exposed\n${row.hidden.toFixed(2)} s of messages hidden`));
     drawing.append(...bars, svg("text", { x: work + wait + 7, y: i * line + 29 }, `${number(row.seconds)} s`));
@@ -278,16 +333,16 @@ function drawTimeline() {
   for (const t of time.ticks) if (time.place(t) < width - 4) drawing.append(svg("text", { x: time.place(t), y: height - 6, "text-anchor": t ? "middle" : "start" }, `${number(t)} s`));
   holder.replaceChildren(drawing);
   const waits = run.ranks.map((r, i) => `rank ${i} ${(100 * r.exposed / (r.seconds || 1)).toFixed(0)} %`).join(", ");
-  byId("timenote").textContent = `${run.method}, seed ${run.seed}: ${run.ranks[0].steps.length} log lines from the middle of the run, from ${number(from)} s on. Exposed share of the whole run: ${waits}.`;
+  byId("timenote").textContent = `${run.method}, seed ${run.seed}: ${run.ranks[0].steps.length} log lines from the middle of the run, from ${number(from)} s on. A gap: the rank had finished its step and waited for the others at an evaluation or a checkpoint, or worked between two steps. Exposed share of the whole run: ${waits}.`;
 }
 
 function drawSeries(id, column, label, options) {
   const runs = data.runs.filter(run => run.rounds.some(r => r[column] !== null && (!options.log || r[column] > 0)));
-  if (!runs.length) { byId(id).replaceChildren(html("p", { class: "note" }, "No method here reports it.")); return; }
+  if (!runs.length) { byId(id).replaceChildren(html("p", { class: "note" }, "No method here reports it: gradients and codes have none.")); return; }
   const points = run => run.rounds.filter(r => r[column] !== null && (!options.log || r[column] > 0));
-  const all = runs.flatMap(points);
+  const all = fit(runs).flatMap(points);
   const f = frame(byId(id), 220, { values: all.map(r => r[0]), zero: true }, { values: all.map(r => r[column]), ...options }, { x: "seconds", y: label }, {});
-  for (const run of runs) {
+  for (const run of runs.filter(run => visible(run.method))) {
     const drawn = points(run).map(r => [f.x(r[0]), f.y(r[column])]);
     const line = svg("path", { d: path(drawn), fill: "none", stroke: color(run.method), "stroke-width": 1.75, "stroke-dasharray": dash(run.method), "stroke-linejoin": "round" });
     tip(line, `${run.method}, seed ${run.seed}`);
@@ -322,15 +377,24 @@ function drawOrigin() {
   const place = { processes: s.link ? "processes on one machine, an emulated link" : "processes on one machine", netns: "network namespaces with shaped links", simulation: "a simulation in virtual time" }[s.where];
   byId("subtitle").textContent = `${s.workers} worker${s.workers === 1 ? "" : "s"}, ${data.curves.length ? "" : s.steps + " "}steps of ${s.batch} ${s.unit === "bytes" ? "windows" : s.unit} each, ${number(s.parameters, 4)} parameters, ${count} seed${count === 1 ? "" : "s"}; ${place}.`;
   byId("commands").replaceChildren(...data.commands.map(command => html("pre", { class: "mono" }, command)));
-  const facts = { started: s.started, offbeat: s.offbeat, torch: s.torch, python: s.python, system: `${s.system}, ${s.cores} cores`, data: s.data ?? "built in", "learning rate": [...new Set(data.rows.flatMap(row => row.rates.map(rate => rate[0])))].join(", "), optimizer: s.optimizer ?? "the task's", straggler: s.straggler.join("; ") || "none" };
+  const facts = { started: s.started, offbeat: s.offbeat, torch: s.torch, python: s.python, system: `${s.system}, ${s.cores} cores`, data: s.data ?? "built in", model: `${s.model ?? "the task's default"}, ${number(s.parameters, 4)} parameters`, batch: `${s.batch} ${s.unit === "bytes" ? "windows" : s.unit} per worker and step, ${data.curves.length ? "" : `${s.batch * s.workers} in all, `}${data.curves.length ? "several lengths" : `${s.steps} steps`}`, "learning rate": [...new Set(data.rows.flatMap(row => row.rates.map(rate => rate[0])))].join(", ") + " at its peak: a linear warm-up, then a cosine down to a tenth", optimizer: s.optimizer ?? "the task's", link: s.link ?? "none", straggler: s.straggler.join("; ") || "none" };
   byId("versions").replaceChildren(html("tbody", {}, ...Object.entries(facts).map(([key, value]) => html("tr", {}, html("td", {}, key), html("td", {}, String(value))))));
 }
 
 function draw() {
   if (data.curves.length) return drawCurves();
-  drawLoss(); drawPareto(); drawShares(); drawRates(); drawTimeline();
+  drawLines(); drawShares(); drawTimeline();
+}
+
+function drawLines() {
+  drawLoss(); drawPareto(); drawRates();
   drawSeries("period", 1, "period", { zero: true });
   drawSeries("drift", 2, "drift", { log: true });
+}
+
+function hintScroll() {
+  const holder = byId("scroll");
+  byId("swipe").hidden = holder.scrollWidth <= holder.clientWidth + 1;
 }
 
 function build(data) {
@@ -338,20 +402,20 @@ function build(data) {
   document.getElementById("page").append(root);
   const methods = [...new Set(data.runs.map(run => run.method))];
   const shown = Math.max(0, data.runs.findIndex(run => run.method !== data.reference && run.ranks.length));
-  enter({ root, data, methods, shown, axis: 0 });
+  enter({ root, data, methods, shown, axis: 0, hidden: new Set(), sort: {} });
   drawOrigin();
   byId("tradeoff").hidden = !data.curves.length;
   byId("single").hidden = data.curves.length > 0;
   byId("search").hidden = !data.rows.some(row => row.rates.length > 1);
   drawTable();
-  keys(byId("legend"), methods.map(method => [color(method), data.rows.some(row => row.method === method) ? method : `${method} (unfinished)`]));
+  legend(byId("legend"));
   choose(byId("axis"), [[0, "time"], [1, `${data.setting.unit} seen`], [2, "bytes sent"]], 0, key => { part.axis = key; drawLoss(); });
   choose(byId("which"), data.runs.map((run, i) => [i, run]).filter(([, run]) => run.ranks.length && run.seed === data.runs[0].seed).map(([i, run]) => [i, run.method]), shown, key => { part.shown = key; drawTimeline(); });
   return part;
 }
 
 const parts = JSON.parse(document.getElementById("data").textContent).map(build);
-const drawAll = () => { for (const each of parts) { enter(each); draw(); } };
+const drawAll = () => { for (const each of parts) { enter(each); draw(); hintScroll(); } };
 drawAll();
 let width = innerWidth;
 addEventListener("resize", () => { if (innerWidth !== width) { width = innerWidth; drawAll(); } });

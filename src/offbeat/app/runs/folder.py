@@ -11,11 +11,13 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 import offbeat
 from offbeat.app.runs.frames import FULL
@@ -39,15 +41,28 @@ def write_whole(path: Path, text: str) -> None:
 def prepare(folder: Path, setting: Setting, task: Task, *, command: Sequence[str] = ()) -> None:
     """Make the folder and write the run's setting and origin. The default command is the running one."""
     folder.mkdir(parents=True, exist_ok=True)
+    model = task.model()
     origin = {
         "command": list(command or ["offbeat", *sys.argv[1:]]),
         "started": time.strftime("%Y-%m-%d %H:%M:%S %z"), "offbeat": offbeat.__version__,
         "torch": torch.__version__, "python": platform.python_version(), "system": platform.platform(),
         "cores": os.cpu_count(), "unit": task.unit,
-        "parameters": sum(p.numel() for p in task.model().parameters()),
+        "optimizer": _describe(setting.optimizer_of(task, model)),
+        "parameters": sum(p.numel() for p in model.parameters()),
     }  # fmt: skip
     write_whole(folder / ORIGIN, json.dumps(origin, indent=1))
     write_whole(folder / SETTING, json.dumps(asdict(setting), indent=1))
+
+
+def _describe(optimizer: Optimizer) -> str:
+    """The optimizer without its learning rate, as one would type it, with what is not torch's default."""
+    usual = {name: p.default for name, p in signature(type(optimizer)).parameters.items()}
+    given = [
+        f"{name}={value!r}"
+        for name, value in optimizer.defaults.items()
+        if name != "lr" and name in usual and value != usual[name]
+    ]
+    return f"{type(optimizer).__name__}({', '.join(given)})"
 
 
 def prepare_all(place: Path, runs: Mapping[str, tuple[Setting, Task]]) -> list[Path]:

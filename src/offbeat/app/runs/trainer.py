@@ -145,7 +145,7 @@ class Trainer:
 
     def take_rounds(self, ended: float) -> list[dict[str, Any]]:
         """The rounds reported since the last call. `ended` is when the last step ended, without waiting."""
-        self._ends[self.sync.steps] = ended
+        self._ends.setdefault(self.sync.steps, ended)  # an evaluation later does not change it
         rounds = [
             {
                 "round": r.round, "begun_after": r.step, "began": self._ends.get(r.step, ended),
