@@ -40,6 +40,23 @@ def test_all_is_complete() -> None:
     assert here == set(offbeat.__all__)  # neither more nor less
 
 
+def test_help_groups_the_names() -> None:
+    """A newcomer sees groups, not an alphabet: each name once, and in the groups of the reference."""
+    groups = re.findall(r"^([A-Z][^:\n]+): ((?:.+\n)(?:    [A-Z].+\n)*)", offbeat.__doc__ or "", re.MULTILINE)
+    told = {title.partition(",")[0]: names.split() for title, names in groups}
+    own = [name for name in offbeat.__all__ if name not in offbeat.methods.__all__ and name != "method"]
+    assert sorted(name for names in told.values() for name in names) == sorted(own)
+    text = (Path(__file__).parent.parent / "docs/reference.md").read_text()
+    for section in re.split(r"^## ", text, flags=re.MULTILINE)[2:]:
+        title, names = section.partition("\n")[0], re.findall(r"::: offbeat\.names\.(\w+)", section)
+        assert set(names) == {*told[title], *(told["Errors"] if title == "A run" else [])}, title
+
+
+def test_dir_shows_nothing_private() -> None:
+    assert not [name for name in dir(offbeat) if name.startswith("_") and not name.startswith("__")]
+    assert set(offbeat.__all__) <= set(dir(offbeat))
+
+
 def test_no_module_is_in_all() -> None:
     assert not [name for name in offbeat.__all__ if isinstance(getattr(offbeat, name), types.ModuleType)]
 

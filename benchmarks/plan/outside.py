@@ -2,10 +2,10 @@
 
     python benchmarks/plan/outside.py
 
-The runs are those of github.com/Adnan082/diloco-measured: four L40S, TCP shaped with `tc`, a model of 30 846 720
-parameters in float32, torchft's DiLoCo and Local SGD. Published is the share of the time in which a worker
-computes, the median of three runs for DiLoCo and one run for Local SGD. Nothing is fitted: the step of 26.5 ms
-is about the median `compute_time_ms` of cu_grid-diloco-30m-h8-bw1g-r0, and a latency is not given.
+The runs are those of github.com/Adnan082/diloco-measured: four L40S, TCP shaped with `tc`, a model of
+30 846 720 parameters in float32, torchft's DiLoCo and Local SGD. Published is the share of time in which a
+worker computes, the median of three runs for DiLoCo and one run for Local SGD. Nothing is fitted: the step of
+26.5 ms is about the median `compute_time_ms` of cu_grid-diloco-30m-h8-bw1g-r0. No latency is given.
 """
 
 from __future__ import annotations

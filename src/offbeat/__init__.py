@@ -1,4 +1,24 @@
-"""Train one PyTorch model on many workers that rarely communicate."""
+"""Train one PyTorch model on many workers that rarely communicate.
+
+    sync = offbeat.diloco(model, optimizer, every=64)      # then sync.step() in place of optimizer.step()
+
+Most scripts need one method and no other name. `offbeat.methods.__all__` lists the methods, `offbeat methods` in
+a terminal explains them, and `method` reads one from text. All other names, by what you do with them:
+
+A run: Synchronizer Report GroupReport Totals flatten ddp_hook
+Errors: OffbeatError PeerLost Disagreement NotFinite CheckpointMismatch Deadlock
+When to communicate, `every=`: Schedule Every QSR Adaptive AdaComm Then Never Clock
+With whom, `group=`: Peers World Subgroups Pairs Butterfly Communicator Torch Solo Metered Throttled Pending
+What is sent, `reduce=`: Reducer Mean Quantized TopK RandomBlock LowRank TwoLevel ErrorFeedback Code Packed
+How it is applied, `update=`: Update Replace Rebase Correct Detached Outer SlowMo Overlap Eager Gossip SGD
+Parts of a method: Part Exchange PushPull PseudoSync GroupAverage EagerGradients Attendance params grads moments
+    LocalRule LocalStep GLU Compensated
+Simulation: simulate Virtual Network Level Compute Constant Jittered HeavyTailed Stragglers Uneven Recorded
+    Failures
+
+Packages beside these: offbeat.integrations (transformers, accelerate, lightning), offbeat.plan, offbeat.lab,
+offbeat.tasks. docs/reference.md has the same groups with every signature.
+"""
 
 import sys as _sys
 from importlib import import_module as _import_module
@@ -33,4 +53,6 @@ else:
         raise AttributeError(f"module 'offbeat' has no attribute {name!r}")
 
     def __dir__() -> list[str]:
-        return [*globals(), *getattr(_import_module("offbeat.names"), "__all__", [])]
+        """The public names and the packages, without what this file needs itself."""
+        here = [name for name in globals() if not name.startswith("_") or name.startswith("__")]
+        return [*here, *getattr(_import_module("offbeat.names"), "__all__", [])]
