@@ -2,8 +2,8 @@
 
     sync = offbeat.diloco(model, optimizer, every=64)      # then sync.step() in place of optimizer.step()
 
-Most scripts need one method and no other name. `offbeat.methods.__all__` lists the methods, `offbeat methods` in
-a terminal explains them, and `method` reads one from text. All other names, by what you do with them:
+Most scripts need one method and no other name. `offbeat.methods.__all__` lists the methods, `offbeat methods`
+in a terminal explains them, and `method` reads one from text. All other names, by what you do with them:
 
 A run: Synchronizer Report GroupReport Totals flatten ddp_hook
 Errors: OffbeatError PeerLost Disagreement NotFinite CheckpointMismatch Deadlock
@@ -11,13 +11,13 @@ When to communicate, `every=`: Schedule Every QSR Adaptive AdaComm Then Never Cl
 With whom, `group=`: Peers World Subgroups Pairs Butterfly Communicator Torch Solo Metered Throttled Pending
 What is sent, `reduce=`: Reducer Mean Quantized TopK RandomBlock LowRank TwoLevel ErrorFeedback Code Packed
 How it is applied, `update=`: Update Replace Rebase Correct Detached Outer SlowMo Overlap Eager Gossip SGD
-Parts of a method: Part Exchange PushPull PseudoSync GroupAverage EagerGradients Attendance params grads moments
-    LocalRule LocalStep GLU Compensated
-Simulation: simulate Virtual Network Level Compute Constant Jittered HeavyTailed Stragglers Uneven Recorded
-    Failures
+Parts of a method: Part Exchange PushPull PseudoSync GroupAverage EagerGradients Attendance params grads
+    LocalRule LocalStep GLU Compensated moments
+Simulation: simulate Virtual Network Level Compute Constant Jittered HeavyTailed Stragglers Uneven
+    Recorded Failures
 
-Packages beside these: offbeat.integrations (transformers, accelerate, lightning), offbeat.plan, offbeat.lab,
-offbeat.tasks. docs/reference.md has the same groups with every signature.
+There are also the packages offbeat.integrations (transformers, accelerate, lightning), offbeat.plan,
+offbeat.lab and offbeat.tasks. docs/reference.md has the same groups with every signature.
 """
 
 import sys as _sys
