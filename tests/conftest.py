@@ -1,9 +1,10 @@
-"""One pool of gloo workers serves all tests that need real processes."""
+"""Gloo workers for tests that need real processes, and the order of tests."""
 
 from __future__ import annotations
 
 import functools
 import gc
+import io
 import os
 import threading
 import traceback
@@ -100,7 +101,7 @@ class Pool:
                 self._end()
                 self._start()
                 raise AssertionError(f"{function}: a worker hangs")
-            answer, blocked = pipe.recv()
+            answer, blocked = torch.load(io.BytesIO(pipe.recv_bytes()), weights_only=False)
             answers.append(answer)
             if blocked:
                 self._blocked = function
@@ -140,18 +141,27 @@ def _serve(rank: int, port: int, pipe: Connection) -> None:
             traceback.print_exc()
             answer = error
         # A thread that still connects to ranks that gave up keeps the store from making process groups.
-        pipe.send((answer, any(thread.name == "offbeat-connect" for thread in threading.enumerate())))
+        blocked = any(thread.name == "offbeat-connect" for thread in threading.enumerate())
+        data = io.BytesIO()  # a pipe would send every tensor as shared memory of its own, which takes longer
+        torch.save((answer, blocked), data)
+        pipe.send_bytes(data.getbuffer())
         del answer
     dist.destroy_process_group()
 
 
 @pytest.hookimpl(wrapper=True)  # before that of xdist, which reads the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
-    """With several test processes, one of them has the pool, and one the run that others are compared to."""
+    """With several test processes, one of them runs all tests that share a run, or a pool in one file.
+
+    Groups begin first, then slow tests. The quick ones fill what is left, so that all processes end together.
+    """
     for item in items:
         for shared in {"pool", "whole", "entries"}.intersection(getattr(item, "fixturenames", ())):
-            item.add_marker(pytest.mark.xdist_group(shared))
+            name = f"{shared} of {item.path.stem}"
+            item.add_marker(pytest.mark.xdist_group(name))
     yield
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        items.sort(key=lambda item: item.get_closest_marker("slow") is None)
 
 
 def pytest_collection_finish() -> None:

@@ -35,8 +35,8 @@ RUNS = [
 ]
 
 
-def interrupted(expression: str, directory: Path, seed: int) -> tuple[list[Any], list[int]]:
-    """What every rank has after a run killed several times, and the steps it was taken up again from.
+def interrupt(expression: str, directory: Path, seed: int) -> tuple[list[int], int]:
+    """Kill a run several times. Return the steps it was taken up again from, and when all had a checkpoint.
 
     The kills come at any moment, but one of them not before all ranks have a checkpoint.
     """
@@ -63,11 +63,7 @@ def interrupted(expression: str, directory: Path, seed: int) -> tuple[list[Any],
             if kind == "error":
                 assert rank not in victims
                 assert what[0] == "PeerLost", what
-    words = Crew(processes(), 2, train, expression, directory, STEPS, None).last_words()
-    assert [kind for kind, _ in words] == ["result", "result"], words
-    firsts.append(words[0][1][0])
-    assert all(first > 0 for first in firsts[late + 1 :]), firsts
-    return [what for _, what in words], firsts
+    return firsts, late
 
 
 @pytest.fixture(scope="module")
@@ -81,12 +77,22 @@ def spared() -> Iterator[Crew]:
 
 @pytest.mark.parametrize("expression", RUNS)
 def test_a_killed_run_begun_again_is_the_same(spared: Crew, tmp_path: Path, expression: str) -> None:
-    spared.tell((expression, tmp_path))
-    whole = [spared.hear(rank, lambda word: word[0] == "trained") for rank in range(2)]
-    results, firsts = interrupted(expression, tmp_path, seed=METHODS.index(expression))
+    """Its last part runs where the run left alone did; the parts before it in new processes."""
+
+    def trained() -> list[Any]:
+        spared.tell((expression, tmp_path))
+        words = [spared.hear(rank, lambda word: word[0] == "trained") for rank in range(2)]
+        assert [kind for kind, _ in words] == ["trained"] * 2, words
+        return [what for _, what in words]
+
+    whole = trained()
+    firsts, late = interrupt(expression, tmp_path, seed=METHODS.index(expression))
+    resumed = trained()
+    firsts.append(resumed[0][0])
     assert firsts == sorted(firsts)
-    for (kind, (start, expected)), (first, trace) in zip(whole, results, strict=True):
-        assert (kind, start) == ("trained", 0)
+    assert all(first > 0 for first in firsts[late + 1 :]), firsts
+    for (start, expected), (first, trace) in zip(whole, resumed, strict=True):
+        assert start == 0
         assert len(trace) == len(expected) - first
         for mine, theirs in zip(trace, expected[first:], strict=True):
             assert mine.keys() == theirs.keys()

@@ -6,7 +6,6 @@ import json
 import os
 import re
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -17,7 +16,8 @@ import warm
 from offbeat import Constant, Network, Recorded, simulate
 from offbeat.app.cli.app import run
 from offbeat.app.commands.plan import _row
-from offbeat.plan import Cluster, Job, plan
+from offbeat.comm.communicator import Communicator
+from offbeat.plan import Cluster, Job, measure, plan
 from offbeat.plan.measure import measure_link
 
 GIVEN = ("--workers", "4", "--step", "100ms", "--parameters", "1M", "--link", "48mbit,1ms", "--steps", "64")
@@ -375,11 +375,21 @@ def test_a_script_that_never_steps(capsys: pytest.CaptureFixture[str], tmp_path:
     assert (code, err) == (2, f"offbeat: '{path}' makes 0 optimizer steps; it must make at least 5.\n")
 
 
+SHORT = measure._SIZES[:5]  # up to 16 MB: the longest messages take many seconds, and are timed alike
+
+
 @pytest.mark.slow
-def test_torchrun_measures_step_and_link() -> None:
+def test_torchrun_measures_step_and_link(tmp_path: Path) -> None:
+    words = ["plan", "ddp()", "--measure", "--task", "digits", "--steps", "50", "--json"]
+    (tmp_path / "short.py").write_text(
+        "import sys\n"
+        "from offbeat.app.cli.app import run\n"
+        "from offbeat.plan import measure\n"
+        f"measure._SIZES = {SHORT}\n"
+        f"sys.exit(run({words}))\n"
+    )
     command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += ["-m", "offbeat", "plan", "ddp()", "--measure", "--task", "digits", "--steps", "50", "--json"]
-    done = warm.run(*command, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    done = warm.run(*command, str(tmp_path / "short.py"), env={**os.environ, "OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stderr
     answer = json.loads(done.stdout)
     assert len(answer["measured"]["link"]) >= 2
@@ -388,10 +398,15 @@ def test_torchrun_measures_step_and_link() -> None:
     assert "workers=2" in answer["cluster"]
 
 
-@pytest.mark.slow
+def measure_short(comm: Communicator) -> tuple[Network, list[tuple[int, float]]]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(measure, "_SIZES", SHORT)
+        return measure_link(comm, repetitions=1)
+
+
 def test_a_link_is_found_again(pool: Any) -> None:
     """Over the loopback, even of a busy machine: a fast network that explains what was measured."""
-    network, points = pool.run(partial(measure_link, repetitions=1), workers=2)[0]
+    network, points = pool.run(measure_short, workers=2)[0]
     assert isinstance(network, Network)
     assert min(network.links) > 1e6
     sent, seconds = points[-1]
