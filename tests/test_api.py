@@ -174,6 +174,7 @@ def test_errors_are_one_tree() -> None:
     assert issubclass(offbeat.OffbeatError, RuntimeError)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", ["import offbeat.simulate", "from offbeat.plan import predict"])
 def test_a_package_does_not_hide_the_function_of_its_name(first: str) -> None:
     """Public names are imported when the first is used, perhaps after the packages that have them."""

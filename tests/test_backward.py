@@ -569,7 +569,10 @@ def between(comm: offbeat.Communicator, expression: str, act: str, late: bool = 
     return run.weights()
 
 
-ACTS = ["finish", "averaged", "state_dict", "load_state_dict", "a new run", "a second pass", "an error"]
+ACTS = [
+    *[pytest.param(act, marks=pytest.mark.slow) for act in ("finish", "averaged", "state_dict")],
+    *["load_state_dict", "a new run", "a second pass", "an error"],
+]
 
 
 @pytest.mark.parametrize("act", ACTS)
@@ -800,7 +803,7 @@ def test_a_late_gradient_in_numbers() -> None:
     assert quadratic(0.25, 0.0, 1, 12) == [(n + 1) / 2**n for n in range(13)]
 
 
-@pytest.mark.parametrize("momentum", [0.0, 0.5, 0.9])
+@pytest.mark.parametrize("momentum", [0.0, pytest.param(0.5, marks=pytest.mark.slow), 0.9])
 def test_the_largest_stable_rate(momentum: float) -> None:
     """The roots of z² − (1 + β)z + β + lr·λ are inside the unit circle if lr·λ < 1 − β."""
     for delay, limit in ((1, 1 - momentum), (0, 2 + 2 * momentum)):

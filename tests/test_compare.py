@@ -119,6 +119,7 @@ def test_the_table_for_people(capsys: pytest.CaptureFixture[str], tmp_path: Path
 GRID = ["--lr", "0.003,0.03", "--seeds", "2"]
 
 
+@pytest.mark.slow
 def test_a_search_of_rates_goes_on_and_report_shows_the_same(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -470,7 +470,9 @@ class Watched:
         return trace
 
 
-@pytest.mark.parametrize("delay", [1, 2, 3, 4, "round"])
+@pytest.mark.parametrize(
+    "delay", [1, 3, "round", *[pytest.param(delay, marks=pytest.mark.slow) for delay in (2, 4)]]
+)
 @pytest.mark.parametrize("when", CHANGING, ids=repr)
 def test_periods_that_change(when: Schedule, delay: Delay) -> None:
     def worker(comm: offbeat.Communicator) -> tuple[list[float], dict[str, list[int]], Any]:

@@ -15,7 +15,7 @@ import pytest
 import torch
 from conftest import Pool
 from problems import Dyadic, data, optimizer_for
-from table import METHODS, enough
+from table import METHODS, ROWS, enough
 from torch import nn
 
 import offbeat
@@ -95,7 +95,7 @@ def test_a_rank_with_fewer_batches_that_is_waited_for_elsewhere(
 
 
 @pytest.mark.parametrize(("guilty", "steps"), [pytest.param(0, 11, marks=pytest.mark.slow), (3, 7)])
-@pytest.mark.parametrize("expression", METHODS)
+@pytest.mark.parametrize("expression", ROWS)
 def test_a_rank_with_fewer_batches_in_every_method(expression: str, guilty: int, steps: int) -> None:
     sentence = said(attempt(stop_early, expression, guilty, steps))
     names_who_stopped(sentence, guilty, None if expression.startswith("palsgd") else steps)

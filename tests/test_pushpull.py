@@ -751,7 +751,10 @@ REGION = [
 ]
 
 
-@pytest.mark.parametrize(("every", "momentum", "alpha", "beta"), REGION)
+@pytest.mark.parametrize(
+    ("every", "momentum", "alpha", "beta"),
+    [pytest.param(*row, marks=pytest.mark.slow if i % 2 else []) for i, row in enumerate(REGION)],
+)
 def test_it_warns_once_outside_the_stable_region_and_never_inside(
     every: int, momentum: float, alpha: float, beta: float
 ) -> None:

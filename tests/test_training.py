@@ -229,10 +229,8 @@ def of_each_backend(comm: offbeat.Communicator, expression: str, backend: str) -
     return [compiled(comm, expression, choice) for choice in (None, backend)]
 
 
-@pytest.mark.parametrize(
-    "expression",
-    [pytest.param("ddp()", marks=pytest.mark.slow), "local_sgd(every=3, delay=2, moments='average')"],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("expression", ["ddp()", "local_sgd(every=3, delay=2, moments='average')"])
 def test_torch_compile_compiles_once(pool: Pool, expression: str) -> None:
     for (_, plain), (frames, end) in pool.run(of_each_backend, expression, "aot_eager", workers=2):
         assert frames == 1

@@ -283,7 +283,12 @@ OPTIONS = {
 
 
 @pytest.mark.parametrize(
-    ("command", "option"), [(command, option) for option in OPTIONS for command in commands_with(option)]
+    ("command", "option"),
+    [  # the fast part runs one command for each option
+        pytest.param(command, option, marks=pytest.mark.slow if number else [])
+        for option in OPTIONS
+        for number, command in enumerate(commands_with(option))
+    ],
 )
 def test_bad_text_gets_the_same_sentence_everywhere(
     read: Callable[..., Any], command: str, option: str

@@ -369,7 +369,9 @@ def random_compute(seed: int, share: float = 0.3) -> Compute:
     return compute
 
 
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize(
+    "seed", [pytest.param(seed, marks=[] if seed < 8 else pytest.mark.slow) for seed in range(24)]
+)
 def test_what_always_holds(seed: int) -> None:
     draw = random.Random(seed)
     workers, every = draw.randint(2, 9), draw.randint(2, 6)
