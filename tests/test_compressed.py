@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import warm
 from conftest import Pool
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -453,7 +454,7 @@ def test_bytes_reported_are_those_the_kernel_counts(tmp_path: Path) -> None:
     script = tmp_path / "worker.py"
     script.write_text(WORKER)
     words = [str(word) for row in METHODS.items() for word in row]
-    with Lab(3) as lab:
+    with Lab(3) as lab, warm.on_hosts():
         runs = lab.run([sys.executable, str(script), *words], timeout=240)
     lines = [run.stdout.splitlines() for run in runs]
     for method, *of_ranks in zip(METHODS, *lines, strict=True):

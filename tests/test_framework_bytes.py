@@ -10,12 +10,14 @@ from typing import Any
 import frameworks
 import pytest
 import torch
+import warm
 from test_lab import needs_lab
 from torch import nn
 
 from offbeat.lab import Lab
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("lab")]
+NEEDED = f"{frameworks.NEEDED} lightning.pytorch"
 METHOD = "local_sgd(every=50)"
 UPDATES = 100
 COUNTER = Path("/sys/class/net/eth0/statistics/tx_bytes")
@@ -85,7 +87,7 @@ RUNS = {"trainer": trainer, "accelerated": accelerated}
 
 @needs_lab
 def test_only_rounds_send(tmp_path: Path) -> None:
-    with Lab(2) as lab:
+    with Lab(2) as lab, warm.on_hosts(NEEDED):
         command = [sys.executable, __file__, str(tmp_path)]
         hosts = lab.run(command, env=frameworks.ENVIRONMENT, timeout=300)
     assert [host.returncode for host in hosts] == [0, 0], hosts[0].stderr
@@ -96,6 +98,57 @@ def test_only_rounds_send(tmp_path: Path) -> None:
         assert sum(accounted) > 4 * 60_000 * 16 * (2 * 2 + 1)  # two rounds of two workers, and the start
         # In the sum: the bytes of the start are rank 0's, but are accounted for in equal shares.
         assert sum(accounted) < sum(counted) < 1.05 * sum(accounted), name
+
+
+LIGHTNING = """
+import logging, os, warnings
+warnings.simplefilter("ignore")
+import torch
+torch.set_num_threads(1)
+import lightning.pytorch as pl
+from torch import nn
+from offbeat.integrations.lightning import OffbeatStrategy
+logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+
+def counted():
+    with open("/sys/class/net/eth0/statistics/tx_bytes") as file:
+        return int(file.read())
+
+class Wide(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Linear(600, 600)
+    def training_step(self, batch, index):
+        return self.net(batch).square().mean()
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+class Count(pl.Callback):
+    def on_train_batch_end(self, trainer, module, outputs, batch, index):
+        if index in (49, 149):  # right after a round
+            self.notes = getattr(self, "notes", []) + [trainer.strategy.sync.totals.bytes_sent, counted()]
+
+count = Count()
+trainer = pl.Trainer(
+    strategy=OffbeatStrategy("local_sgd(every=50)"), accelerator="cpu", devices=1, num_nodes=2, max_steps=150,
+    logger=False, enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False,
+    callbacks=[count], use_distributed_sampler=False,
+)
+trainer.fit(Wide(), torch.utils.data.DataLoader(torch.randn(150, 600)))
+print(count.notes[2] - count.notes[0], count.notes[3] - count.notes[1])
+"""
+
+
+@needs_lab
+def test_only_rounds_of_lightning_send(tmp_path: Path) -> None:
+    """From the end of one round to that of the second after it: 100 steps."""
+    script = tmp_path / "worker.py"
+    script.write_text(LIGHTNING)
+    with Lab(2) as lab, warm.on_hosts(NEEDED):
+        hosts = lab.run([sys.executable, str(script)], env={"TORCHELASTIC_RUN_ID": "lab"}, timeout=240)
+    assert [host.returncode for host in hosts] == [0, 0], hosts[0].stderr
+    reported, counted = (sum(int(host.stdout.split()[i]) for host in hosts) for i in (0, 1))
+    assert reported == pytest.approx(counted, rel=0.05)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import os
 import signal
-import sys
 import time
 import warnings
 from pathlib import Path
@@ -18,7 +17,6 @@ import torch
 import warm
 
 import offbeat
-from offbeat.lab import Lab, unavailable
 
 ROOT = Path(__file__).parent.parent
 
@@ -211,55 +209,3 @@ def test_the_example_runs_quietly(launch: list[str], tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("diloco(every=16): accuracy 0.")
     assert done.stderr == ""
-
-
-LAB = """
-import logging, os, warnings
-warnings.simplefilter("ignore")
-import torch
-torch.set_num_threads(1)
-import lightning.pytorch as pl
-from torch import nn
-from offbeat.integrations.lightning import OffbeatStrategy
-logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-
-def counted():
-    with open("/sys/class/net/eth0/statistics/tx_bytes") as file:
-        return int(file.read())
-
-class Wide(pl.LightningModule):
-    def __init__(self):
-        super().__init__()
-        self.net = nn.Linear(600, 600)
-    def training_step(self, batch, index):
-        return self.net(batch).square().mean()
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-class Count(pl.Callback):
-    def on_train_batch_end(self, trainer, module, outputs, batch, index):
-        if index in (49, 149):  # right after a round
-            self.notes = getattr(self, "notes", []) + [trainer.strategy.sync.totals.bytes_sent, counted()]
-
-count = Count()
-trainer = pl.Trainer(
-    strategy=OffbeatStrategy("local_sgd(every=50)"), accelerator="cpu", devices=1, num_nodes=2, max_steps=150,
-    logger=False, enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False,
-    callbacks=[count], use_distributed_sampler=False,
-)
-trainer.fit(Wide(), torch.utils.data.DataLoader(torch.randn(150, 600)))
-print(count.notes[2] - count.notes[0], count.notes[3] - count.notes[1])
-"""
-
-
-@pytest.mark.xdist_group("lab")
-@pytest.mark.skipif(unavailable() is not None, reason="a lab needs Linux, root and iproute2")
-def test_bytes_reported_are_those_the_kernel_counts(tmp_path: Path) -> None:
-    """From the end of one round to that of the second after it: 100 steps."""
-    script = tmp_path / "worker.py"
-    script.write_text(LAB)
-    with Lab(2) as lab:
-        lab_runs = lab.run([sys.executable, str(script)], env={"TORCHELASTIC_RUN_ID": "lab"}, timeout=240)
-    assert [run.returncode for run in lab_runs] == [0, 0], lab_runs[0].stderr
-    reported, counted = (sum(int(run.stdout.split()[i]) for run in lab_runs) for i in (0, 1))
-    assert reported == pytest.approx(counted, rel=0.05)

@@ -2,7 +2,8 @@
 
 A new Python spends several seconds of CPU time on imports. A fork skips them, and otherwise runs like a new
 Python, from its command line to the end of its interpreter. Python programs that it starts, such as workers,
-are forks as well. Tests of imports, or of how workers are launched, use a real Python instead.
+are forks as well, also on the hosts of a lab. Tests of imports, or of how workers are launched, use a real
+Python instead.
 """
 
 from __future__ import annotations
@@ -20,10 +21,14 @@ import socket
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 IMPORTED = ["offbeat.app", "sklearn.datasets", "torch._dynamo", "torch.distributed.run"]
 PR_SET_CHILD_SUBREAPER = 36
+CLONE_NEWNS, CLONE_NEWNET = 0x20000, 0x40000000
+MNT_DETACH, MS_REC, MS_SLAVE = 2, 1 << 14, 1 << 19
 EXECUTE = subprocess.Popen._execute_child  # type: ignore[attr-defined]
 
 
@@ -52,6 +57,10 @@ class Forker:
         self.door, self.lock = door, threading.Lock()
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
+    def take_over(self) -> None:
+        """From now on, fork all Python programs that this process starts."""
+        subprocess.Popen._execute_child = lambda *args: self.execute(*args)  # type: ignore[attr-defined]
+
     def execute(
         self, popen: Any, args: Any, executable: Any, preexec: Any, close: Any, passed: Any, cwd: Any,
         env: Any, startup: Any, flags: Any, shell: Any, stdin: int, p2cwrite: int, c2pread: int,
@@ -59,6 +68,8 @@ class Forker:
     ) -> None:  # fmt: skip
         """Replace `Popen._execute_child`: fork if the command is a Python program."""
         words = [os.fspath(word) for word in args] if isinstance(args, list | tuple) else []
+        host = words[3] if words[1:3] == ["netns", "exec"] else None
+        words = words[4:] if host else words
         words = [word for word in words[:2] if word != "-u"] + words[2:]
         if len(words) < 2 or words[0] != sys.executable or words[1].startswith(("-I", "-W", "--")):
             return EXECUTE(
@@ -71,6 +82,7 @@ class Forker:
             "cwd": os.fspath(cwd or os.getcwd()),
             "env": dict(os.environ if env is None else env),
             "session": bool(new_session),
+            "host": host,
         }
         fds = [own if fd == -1 else fd for own, fd in enumerate((stdin, stdout, stderr))]
         with self.lock:
@@ -90,23 +102,46 @@ class Forked(subprocess.Popen[str]):
     also = ""
 
     def _execute_child(self, *args: Any) -> None:
-        kind = type(self)
+        self.forker().execute(self, *args)
+
+    @classmethod
+    def forker(kind) -> Forker:
         if kind._forker is None:
             ours, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
-            command = [sys.executable, __file__, str(theirs.fileno()), *self.also.split()]
+            command = [sys.executable, __file__, str(theirs.fileno()), *kind.also.split()]
             alone = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # a fork has no other threads
             options: Any = {"stdin": subprocess.DEVNULL, "pass_fds": [theirs.fileno()]}
             server = subprocess.Popen(command, env={**os.environ, **alone}, **options)
             theirs.close()
             server.returncode = 0  # it ends with this process, so nobody waits for it
             kind._forker = Forker(ours)
-        kind._forker.execute(self, *args)
+        return kind._forker
 
 
 @functools.cache
 def forked(also: str) -> type[Forked]:
     """Programs that are forked from one server."""
     return type("Forked", (Forked,), {"also": also})
+
+
+@contextmanager
+def on_hosts(also: str = "") -> Iterator[None]:
+    """Within it, Python programs that a lab of this process starts are forks."""
+    forked(also).forker().take_over()
+    try:
+        yield
+    finally:
+        subprocess.Popen._execute_child = EXECUTE  # type: ignore[attr-defined]
+
+
+def enter_host(name: str) -> None:
+    """Do as `ip netns exec NAME`: take over the network of a host, and show it in /sys."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    with open(f"/run/netns/{name}") as network:
+        done = [libc.setns(network.fileno(), CLONE_NEWNET), libc.unshare(CLONE_NEWNS)]
+    done += [libc.mount(b"", b"/", b"none", MS_SLAVE | MS_REC, None), libc.umount2(b"/sys", MNT_DETACH)]
+    done += [libc.mount(name.encode(), b"/sys", b"sysfs", 0, None)]
+    assert not any(done), os.strerror(ctypes.get_errno())
 
 
 def serve(door: socket.socket) -> tuple[dict[str, Any], list[int]]:
@@ -145,6 +180,8 @@ def become(request: dict[str, Any], fds: list[int]) -> None:
     os.environ.clear()
     os.environ.update(request["env"])
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    if request["host"]:
+        enter_host(request["host"])
 
 
 def start_own_server() -> tuple[dict[str, Any], list[int]] | None:
@@ -157,8 +194,7 @@ def start_own_server() -> tuple[dict[str, Any], list[int]] | None:
             os.dup2(quiet, fd)
         return serve(theirs)
     theirs.close()
-    forker = Forker(ours)
-    subprocess.Popen._execute_child = lambda self, *args: forker.execute(self, *args)  # type: ignore[attr-defined]
+    Forker(ours).take_over()
     return None
 
 
