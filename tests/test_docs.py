@@ -9,6 +9,7 @@ import os
 import re
 import runpy
 import subprocess
+import tempfile
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
@@ -130,6 +131,19 @@ def test_every_method_has_a_row_and_a_section() -> None:
     sections = re.findall(r"^### `(\w+)`", text, re.MULTILINE)
     assert sorted(rows) == sorted(offbeat.methods.__all__), "the table of docs/methods.md"
     assert sorted(sections) == sorted(offbeat.methods.__all__), "the sections of docs/methods.md"
+
+
+def test_every_method_has_a_picture() -> None:
+    """Drawn by scripts/pictures from the log of a simulated run. The script still runs."""
+    page = (ROOT / "docs/methods.md").read_text()
+    for name in offbeat.methods.__all__:
+        assert f"(pictures/{name}.svg)" in page, f"run scripts/pictures {name}"
+        assert (ROOT / f"docs/pictures/{name}.svg").read_text().startswith("<svg"), name
+    script = runpy.run_path(str(ROOT / "scripts/pictures"))
+    with tempfile.TemporaryDirectory() as place:
+        drawn = script["draw"]("ddp()", script["simulate"]("ddp()", Path(place) / "run"))
+    shapes = (ROOT / "docs/pictures/ddp.svg").read_text().count("<rect")
+    assert drawn.count("<rect") == shapes > 4 * 2 * 24
 
 
 def test_the_reference_has_every_public_name() -> None:

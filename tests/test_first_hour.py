@@ -68,6 +68,10 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_list_of_methods_is_that_of_the_pages() -> None:
     collect = runpy.run_path(str(ROOT / "scripts/catalogue"))["collect"]
     assert read_catalogue() == collect(), "the pages have changed: run scripts/catalogue"
+    page = (ROOT / "docs/methods.md").read_text()
+    script = runpy.run_path(str(ROOT / "scripts/catalogue"))
+    losses = script["read_losses"]((ROOT / "docs/benchmarks.md").read_text())
+    assert script["add_losses"](page, losses) == page, "the losses have changed: run scripts/catalogue"
     names = [name for family in read_catalogue()["families"].values() for name in family]
     assert sorted(names) == offbeat.methods.__all__
 
@@ -531,7 +535,7 @@ def test_progress_says_which_run_starts_and_stops_the_clock_of_one_that_is_done(
     record.write("eval", step=0, t=0.0, units=0, sent=0, loss=2.5)
     one.poll()
     assert one._status() == "making the first step"
-    assert "step 0: held-out loss 2.5000 after 0.00 s, 0.00 MB" in printed.getvalue()
+    assert "local_sgd() seed 0: step 0: loss 2.5000, 0.00 s, 0.00 MB\n" in printed.getvalue()
     for step in (1, 2):
         record.write("steps", step=step, t=1.0, seconds=1.0, exposed=0.0, loss=2.0, units=4)
     record.close()

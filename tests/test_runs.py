@@ -577,7 +577,7 @@ def test_periods_are_put_into_methods() -> None:
         ({"method": "torch_ddp()", "where": "simulation"}, "torch_ddp cannot be simulated:"),
         (
             {"link": "1gbit,5ms", "where": "netns"},
-            "link='1gbit,5ms': with --netns a link has only a rate,",
+            "link='1gbit,5ms': a link has no latency with --netns;",
         ),
         ({"workers": 5000}, "batches(workers=5000): there are 1438 training pictures, and each worker"),
     ],

@@ -26,7 +26,7 @@ def run(given: SimpleNamespace) -> int:
         if shutil.which(given.command[0]) is None:
             raise Refused(f"The command {given.command[0]!r} does not exist.")
         if given.link is not None and parse_link(given.link).latency:
-            reason = "the links of a lab have only a rate, such as 100mbit."
+            reason = "the links of a lab have a rate and no latency; `offbeat compare --link` emulates both."
             raise BadArgument("link", given.link, reason)
         cluster = Lab(given.workers, rate=given.link and given.link.partition(",")[0].strip())
         if given.timeout is not None:

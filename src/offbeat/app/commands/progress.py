@@ -185,8 +185,8 @@ class Follower:
             print(f"offbeat: {self.name}: {self._bar()[BAR + 1 :]}, {self._status()}", file=sys.stderr)
 
     def _print_loss(self, entry: Entry) -> None:
-        text = f"step {entry['step']}: held-out loss {entry['loss']:.4f} after {entry['t']:.2f} s"
-        line = f"offbeat: {self.name}: {text}, {entry['sent'] / 1e6:.2f} MB"
+        text = f"step {entry['step']}: loss {entry['loss']:.4f}, {entry['t']:.2f} s"
+        line = f"{self.name}: {text}, {entry['sent'] / 1e6:.2f} MB"
         self.progress.console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def _read_new(self) -> None:

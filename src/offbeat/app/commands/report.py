@@ -121,4 +121,7 @@ def _columns(rows: Sequence[Row], to_loss: float | None) -> dict[str, Callable[[
     }
     if to_loss is None:
         del columns[f"MB to {goal}"]
+    if len(rows) == 1:  # there is nothing to compare it with
+        left_out = ["speed-up", *([f"s to {goal}"] if to_loss is None else [])]
+        columns = {heading: tell for heading, tell in columns.items() if heading not in left_out}
     return columns

@@ -164,6 +164,7 @@ function drawTable() {
   const some = name => data.rows.some(row => row[name] !== null);
   const searched = new Set(data.rows.flatMap(row => row.rates.map(rate => rate[0]))).size > 1;
   const given = data.to_loss !== null, goal = given ? `loss ${number(data.to_loss, 6)}` : "ref. loss";
+  const alone = data.rows.length < 2;  // nothing to compare with
   const maybe = (value, digits, missing = "") => value === null ? missing : value.toFixed(digits);
   const columns = [
     ...(searched ? [["lr", "lr", row => String(row.lr)]] : []),
@@ -175,9 +176,9 @@ function drawTable() {
     ["megabytes", "MB/worker", row => row.megabytes.toFixed(2), "low"],
     ...(some("kernel_megabytes") ? [["kernel_megabytes", "MB on the wire", row => maybe(row.kernel_megabytes, 2)]] : []),
     ["rounds", "rounds", row => number(row.rounds, 4)],
-    ["reached", `s to ${goal}`, row => maybe(row.reached, 2, "never"), "low"],
+    ...(alone && !given ? [] : [["reached", `s to ${goal}`, row => maybe(row.reached, 2, "never"), "low"]]),
     ...(given ? [["reached_megabytes", `MB to ${goal}`, row => maybe(row.reached_megabytes, 2, "never"), "low"]] : []),
-    ["speedup", "speed-up", row => row.speedup === null ? "" : row.speedup.toFixed(2) + "×", "high"],
+    ...(alone ? [] : [["speedup", "speed-up", row => row.speedup === null ? "" : row.speedup.toFixed(2) + "×", "high"]]),
   ];
   const head = html("tr", {}, ...[["method", "method"], ...columns].map(([key, label, , better]) => {
     const sorted = part.sort.key === key, button = html("button", { type: "button", title: `Sort by ${label}` }, label);
@@ -201,9 +202,9 @@ function drawTable() {
   const left = methods.filter(method => !data.rows.some(row => row.method === method)).map(method => html("tr", {},
     html("td", {}, html("i", { class: "swatch", style: `background:${color(method)}` }), html("code", {}, method)), html("td", { colspan: columns.length, class: "left" }, "unfinished")));
   byId("table").replaceChildren(html("thead", {}, head), html("tbody", {}, ...rows, ...left));
-  byId("tablenote").textContent = `Means over ranks${data.rows.some(r => r.seeds > 1) ? " and seeds, ± the standard deviation over seeds" : ""}; the reference is ${data.reference ?? "missing"}. ` +
+  byId("tablenote").textContent = `Means over ranks${data.rows.some(r => r.seeds > 1) ? " and seeds, ± the standard deviation over seeds" : ""}${alone ? "" : `; the reference is ${data.reference}`}. ` +
     "Exposed: a worker stood still for messages. Hidden: messages were in the air while it worked. " +
-    (given ? `To ${goal}: until the loss was first that low, and the bytes that rank 0 had sent by then.` : "To ref. loss: until the loss is within 5 % of the reference's final loss with the same seed.") +
+    (given ? `To ${goal}: until the loss was first that low, and the bytes that rank 0 had sent by then.` : alone ? "" : "To ref. loss: until the loss is within 5 % of the reference's final loss with the same seed.") +
     (searched ? " Every method is shown at the learning rate with its lowest final loss." : "") +
     (data.unfinished.length ? ` Unfinished, and not in the table: ${data.unfinished.join("; ")}.` : "");
   byId("verdict").textContent = data.verdict;

@@ -93,7 +93,9 @@ def check(setting: Setting, task: Task) -> Setting:
     if setting.optimizer is not None and setting.optimizer not in OPTIMIZERS:
         raise BadArgument("optimizer", setting.optimizer, f"name one of {', '.join(OPTIMIZERS)}.")
     if setting.link is not None and parse_link(setting.link).latency and setting.where == "netns":
-        raise BadArgument("link", setting.link, "with --netns a link has only a rate, such as 100mbit.")
+        raise BadArgument(
+            "link", setting.link, "a link has no latency with --netns; without it, both are emulated."
+        )
     _ = setting.stragglers  # parses them
     full = setting.fill(task)
     assert full.batch is not None
