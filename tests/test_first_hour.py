@@ -319,23 +319,60 @@ def test_a_finished_run_says_so_and_keeps_its_settings(call: Call, made: Path, t
     folder = copied(made, tmp_path)
     change(where="processes")(folder / "setting.json")
     words = ["train", "--resume", "--checkpoint-dir", str(folder)]
-    code, out, error = call(*words)
+    code, out_of_one, error = call(*words)
     assert (code, error) == (0, "")
     assert (
-        out
+        out_of_one
         == f"offbeat: the run in {str(folder)!r} is finished, after 8 steps; a larger --steps extends it\n"
     )
     for extra, sentence in {
         ("--batch", "3"): "has another setting: batch was 16.",
         ("--steps", "4"): "--steps 4: the run in",
-        ("--workers", "3"): "has another setting: workers was 2.",
     }.items():
         code, out, error = call(*words, *extra)
         assert (code, out) == (2, "")
         assert sentence in error
+    assert call(*words, "--workers", "3") == (0, out_of_one, "")
     assert call(words[0], "local_sgd(every=4)", *words[1:])[0] == 0
     code, _, error = call("train", "--resume", "--checkpoint-dir", "nowhere")
     assert (code, error) == (2, "offbeat: --resume: there is no run in 'nowhere'.\n")
+
+
+def test_a_method_that_cannot_change_its_number_says_so(call: Call, made: Path, tmp_path: Path) -> None:
+    folder = copied(made, tmp_path)
+    change(where="processes", method="overlap_local_sgd(every=4)")(folder / "setting.json")
+    before = sorted(folder.rglob("*"))
+    words = ["train", "--resume", "--checkpoint-dir", str(folder), "--steps", "12", "--workers", "3"]
+    code, out, error = call(*words)
+    assert (code, out) == (2, "")
+    assert error == (
+        "offbeat: --workers 3: overlap_local_sgd(every=4) cannot go on with another number of workers than "
+        "the 2 it had, because each worker has an anchor of its own.\n"
+    )
+    assert sorted(folder.rglob("*")) == before
+
+
+def test_a_simulated_run_goes_on_with_more_and_with_fewer(made: Path, tmp_path: Path) -> None:
+    """From the newest complete checkpoint, whose number of workers is noted in it."""
+    from offbeat.app.runs.launch import launch
+
+    folder = copied(made, tmp_path)
+    store = folders.CheckpointStore(folder / "checkpoints", rank=0, workers=2)
+    assert store.steps() == [4, 8]
+    (folder / "checkpoints/step-000000009").mkdir()
+    shutil.copy(folder / "checkpoints/step-000000008/rank-1.pt", folder / "checkpoints/step-000000009")
+    for old, new, steps in ((2, 3, 12), (3, 1, 14), (1, 4, 15)):
+        folders.CheckpointStore(folder / "checkpoints", rank=0, workers=old).hand_over()
+        change(workers=new, steps=steps)(folder / "setting.json")
+        assert launch([folder], resume=True)
+        run = read(folder)
+        assert run.complete
+        assert [end["step"] for end in run.ends] == [steps] * new
+        assert len({end["weights"] for end in run.ends}) == 1
+        assert run.evals[-1]["loss"] < run.evals[0]["loss"]
+        left = folders.CheckpointStore(folder / "checkpoints", rank=0, workers=new)
+        assert left.workers_of(left.steps()[-1]) == new
+    assert [(step, left.workers_of(step)) for step in left.steps()][-2:] == [(14, 1), (15, 4)]
 
 
 def test_without_tensorboard_nothing_is_written(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:

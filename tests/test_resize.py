@@ -419,7 +419,7 @@ def test_a_shared_folder(old: int, new: int, tmp_path: Path, caplog: pytest.LogC
     assert all(same(after[0], other) for other in after)
     for name, mean in mean_of(before).items():
         torch.testing.assert_close(after[0][name].double(), mean, rtol=1e-6, atol=1e-6)
-    assert caplog.messages[-1].endswith(f"its weights are the mean of {old} workers.")
+    assert caplog.messages[-1].endswith(f"its weights are the mean of {old} worker{'s' * (old > 1)}.")
     # The files of the old workers are of no use any more.
     names = {path.name for path in tmp_path.iterdir()}
     assert names == {f"offbeat-step-7-rank-{rank}-of-{new}.pt" for rank in range(new)}

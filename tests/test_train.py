@@ -226,6 +226,31 @@ def test_ctrl_c_in_the_last_step_of_a_run_does_not_let_the_next_begin(tmp_path: 
     assert not log_path(second, 0).exists()
 
 
+def test_another_number_of_workers_goes_on(whole: Path, tmp_path: Path) -> None:
+    """Started by the command, killed, and started again by torchrun."""
+    folder = Path(shutil.copytree(whole, tmp_path / "run"))
+    words = ["train", "--resume", "--checkpoint-dir", str(folder)]
+    process = started(*words, "--workers", "3", "--steps", "200", "--checkpoint-every", "5")
+    try:
+        until(lambda: last_step(folder) >= 72 or process.poll() is not None)
+    finally:
+        end_all(process)
+        _, error = process.communicate(timeout=180)
+    saved = CheckpointStore(folder / "checkpoints", rank=0, workers=3).steps()[-1]
+    assert saved >= 65, error
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1", "-m", "offbeat"]
+    done = warm.run(*launch, *words, cwd=tmp_path, env=environment())
+    assert done.returncode == 0, done.stderr
+    run = read(folder)
+    assert run.complete
+    assert run.setting.workers == len(run.ends) == 1
+    assert last_step(folder) == 200
+    assert [entry["step"] for entry in run.evals] == sorted({entry["step"] for entry in run.evals})
+    assert run.evals[-1]["loss"] < run.evals[0]["loss"]
+    text = (folder / "rank-0.txt").read_text()
+    assert f"{METHOD} continues a checkpoint of 2 workers with 3, after step 60" in text
+
+
 def test_torchruns_workers_are_joined_though_their_clocks_differ(whole: Path, tmp_path: Path) -> None:
     words = ["train", METHOD, "--model", "tiny", "--evaluations", "3", "--steps", "60"]
     script = tmp_path / "late.py"

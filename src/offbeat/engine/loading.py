@@ -77,9 +77,13 @@ class Loaded:
         if comm.rank == 0:
             dropped = f"; dropped: {', '.join(sorted(self._dropped))}" if self._dropped else ""
             logger.warning(
-                "%r continues a checkpoint of %d workers with %d, after step %d: its weights are %s%s.",
-                run, self._state["workers"], comm.size, run.steps, start, dropped,
+                "%r continues a checkpoint of %s with %d, after step %d: its weights are %s%s.",
+                run, _count(self._state["workers"]), comm.size, run.steps, start, dropped,
             )  # fmt: skip
+
+
+def _count(workers: int) -> str:
+    return f"{workers} worker{'' if workers == 1 else 's'}"
 
 
 def list_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -115,7 +119,7 @@ def unite(model: nn.Module, parts: Sequence[Part], weights: Sequence[Tensors], c
         agreement.exchange(counts, comm.broadcast)
     for part in parts:  # anchors that a worker has for itself
         part.follow(Landing(trainable(model), sys.maxsize))
-    means = f"the mean of {number} workers"
+    means = f"the mean of {_count(number)}"
     return (
         means
         if not shown

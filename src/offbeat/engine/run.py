@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from offbeat.base.clock import State
+from offbeat.base.tensors import local
 from offbeat.comm.communicator import Metered
 from offbeat.engine import dry, reach, saving
 from offbeat.engine.export import check_path, write_model
@@ -197,10 +198,22 @@ class Run(ABC):
         saving.restore(self, state, others, resize=resize)
         if self._loaded is not None and self._loaded.ranks is not None:
             with self._failing():
-                models = (state if rank == own else place.read(step, rank, workers) for rank in counted)
-                self._loaded.weights = [saved["model"] for saved in models]
-                self._start()
+                files = (state if rank == own else place.read(step, rank, workers) for rank in counted)
+                models = [saved["model"] for saved in files]
+            self._count_weights(models)
         return True
+
+    def _count_weights(self, models: Sequence[Mapping[str, Tensor]]) -> None:
+        """After `load_state_dict(..., resize=True)`: make the weights of all workers the consensus now.
+
+        `models` are the weights and buffers that this rank has read of old workers, with names and shapes as
+        here. Together, the ranks pass those of every old worker once. Every rank calls it.
+        """
+        self._must_be_open("_count_weights()")
+        with self._failing():
+            if self._loaded is not None:
+                self._loaded.weights = [{n: local(t) for n, t in model.items()} for model in models]
+            self._start()
 
     def export(self, path: str | Path) -> None:
         """Write one file with the consensus of all workers, as `averaged()` shows it. Every rank calls it.

@@ -46,7 +46,8 @@ def train(
 
     Starts local workers, or joins the workers that torchrun started. Every rank writes a log of JSON lines.
     Ctrl-C saves a checkpoint and stops. A run continued with --resume equals an uninterrupted run bit for
-    bit; with a larger --steps it goes on after its end. The trained model is saved as model.pt.
+    bit; with a larger --steps it goes on after its end, and --workers may change. The trained model is saved
+    as model.pt.
 
     Examples:
 

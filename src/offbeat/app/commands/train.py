@@ -20,14 +20,14 @@ from offbeat.app.commands.progress import follow_progress
 from offbeat.app.commands.report import show_table
 from offbeat.app.runs import folder as folders
 from offbeat.app.runs.launch import launch
-from offbeat.app.runs.setting import MOST, Setting, check
+from offbeat.app.runs.setting import MOST, Setting, check, why_unshared_in
 from offbeat.app.runs.summary import read, summarize
 from offbeat.app.runs.worker import work
 from offbeat.base.checks import check_whole
 from offbeat.base.errors import BadArgument
 from offbeat.tasks import Task
 
-FREE = ("steps", "checkpoint_every")  # settings that may change when a run is resumed
+FREE = ("steps", "checkpoint_every", "workers")  # settings that may change when a run is resumed
 
 
 def run(given: SimpleNamespace) -> int:
@@ -50,6 +50,8 @@ def run(given: SimpleNamespace) -> int:
                 return 0
             if leads:
                 stack.enter_context(folders.lock(place))
+                if given.resume:
+                    _hand_over(place, setting)
                 folders.prepare(place, setting, task)
                 stack.enter_context(follow_progress([place], quiet=given.quiet, verbose=given.verbose))
             if leads and given.tensorboard:
@@ -91,6 +93,8 @@ def _prepare(given: SimpleNamespace, started: Launch | None) -> tuple[Path, Sett
         setting = _setting_of(given, _count_workers(given.workers, started and started.workers))
     task = setting.find_task(folders.cache_of(place))
     full = check(setting, task)
+    if given.resume:
+        _check_number(place, full, task)
     over = given.resume and folders.finished(place) and full.steps <= folders.setting_of(place).steps
     if started is not None:
         dist.barrier()  # all have looked at the folder before rank 0 writes it
@@ -128,6 +132,24 @@ def _resumed(given: SimpleNamespace, place: Path, started: Launch | None) -> Set
     if steps > before.steps and made is None:
         raise BadArgument("steps", steps, f"the run in {str(place)!r} has no checkpoint to continue from.")
     return replace(before, **{name: own[name] for name in FREE if name in own})
+
+
+def _hand_over(place: Path, setting: Setting) -> None:
+    """Keep the checkpoints of another number of workers apart from those that these will write."""
+    before = folders.setting_of(place)
+    if before.workers != setting.workers:
+        folders.CheckpointStore(place / "checkpoints", rank=0, workers=before.workers).hand_over()
+
+
+def _check_number(place: Path, setting: Setting, task: Task) -> None:
+    """Raise if another number of workers than before cannot continue the run."""
+    before = folders.setting_of(place)
+    if setting.workers != before.workers and _last_saved(place, before) is not None:
+        if reason := why_unshared_in(setting, task):
+            sentence = (
+                f"{setting.method} cannot go on with another number of workers than the {before.workers} "
+            )
+            raise BadArgument("workers", setting.workers, f"{sentence}it had, because {reason}.")
 
 
 def _last_saved(place: Path, setting: Setting) -> int | None:

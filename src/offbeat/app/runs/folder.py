@@ -29,6 +29,7 @@ from offbeat.tasks import Task
 
 SETTING, ORIGIN, MODEL = "setting.json", "origin.json", "model.pt"
 KEPT = 2  # checkpoints
+WORKERS = "workers"  # the file in a checkpoint with the number of workers, if others continue from it
 LINES = 2000  # of steps in a log, at most; in a longer run, each covers several steps
 
 
@@ -203,14 +204,17 @@ def cut(path: Path, *, after: int) -> None:
     kept = [
         entry
         for entry in read
-        if entry["step"] < after
-        or (entry["step"] == after and entry["kind"] != "end" and not (ended and entry["kind"] == "eval"))
+        if entry["kind"] != "end"
+        and (entry["step"] < after or (entry["step"] == after and not (ended and entry["kind"] == "eval")))
     ]
     write_whole(path, "".join(json.dumps(entry) + "\n" for entry in kept))
 
 
 class CheckpointStore:
-    """The checkpoints of all ranks of a run. One is complete once every rank has written its file."""
+    """The checkpoints of all ranks of a run. One is complete once every rank has written its file.
+
+    One of another number of workers holds that number in a file of its own.
+    """
 
     def __init__(self, folder: Path, *, rank: int, workers: int) -> None:
         self.folder, self.rank, self.workers = folder, rank, workers
@@ -225,12 +229,30 @@ class CheckpointStore:
 
     def steps(self) -> list[int]:
         """The steps with a complete checkpoint, in order."""
-        whole = {f"rank-{rank}.pt" for rank in range(self.workers)}
         files = {
             step: {path.name for path in place.glob("rank-*.pt") if path.is_file()}
             for step, place in self._places()
         }
-        return sorted(step for step, names in files.items() if names == whole)
+        return sorted(
+            step
+            for step, names in files.items()
+            if names == {f"rank-{rank}.pt" for rank in range(self.workers_of(step))}
+        )
+
+    def workers_of(self, step: int) -> int:
+        """The number of workers that have written a checkpoint."""
+        noted = self._path(step) / WORKERS
+        return int(noted.read_text()) if noted.is_file() else self.workers
+
+    def hand_over(self) -> None:
+        """Another number of workers continues the run: note the number of these. Delete what is incomplete,
+        because the others write files of the same names."""
+        complete = self.steps()
+        for step, place in self._places():
+            if step not in complete:
+                shutil.rmtree(place, ignore_errors=True)
+            elif not (place / WORKERS).is_file():
+                write_whole(place / WORKERS, str(self.workers))
 
     def delete_after(self, step: int) -> None:
         """Delete what an earlier start of the run has left: this rank's later files, and torn ones."""
@@ -239,14 +261,15 @@ class CheckpointStore:
             if saved > step and (own := place / f"rank-{self.rank}.pt").is_file():
                 own.unlink()
 
-    def load(self, step: int) -> dict[str, Any]:
-        """This rank's state. Checks the checksums in the file first, which torch does not do."""
-        path = self._path(step) / f"rank-{self.rank}.pt"
+    def load(self, step: int, rank: int | None = None) -> dict[str, Any]:
+        """The state of a rank, this one's by default. Checks the checksums in the file, as torch does not."""
+        rank = self.rank if rank is None else rank
+        path = self._path(step) / f"rank-{rank}.pt"
         try:
             return read_state(path)
         except ValueError as error:
             advice = f"delete the folder {str(path.parent)!r} to continue from the checkpoint before it."
-            sentence = f"Rank {self.rank}'s checkpoint {str(path)!r} is damaged ({error}): {advice}"
+            sentence = f"Rank {rank}'s checkpoint {str(path)!r} is damaged ({error}): {advice}"
             raise CheckpointMismatch(sentence) from error
 
     def _path(self, step: int) -> Path:

@@ -74,7 +74,7 @@ class Loop:
                 self._meet()
                 self.stop.listen(max(0, first))
             if saved:
-                self._load(self.store.load(first))
+                self._load(first)
             else:
                 self._evaluate()
             finished = self._train()
@@ -183,12 +183,21 @@ class Loop:
             self.store.save(self.step, state | {name: getattr(self, name).state_dict() for name in STATES})
             return True
 
-    def _load(self, state: dict[str, Any]) -> None:
+    def _load(self, step: int) -> None:
+        """Continue from a checkpoint. If it has another number of ranks, from that of rank modulo number."""
+        number = self.store.workers_of(step)
+        state = self.store.load(step, self.rank % number)
         try:
             for name in STATES:
                 getattr(self, name).load_state_dict(state[name])
-            self.trainer.load_state_dict(state["sync"])
-            torch.set_rng_state(state["rng"])
+            if number == self.comm.size:
+                self.trainer.load_state_dict(state["sync"])
+            else:
+                counted = range(self.rank, number, self.comm.size)
+                models = [self.store.load(step, rank)["model"] for rank in counted]
+                self.trainer.resize(state["sync"], models)
+            if self.rank < number:  # two ranks must not draw the same numbers
+                torch.set_rng_state(state["rng"])
             self.step, self.earlier = int(state["step"]), Costs(**state["costs"])
             self.record.units, elapsed = int(state["units"]), float(state["elapsed"])
         except OffbeatError:

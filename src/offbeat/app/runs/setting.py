@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from offbeat.base.checks import check_number, check_whole
 from offbeat.base.errors import BadArgument
 from offbeat.base.units import Straggler, parse_link, parse_straggler
+from offbeat.engine.transfer import why_unshared
 from offbeat.methods.expression import method
 from offbeat.simulate import simulate
 from offbeat.tasks import Task, find_task
@@ -111,16 +112,23 @@ def _check_method(setting: Setting, task: Task) -> None:
         if setting.where == "simulation":
             raise ValueError("torch_ddp cannot be simulated: leave it out, or use ddp.")
         return
+    why_unshared_in(setting, task)
+
+
+def why_unshared_in(setting: Setting, task: Task) -> str | None:
+    """Build the method once for every worker, in simulation: why can no other number of workers go on?"""
+    if setting.method == TORCH_DDP:
+        return None
     build = method(setting.method)
 
-    def worker(comm: Any) -> None:
+    def worker(comm: Any) -> str | None:
         model = task.model()
-        build(model, setting.optimizer_of(task, model), group=comm)
+        return why_unshared(build(model, setting.optimizer_of(task, model), group=comm).parts)
 
     state = torch.get_rng_state()
     try:
-        simulate(worker, setting.workers)
+        return simulate(worker, setting.workers)[0]
     except NotImplementedError:
-        pass  # cannot be simulated: real workers will report any error
+        return None  # cannot be simulated: real workers will report any error
     finally:
         torch.set_rng_state(state)

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from offbeat.app.runs.setting import Setting
 from offbeat.base.errors import CheckpointMismatch
+from offbeat.base.tensors import named
 from offbeat.comm.background import Sidecar, TaskQueue, ThreadQueue
 from offbeat.comm.collective import Collective, nbytes, traffic
 from offbeat.comm.communicator import Communicator, Pending, Wrapped
@@ -130,6 +131,11 @@ class Trainer:
         self.averaged, self.finish = sync.averaged, sync.finish
         self.state_dict, self.load_state_dict = sync.state_dict, sync.load_state_dict
 
+    def resize(self, state: dict[str, Any], models: Sequence[dict[str, Tensor]]) -> None:
+        """Continue from a state of another number of workers. Each of its models is with one worker."""
+        self.sync.load_state_dict(state, resize=True)
+        self.sync._count_weights([named(model.items()) for model in models])
+
     def step(self, batch: Batch) -> Tensor:
         """Run one iteration and return its loss."""
         loss = self.task.loss(self.model, batch)
@@ -242,6 +248,9 @@ class TorchDDP:
         if odd := [rank for rank, own in enumerate(sums) if own != sums[0]]:
             reason = "has other weights than rank 0's: load the files of one run on every rank."
             raise CheckpointMismatch(f"Rank {odd[0]}'s checkpoint {reason}")
+
+    def resize(self, state: dict[str, Any], models: Sequence[dict[str, Tensor]]) -> None:
+        self.load_state_dict(state)  # all models are equal
 
     def leave(self, *error: object) -> None:
         if self._link is not None:
