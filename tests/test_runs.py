@@ -25,7 +25,7 @@ from offbeat.app.runs.launch import launch
 from offbeat.app.runs.loop import LOOK, Stop
 from offbeat.app.runs.setting import Setting, check
 from offbeat.app.runs.trainer import Stopwatch, Watched
-from offbeat.app.runs.verdict import verdict
+from offbeat.app.runs.verdict import trade_off, verdict
 from offbeat.tasks import digits_task
 
 
@@ -612,3 +612,21 @@ def test_an_evaluation_does_not_move_the_rounds_before_it(tmp_path: Path) -> Non
     for e in rounds:
         step = steps[e["begun_after"]]
         assert e["began"] == pytest.approx(step["t"] - step["exposed"])
+
+
+def test_the_verdict_of_a_study() -> None:
+    """The fewest bytes among points within 5 % of the lowest loss; points are MB, loss, accuracy, period."""
+    nan = float("nan")
+    ddp = {"name": "ddp, 2 workers", "points": [[10.0, 1.0, None, None]]}
+    local = {
+        "name": "local_sgd, 2 workers",
+        "points": [[0.1, nan, None, 64], [0.5, 1.06, None, 8], [2.0, 1.04, None, 4]],
+    }
+    assert trade_off([ddp, local]) == (
+        "The lowest loss, 1.0000, is that of ddp, 2 workers (10.00 MB per worker); local_sgd, 2 workers, "
+        "period 4 came within 5 % of it (1.0400) and sent 2.00 MB."
+    )
+    assert trade_off([ddp, {**local, "points": local["points"][:2]}]).endswith(
+        "nothing within 5 % of it sent less."
+    )
+    assert trade_off([ddp]) == ""

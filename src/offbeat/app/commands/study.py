@@ -18,6 +18,7 @@ from offbeat.app.runs import folder as folders
 from offbeat.app.runs.launch import launch
 from offbeat.app.runs.setting import MOST, Setting, check
 from offbeat.app.runs.summary import Logged, read
+from offbeat.app.runs.verdict import trade_off
 from offbeat.base.checks import check_whole
 from offbeat.base.errors import BadArgument
 from offbeat.methods.expression import method as read_method
@@ -106,7 +107,8 @@ def _show(given: list[tuple[str, int | None]], runs: list[Logged], page: Path, *
         rows.append(row | {"accuracy": accuracy, "rounds": run.ends[0]["rounds"], "megabytes": sent})
         curve = curves.setdefault(f"{name}, {show.count(workers, 'worker')}", [])
         curve.append([sent, loss, accuracy, every])
-    write_page(runs, page, curves=[{"name": name, "points": sorted(curves[name])} for name in curves])
+    drawn = [{"name": name, "points": sorted(curves[name])} for name in curves]
+    write_page(runs, page, curves=drawn)
     if json:
         show.print_json(rows)
         return
@@ -118,4 +120,6 @@ def _show(given: list[tuple[str, int | None]], runs: list[Logged], page: Path, *
     ]
     console = show.console()
     show.print_table(console, f"{runs[0].setting.task}, the same samples for all", columns, table)
+    if sentence := trade_off(drawn):
+        show.say(console, sentence)
     show.say(console, f"report: {page}")

@@ -19,7 +19,7 @@ from offbeat.app.runs.summary import (
     summarize,
     unfinished,
 )
-from offbeat.app.runs.verdict import verdict
+from offbeat.app.runs.verdict import trade_off, verdict
 from offbeat.base.checks import replace_nonfinite
 
 BARS = 60  # steps of each rank in the timeline
@@ -61,7 +61,7 @@ def collect(
         "rows": [asdict(row) for row in rows],
         "reference": reference,
         "to_loss": to_loss,
-        "verdict": "" if curves else verdict(rows, reference, to_loss=to_loss),
+        "verdict": trade_off(curves) if curves else verdict(rows, reference, to_loss=to_loss),
         "unfinished": unfinished(runs),
         "setting": {**asdict(runs[0].setting), **runs[0].origin},
         "runs": [_run(run, label) for run, label in named if run.folder in shown or not run.complete],

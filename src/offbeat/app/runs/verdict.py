@@ -1,7 +1,8 @@
 """One sentence on a comparison: which methods reached the target, and how soon."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from offbeat.app.runs.summary import REACHED, Row
 
@@ -31,6 +32,26 @@ def verdict(rows: Sequence[Row], reference: str | None, *, to_loss: float | None
     if instead and to_loss is not None:
         instead += f" with {base.method}"
     return f"{fastest} reached {goal} in {seconds:.2f} s{instead}{_also(arrived[1:], others, base)}."
+
+
+def trade_off(curves: Sequence[Mapping[str, Any]]) -> str:
+    """Which point of a study sent least among those that came close to the lowest loss. Points are as in
+    the page: megabytes, loss, accuracy, period."""
+    points = [
+        (loss, sent, f"{curve['name']}{'' if every is None else f', period {every}'}")
+        for curve in curves
+        for sent, loss, _, every in curve["points"]
+        if math.isfinite(loss)
+    ]
+    if len(points) < 2:
+        return ""
+    lowest, most, best = min(points)
+    near = [point for point in points if point[0] <= lowest + REACHED * abs(lowest)]
+    loss, least, cheapest = min(near, key=lambda point: point[1])
+    start = f"The lowest loss, {lowest:.4f}, is that of {best} ({most:.2f} MB per worker)"
+    if cheapest == best:
+        return f"{start}; nothing within {100 * REACHED:g} % of it sent less."
+    return f"{start}; {cheapest} came within {100 * REACHED:g} % of it ({loss:.4f}) and sent {least:.2f} MB."
 
 
 def _also(later: Sequence[tuple[float, str]], others: Sequence[Row], base: Row) -> str:
