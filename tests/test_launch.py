@@ -25,7 +25,7 @@ needs_proc = pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="read
 SMALL = ["--model", "tiny"]
 FEW = ["--workers", "2", "--steps", "60", "--evaluations", "1"]
 LATE = ["--straggler", "share=1,delay=40ms"]  # long enough to be looked at
-TRAIN = ["train", "wagma(group_size=2, every=4)", *SMALL, *FEW, *LATE, "--checkpoint-dir", "run"]
+TRAIN = ["train", "--quiet", "wagma(group_size=2, every=4)", *SMALL, *FEW, *LATE, "--checkpoint-dir", "run"]
 COMMANDS = {
     "train": TRAIN,
     "compare": ["compare", "torch_ddp", "local_sgd(every=8)", *SMALL, *FEW, *LATE, "--link", "100mbit"],

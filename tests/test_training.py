@@ -209,6 +209,8 @@ def compiled(
     model = net if backend is None else torch.compile(net, backend=backend)
     opt = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.5)
     frames = 0
+    # Inductor compiles and runs six programs to find out what the processor can do: it need not know.
+    torch._inductor.config.cpp.vec_isa_ok = False
     with torch._dynamo.config.patch(error_on_recompile=True):
         with offbeat.method(expression)(model, opt, group=comm) as sync:
             for step in range(10):
@@ -238,10 +240,16 @@ def test_torch_compile_compiles_once(pool: Pool, expression: str) -> None:
             torch.testing.assert_close(end[name], plain[name], rtol=1e-5, atol=1e-6)
 
 
+def of_inductor(comm: offbeat.Communicator, expression: str) -> list[Any]:
+    """It takes long to compile: one of the workers does."""
+    return [compiled(comm, expression, choice) for choice in (None, None if comm.rank else "inductor")]
+
+
 @pytest.mark.slow
 def test_torch_compile_with_inductor(pool: Pool) -> None:
-    for (_, plain), (frames, end) in pool.run(of_each_backend, "local_sgd(every=3)", "inductor", workers=2):
-        assert frames == 1
+    runs = pool.run(of_inductor, "local_sgd(every=3)", workers=2)
+    assert [frames for _, (frames, _) in runs] == [1, 0]
+    for (_, plain), (_, end) in runs:
         for name in plain:
             torch.testing.assert_close(end[name], plain[name], rtol=1e-4, atol=1e-5)
 
