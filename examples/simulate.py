@@ -4,7 +4,7 @@
 
 A gradient takes 50 ms. Rank 3 is a straggler and always needs a fifth more; every worker stumbles for 200 ms
 once in 24 steps, each at another time. The network has 20 ms of latency and 100 Mbit/s. A delay of 4 steps
-hides the network and the stumbling. It cannot hide the straggler: whoever is faster waits for it in the end.
+hides the network and the stumbling. It cannot hide the straggler: a faster worker waits for it in the end.
 """
 
 import torch

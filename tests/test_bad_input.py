@@ -320,7 +320,7 @@ def test_a_learning_rate_that_turns_to_nan(pool: Pool) -> None:
     sentence = "The learning rate is nan: it must be a finite number; look at its scheduler."
     everywhere = pool.attempt(turns_to_nan, (0, 1, 2), workers=3)
     assert [(type(answer), str(answer)) for answer in everywhere] == [(ValueError, sentence)] * 3
-    told = f"Round 1 (step 4): Waiting for word from all: rank 1 failed (ValueError: {sentence})."
+    told = f"Round 1 (step 4): Waiting for all ranks to report: rank 1 failed (ValueError: {sentence})."
     mixed = pool.attempt(turns_to_nan, (1,), workers=3)
     assert [str(answer) for answer in mixed] == [told, sentence, told]
     assert [type(answer) for answer in mixed] == [offbeat.PeerLost, ValueError, offbeat.PeerLost]

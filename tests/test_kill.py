@@ -27,6 +27,7 @@ pytestmark = pytest.mark.slow  # real processes, many of them
 
 STEPS = 12
 QUICK = "local_sgd(every=3, delay=2)"
+REPORT = "Waiting for all ranks to report: "
 
 RUNS = [
     pytest.param(row, marks=[] if row == QUICK else pytest.mark.slow)
@@ -116,17 +117,17 @@ def lost(expression: str, where: str, victim: int) -> list[str]:
 @pytest.mark.parametrize(
     ("expression", "where", "place"),
     [
-        ("ddp()", "backward", "Round 3 (step 4): Waiting for word from all: "),
-        ("local_sgd(every=2)", "local", "Round 1 (step 4): Waiting for word from all: "),
-        ("local_sgd(every=2, delay=1)", "local", "Waiting for word from all: "),
-        ("local_sgd(every=2, moments='average')", "local", "Round 1 (step 4): Waiting for word from all: "),
-        ("local_sgd(every=3)", "averaged", "Waiting for word from all: "),
-        ("local_sgd(every=3, delay=2)", "finish", "Waiting for word from all: "),
-        ("local_sgd(every=8)", "finish", "Waiting for word from all: "),
+        ("ddp()", "backward", f"Round 3 (step 4): {REPORT}"),
+        ("local_sgd(every=2)", "local", f"Round 1 (step 4): {REPORT}"),
+        ("local_sgd(every=2, delay=1)", "local", REPORT),
+        ("local_sgd(every=2, moments='average')", "local", f"Round 1 (step 4): {REPORT}"),
+        ("local_sgd(every=3)", "averaged", REPORT),
+        ("local_sgd(every=3, delay=2)", "finish", REPORT),
+        ("local_sgd(every=8)", "finish", REPORT),
         (
             "hierarchical(nodes=((0, 1), (2,)), inner=1, outer=4)",
             "local",
-            "Round 0 (step 4): Waiting for word from all: ",
+            f"Round 0 (step 4): {REPORT}",
         ),
     ],
 )

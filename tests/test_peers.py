@@ -121,7 +121,7 @@ def lost(comm: Communicator) -> str:
                 sync.step()
                 optimizer.zero_grad()
     except Exception as error:
-        return f"{type(error).__name__}: {error}".replace("the gather of int64[8]", "word from all")
+        return f"{type(error).__name__}: {error}".replace("the gather of int64[8]", "all ranks to report")
     return "finished"
 
 
@@ -129,8 +129,8 @@ def lost(comm: Communicator) -> str:
 def test_a_worker_lost_in_a_group_has_its_global_rank_in_the_error(pool: Pool, kind: str) -> None:
     said = offbeat.simulate(lost, 4) if kind == "Virtual" else pool.run(lost, fresh=True)
     assert said[3] == "ZeroDivisionError: no data"
-    sentence = "Round 2 (step 3): Waiting for word from all: rank 3 failed (ZeroDivisionError: no data)."
-    assert said[2] == f"PeerLost: {sentence}"
+    waiting = "Round 2 (step 3): Waiting for all ranks to report"
+    assert said[2] == f"PeerLost: {waiting}: rank 3 failed (ZeroDivisionError: no data)."
     assert all(sentence.startswith("PeerLost: Round ") for sentence in said[:2])
 
 

@@ -24,7 +24,7 @@ WORDS = 8  # numbers in a `tell`; a fixed size, since gloo ends the process when
 
 
 class Pending(Generic[T]):
-    """A message in the air."""
+    """A message in flight."""
 
     def __init__(self, wait: Callable[[], T], done: Callable[[], bool], arrived: Callable[[], float]) -> None:
         self._wait: Callable[[], T] | None = wait

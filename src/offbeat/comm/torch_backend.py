@@ -37,7 +37,7 @@ _counts: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
 
 @dataclass(eq=False)
 class Connection:
-    """One backend, the number of calls begun on it, and those that may still be in the air.
+    """One backend, the number of calls begun on it, and those that may still be in flight.
 
     The last one stays until the next. If gloo's thread were the last to hold it, that thread would free its
     tensors, perhaps while the interpreter ends, which aborts the process.
@@ -191,7 +191,8 @@ class Torch(Communicator, Worker):
                 if control:  # gloo gathers along a ring; this way all messages travel at once
                     calls = [("alltoall_base", (got, given.repeat(self.size), [], []))]
                 result = list(got.view(self.size, *tensors[0].shape))
-        message = Message(self._lookout, "word from all" if control else kind.phrase, tensors, src, result)
+        phrase = "all ranks to report" if control else kind.phrase
+        message = Message(self._lookout, phrase, tensors, src, result)
         for method, arguments in calls:
             name = "control" if control else arguments[0].device.type
             connection = self._connections.get(name) or self._connect(name)

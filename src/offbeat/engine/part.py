@@ -82,7 +82,7 @@ class Part:
         return {}
 
     def flush(self, clock: Clock) -> None:
-        """The run ends: land what is in the air."""
+        """The run ends: land what is in flight."""
 
     def leave(self, departure: Departure) -> None:
         """This worker fails: tell the workers that wait for it, and end threads."""
@@ -92,7 +92,7 @@ class Part:
         """Emit the reports that are complete; with `wait`, all of them."""
 
     def state_dict(self) -> State:
-        """Return everything it needs to continue. Waits for messages in the air, but does not apply them."""
+        """Return everything it needs to continue. Waits for messages in flight, but does not apply them."""
         return {}
 
     def load_state_dict(self, state: State) -> None:

@@ -159,7 +159,7 @@ class Synchronizer(Run):
         """Put the workers' consensus into the model, for evaluation, and restore the model on leaving.
 
         The consensus is the anchor where a method has one, and the mean of all other weights and of floating
-        buffers. Every rank enters. Messages in the air stay there.
+        buffers. Every rank enters. Messages in flight stay there.
         """
         self._must_be_open("averaged()", finished=True)
         with self._failing():
@@ -180,7 +180,7 @@ class Synchronizer(Run):
                     self._watch.forgive()
 
     def finish(self) -> None:
-        """Land messages in the air and leave every worker with the same weights. Every rank calls it."""
+        """Land messages in flight and leave every worker with the same weights. Every rank calls it."""
         if self.finished:
             return
         self._must_be_open("finish()")
@@ -212,7 +212,7 @@ class Synchronizer(Run):
     def state_dict(self) -> State:
         """Return all the method needs to continue, without the weights. Save it with model and optimizer.
 
-        Every rank calls it after the same step and saves its own. It waits for messages in the air.
+        Every rank calls it after the same step and saves its own. It waits for messages in flight.
         """
         self._must_be_open("state_dict()", finished=True)
         agreement.check_step(self.method, self.steps, [part.saved_every for part in self.parts])

@@ -143,7 +143,7 @@ class OffbeatMixin(Base):
         super()._load_optimizer_and_scheduler(checkpoint)
 
     def _load_best_model(self) -> None:
-        self._end()  # what is in the air lands before the best model takes its place
+        self._end()  # what is in flight lands before the best model takes its place
         super()._load_best_model()
 
 

@@ -114,7 +114,7 @@ def measure_link(comm: Communicator, *, repetitions: int = 3) -> tuple[Network, 
     part = tensor[: number // comm.size]
 
     def share(kind: str, given: Tensor, send: Callable[[], Pending[list[Tensor]]]) -> tuple[str, float]:
-        """The share of an all-reduce's bandwidth that another collective gets, with two in the air."""
+        """The share of an all-reduce's bandwidth that another collective gets, with two in flight."""
         seconds = _time(comm, lambda: [message.wait() for message in [send(), send()]], 1)
         return kind, min(1.0, 2 * traffic(kind, comm.size, nbytes([given])) / seconds * slope)
 

@@ -187,7 +187,7 @@ class _World:
                 aside.open_handover(-1, self._comm.sidecar())
             self.sync.parts[self.sync.parts.index(aside)] = idle = Part()
             idle.model, idle.peers = aside.model, aside.peers
-        held = _count_copies(self.sync, waitfree)
+        held = self._count(waitfree)
         self._record_steps(job)
         for place, part in enumerate(self.sync.parts):
             if isinstance(part, Exchange):
@@ -204,7 +204,11 @@ class _World:
         self.copies += held
 
     def _look(self) -> None:
-        self.copies = max(self.copies, _count_copies(self.sync, self.sync.parts))
+        self.copies = max(self.copies, self._count(self.sync.parts))
+
+    def _count(self, parts: Sequence[Part]) -> float:
+        """Counting takes long. Only the widest model is asked for it, where small tensors matter least."""
+        return _count_copies(self.sync, parts) if self.width == _WIDTHS[-1] else 0.0
 
     def _record_steps(self, job: Job) -> None:
         """Until the parts that are not exchanges repeat themselves."""

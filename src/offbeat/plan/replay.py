@@ -227,7 +227,7 @@ class Clocks:
         self._seconds.zero_()
 
     def wait_all(self) -> None:
-        """Wait for all messages in the air."""
+        """Wait for all messages in flight."""
         for key in list(self._air):
             self._wait(key)
 

@@ -52,7 +52,7 @@ class Update:
         return None
 
     def close(self, live: Sequence[Tensor], room: Packed, comm: Communicator, state: State) -> None:
-        """The run ends and nothing is in the air: act once more among the workers of a round."""
+        """The run ends and nothing is in flight: act once more among the workers of a round."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ def check_gain(value: object, gain: float) -> None:
 class Correct(Update):
     """x ← x + gain·(mean − sent): replaces the sent value by the mean and keeps the steps made since.
 
-    This is the rule for delayed averaging. A single worker stays as it is. While a message is in the air, the
+    This is the rule for delayed averaging. A single worker stays as it is. While a message is in flight, the
     rule costs one more copy of the model.
     """
 
@@ -166,7 +166,7 @@ class Rebase(Anchored):
 
         Δ = mean(a − sent)        a ← a − Δ        x ← x + gain·(a − sent)
 
-    This is `Correct` for lossy reducers. It costs two more copies of the model, one of them in the air.
+    This is `Correct` for lossy reducers. It costs two more copies of the model, one of them in flight.
     """
 
     gain: float = 1.0

@@ -45,7 +45,7 @@ def compare(
 
     Prints a table and writes report.html. Loss and accuracy are measured on held-out data after the last
     step. Seconds, bytes and rounds count only training. `exposed` is the time a worker stood still for
-    messages; `hidden` is the time that messages were in the air while it worked. `s to ref. loss` is the time
+    messages; `hidden` is the time that messages were in flight while it worked. `s to ref. loss` is the time
     until the loss is within 5 % of the reference's final loss with the same seed, or with --to-loss until it
     is at most the given one. The reference is torch_ddp if you name it, else ddp, else the first method. With
     several rates, every method runs at each of them, and the table shows the one with the lowest final loss.

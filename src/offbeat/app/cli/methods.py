@@ -20,7 +20,7 @@ def methods(
     """List the methods by family, or explain one: rule, arguments, costs, losses, when to use it.
 
     With --verbose or --json, each row is the example in a method's documentation. Bytes per step are relative
-    to ddp. Memory is in copies of the model and includes messages in the air, but not the model, its
+    to ddp. Memory is in copies of the model and includes messages in flight, but not the model, its
     gradients and the optimizer. Both are computed as in `offbeat plan`, after the warm-up, for 124 M
     parameters in float32 on eight workers. This takes a few seconds.
 

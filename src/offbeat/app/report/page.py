@@ -86,7 +86,7 @@ def _run(run: Logged, label: str) -> dict[str, Any]:
 
 
 def _timeline(entries: list[Entry]) -> dict[str, Any]:
-    """Steps of a rank from the middle of the run, and the messages in the air during them."""
+    """Steps of a rank from the middle of the run, and the messages in flight during them."""
     steps = [e for e in entries if e["kind"] == "steps"]
     middle = steps[max(0, len(steps) // 2 - BARS // 2) :][:BARS]
     if not middle:

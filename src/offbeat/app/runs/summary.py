@@ -50,7 +50,7 @@ class Row:
     accuracy: float | None
     seconds: float
     exposed: float  # seconds a worker stood still for messages
-    hidden: float  # seconds messages were in the air while it worked
+    hidden: float  # seconds messages were in flight while it worked
     megabytes: float  # sent by one worker
     rounds: float
     reached: float | None  # seconds to the target: a given loss, or 5 % above the reference's final loss

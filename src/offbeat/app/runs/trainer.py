@@ -110,7 +110,7 @@ class Costs:
     rounds: int = 0
     sent: int = 0  # bytes
     exposed: float = 0.0  # seconds the rank stood still for messages
-    air: float = 0.0  # seconds its messages were in the air
+    air: float = 0.0  # seconds its messages were in flight
 
     def __add__(self, other: "Costs") -> "Costs":
         return Costs(*map(operator.add, astuple(self), astuple(other)))
