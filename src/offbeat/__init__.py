@@ -9,6 +9,7 @@ A run: Synchronizer Report GroupReport Totals flatten ddp_hook
 Errors: OffbeatError PeerLost Disagreement NotFinite CheckpointMismatch Deadlock
 When to communicate, `every=`: Schedule Every QSR Adaptive AdaComm Then Never Clock
 With whom, `group=`: Peers World Subgroups Pairs Butterfly Communicator Torch Solo Metered Throttled Pending
+    Elastic
 What is sent, `reduce=`: Reducer Mean Quantized TopK RandomBlock LowRank TwoLevel ErrorFeedback Code Packed
 How it is applied, `update=`: Update Replace Rebase Correct Detached Outer SlowMo Overlap Eager Gossip SGD
 Parts of a method: Part Exchange PushPull PseudoSync GroupAverage EagerGradients Attendance params grads

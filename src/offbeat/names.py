@@ -11,6 +11,7 @@ from offbeat.comm.background import Solo
 from offbeat.comm.communicator import Communicator, Metered, Pending
 from offbeat.comm.throttled import Throttled
 from offbeat.comm.torch_backend import Torch
+from offbeat.elastic import *
 from offbeat.engine.ddp_hook import ddp_hook
 from offbeat.engine.exchange import Exchange
 from offbeat.engine.part import Part
@@ -30,7 +31,16 @@ from offbeat.when import QSR, AdaComm, Adaptive, Every, Never, Schedule, Then
 __all__ = ["GLU", "QSR", "SGD"]
 __all__ += ["AdaComm", "Adaptive", "Attendance", "Butterfly", "CheckpointMismatch", "Clock", "Code"]
 __all__ += ["Communicator", "Compensated", "Compute", "Constant", "Correct", "Deadlock", "Detached"]
-__all__ += ["Disagreement", "Eager", "EagerGradients", "ErrorFeedback", "Every", "Exchange", "Failures"]
+__all__ += [
+    "Disagreement",
+    "Eager",
+    "EagerGradients",
+    "Elastic",
+    "ErrorFeedback",
+    "Every",
+    "Exchange",
+    "Failures",
+]
 __all__ += ["Gossip", "GroupAverage", "GroupReport", "HeavyTailed", "Jittered", "Level", "LocalRule"]
 __all__ += ["LocalStep", "LowRank", "Mean", "Metered", "Network", "Never", "NotFinite", "OffbeatError"]
 __all__ += ["Outer", "Overlap", "Packed", "Pairs", "Part", "PeerLost", "Peers", "Pending", "PseudoSync"]

@@ -23,7 +23,7 @@ from offbeat.comm.collective import Collective, nbytes
 from offbeat.comm.communicator import Communicator, Pending, PendingList, Tensors, Worker
 from offbeat.comm.lookout import Lookout, Watch
 from offbeat.comm.presence import Departure, Track
-from offbeat.comm.store import bulletin, open_backend, start
+from offbeat.comm.store import Bulletin, bulletin, open_backend, start
 
 _GLANCE = 0.25  # seconds between two looks at the store while waiting
 _GRACE = 5.0  # seconds by which torch gives up after us: we can say who is missing
@@ -126,6 +126,13 @@ class Torch(Communicator, Worker):
         if self._backends.get("cpu") == "gloo":  # these tell who dies before our connections are there
             lookout.gloo = [group._get_backend(torch.device("cpu"))]
         self._join(lookout, _FIRST)
+
+    @classmethod
+    def among(cls, store: Bulletin, key: str, rank: int, size: int, timeout: float) -> Torch:
+        """Workers without a process group that meet in a store, under a key that nobody has used before."""
+        (made := cls.__new__(cls))._backends = {"cpu": "gloo", "cuda": "nccl"}
+        made._join(Lookout(key, range(size), rank, store, timeout), _FIRST)
+        return made
 
     def _join(self, lookout: Lookout, connections: Sequence[str]) -> None:
         self._lookout, self.rank, self.size = lookout, lookout.names.index(lookout.name), len(lookout.names)

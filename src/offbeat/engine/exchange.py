@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -14,8 +15,9 @@ from torch.optim import Optimizer
 from offbeat.among import Group, Peers, World
 from offbeat.base.clock import Clock, State
 from offbeat.base.tensors import Gradients, Live, Share
-from offbeat.comm.communicator import Communicator, arrived
+from offbeat.comm.communicator import Communicator
 from offbeat.comm.presence import Departure
+from offbeat.engine import messages
 from offbeat.engine.agreement import OWN, copy_state
 from offbeat.engine.arrival import Arrival, is_plain
 from offbeat.engine.buckets import choose_sender
@@ -28,9 +30,11 @@ from offbeat.engine.sender import Sender
 from offbeat.engine.weights import Tally
 from offbeat.reduce import Reducer
 from offbeat.reduce.code import Staged
-from offbeat.reduce.rounded import send
 from offbeat.update.update import Anchor, Update
 from offbeat.when import Schedule
+
+if TYPE_CHECKING:
+    from offbeat.engine.commits import Commits
 
 
 class Exchange(Part):
@@ -68,13 +72,14 @@ class Exchange(Part):
         in_place = is_plain(self.update, self.reduce) and delay == 0 and not self.drift and not live.early
         self.payload = Payload(live, buffers, moments, in_place=in_place)
         self.sender: Sender = choose_sender(self.payload, self.update, self.reduce, delay, self.peers)
-        self._index, self._ledger = 0, Ledger(when, drift=self.drift)
+        self.index, self._ledger = 0, Ledger(when, drift=self.drift)
         self._states: dict[str, State] = {"update": self.update.init()}
         if not isinstance(self.update, Reducer):
             self._states["reduce"] = self.sender.init()
-        self._arrival = Arrival(self.payload, self.update, self.reduce, guard, delay != 0, self.drift)
-        self._states |= self._arrival.init()
+        self.arrival = Arrival(self.payload, self.update, self.reduce, guard, delay != 0, self.drift)
+        self._states |= self.arrival.init()
         self._round: Round | None = None  # the one in the air
+        self.commits: Commits | None = None  # if workers come and go
         self.landed_at, self.opened, self._rates_digest = -1, False, 0
         self._rates: tuple[float, ...] = ()  # of every live tensor in the last step, that of its own group
         self.tally = Tally(early=live.early, timed=False)
@@ -85,11 +90,11 @@ class Exchange(Part):
         return (
             f"Exchange({self.live!r}, when={self.when!r}, among={self.peers!r}, reduce={self.reduce!r}, "
             f"update={self.update!r}, delay={self.delay!r}, buffers={self.payload.buffers.rule!r}, "
-            f"moments={self.payload.moments.rule!r}, drift={self.drift}{self._arrival})"
+            f"moments={self.payload.moments.rule!r}, drift={self.drift}{self.arrival})"
         )
 
     def bind(self, index: int, optimizers: Sequence[Optimizer], report: Emit) -> None:
-        self._index, self._everyone, self._ledger.emit = index, self.peers.everyone, report
+        self.index, self._everyone, self._ledger.emit = index, self.peers.everyone, report
         self.payload.moments.bind(optimizers)
 
     def _peers_at(self, round: int) -> Communicator:
@@ -125,7 +130,7 @@ class Exchange(Part):
     def open(self) -> None:
         """The first period begins: the update takes its anchor."""
         self.update.open(list(self.live.like().values()), self.payload.own, self._states["update"])
-        self._arrival.note_start(self._states)
+        self.arrival.note_start(self._states)
         self.opened = True
 
     def snapshot_rates(self) -> None:
@@ -164,62 +169,47 @@ class Exchange(Part):
             else:
                 self.advance()
         if "begin" in acts:
-            self._arrival.note_start(self._states, self._round)
+            self.arrival.note_start(self._states, self._round)
 
     @torch.no_grad()
     def begin(self, clock: Clock, share: Share | None = None) -> None:
         """Send this worker's share of the round: the live tensors, unless it was taken earlier."""
-        payload, rhythm, comm = self.payload, self.rhythm, self._peers_at(self.rhythm.round)
+        rhythm, commits = self.rhythm, self.commits
+        comm = self._peers_at(rhythm.round) if commits is None else commits.gather()
         clock = replace(clock, round=rhythm.round, workers=comm.size, rates=self._rates)
         round = self._round = Round(clock, comm, since=rhythm.began)
-        with round.phase("offbeat.begin"):
-            moments, digest = payload.moments.collect(clock.step)
-            weight, flags = self.tally.word(self._arrival.judge(self._states, self.tally.made))
-            weight = self.sender.check_unchanged(round, weight) if self.sender.parts else weight
-            place = (self._index, self._rates_digest, self._everyone.rank)
-            heads = round.compare(*place, digest, weight, self.totals.seconds_waited, flags)
-            factor = round.weigh(heads, weight, flags)
-            self.tally.restart()
-            if round.void:
-                round.mean = arrived(payload.packed)
-                return rhythm.begin(clock.step, 1)
-            moments = payload.moments.choose(moments, heads, round)
-            notes, live = share or (self.live.notes(), self.live.tensors())
-            if len(payload.packed.names) > len(live):
-                payload.pack_extras(notes)
-            if not payload.packed.names:
-                round.mean = arrived(payload.packed)  # of moments alone
-            elif self._arrival.plain and factor == 1 and not self.sender.parts:
-                round.mean = send(payload.packed, round.comm, live)
-            else:
-                round.mean = self.sender.start(round, (notes, live), factor, heads, self._states)
-            round.messages.append(round.mean)
-            if payload.has_extras:
-                payload.send_extras(moments, round, factor, late=self.delay != 0)
+        if commits is None:
+            messages.send(self, round, share)
+        else:
+            commits.send(self, round, share)
         rhythm.begin(clock.step, 1 + len(round.mean.stages) if isinstance(round.mean, Staged) else 1)
 
     @torch.no_grad()
     def advance(self) -> None:
         """Send the reducer's next message, if it has one."""
         assert self._round is not None
-        self._round.advance()
+        with nullcontext() if self.commits is None else self.commits.breaking(self._round):
+            self._round.advance()
 
     @torch.no_grad()
     def land(self, clock: Clock) -> None:
         """Wait for the round's messages and apply them."""
+        lineage = None if self.commits is None else self.commits.settle(self, clock)
         round, self._round = self._round, None
         assert round is not None
         self.rhythm.land()
         with round.phase("offbeat.land"):
             round.wait()
             clock = replace(clock, round=round.clock.round, workers=round.comm.size, rates=self._rates)
-            distances = self._arrival.apply(round, clock, self._states)
+            distances = self.arrival.apply(round, clock, self._states)
         if self.sender.parts:
             self.sender.landed(clock, self.rhythm, self._states)
         stepped = clock.step > self.landed_at
         self.landed_at = self.landed_at if round.void else clock.step
         self.tally.land(clock, void=round.void, all_dry=round.all_dry)
         self._ledger.close(round, *distances, stepped=stepped, everyone=self._everyone)
+        if self.commits is not None and lineage is not None:
+            self.commits.commit(self, round, lineage)
 
     def flush_reports(self, *, wait: bool) -> None:
         self._ledger.flush(wait=wait)

@@ -189,6 +189,12 @@ class Payload:
     def own(self) -> Packed:
         return self.packed.cut(len(self.live.names))[0]
 
+    def renew(self) -> None:
+        """Take other memory from now on, never that of the live tensors."""
+        self._in_place = False
+        for memory in ("packed", "own"):
+            vars(self).pop(memory, None)
+
     def pack_extras(self, notes: Mapping[str, Tensor]) -> None:
         """Pack what travels with the live tensors."""
         extras = [*notes.values(), *self.buffers.averaged().values()]

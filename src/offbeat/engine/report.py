@@ -53,6 +53,11 @@ class Report:
     waited_mean: float | None = field(default=None, kw_only=True)
     waited_max: float | None = field(default=None, kw_only=True)
     dropped: tuple[int, ...] = field(default=(), kw_only=True)  # ranks that the guard left out
+    # Where workers come and go: their names, in the order of ranks; how many counted for nothing, because
+    # they had just joined; and how often the round was repeated, because one was lost.
+    members: tuple[str, ...] = field(default=(), kw_only=True)
+    joined: int = field(default=0, kw_only=True)
+    repeats: int = field(default=0, kw_only=True)
     late: ClassVar[bool] = False  # whether this worker missed the round
 
 
@@ -193,8 +198,13 @@ class Ledger:
         """Emit the reports that are complete; with `wait`, all of them."""
         while self.open and (wait or self.open[0][3].done()):
             report, lr, measured, scalars = self.open.popleft()
-            with naming(report):
-                drift, loss = scalars.wait()[0].tolist()
+            try:
+                with naming(report):
+                    drift, loss = scalars.wait()[0].tolist()
+            except PeerLost:
+                if not report.members:
+                    raise
+                drift, loss, measured = 0.0, 0.0, False  # the round has been applied: its drift is not known
             self._last = (drift, loss, lr)
             self.emit(replace(report, drift=drift if measured else None))
 

@@ -130,6 +130,9 @@ class Round:
         self.followed: Pending[list[Tensor]] | None = None  # rank 0's buffers
         self.moments: Pending[Packed] | None = None
         self.sent: list[Tensor] | None = None  # the extras as they were sent, if the round lands late
+        # Where workers come and go: their names, whether one of them is lost, and how often one was.
+        self.members: tuple[str, ...] = ()
+        self.broken, self.repeats = False, 0
 
     def compare(
         self, part: int, rates: int, rank: int, digest: int = 0, weight: float = NO_WEIGHT,
@@ -142,9 +145,17 @@ class Round:
         """
         words = header(ROUND | flags, part, self.clock, rates, rank, digest, weight, waited)
         self.heads = self.comm.tell(words)
-        heads = self.heads.then(compare_headers)
+        heads = self.heads.then(lambda rows: compare_headers(self._excuse(rows)))
         self.messages.append(heads)
         return heads
+
+    def _excuse(self, rows: list[list[int]]) -> list[list[int]]:
+        """A worker that has just joined must find its learning rates itself: the others ignore them."""
+        fresh = [bool(self.members) and row[0] & DRY != 0 for row in rows]
+        if True not in fresh or fresh[self.comm.rank]:
+            return rows
+        rates = rows[fresh.index(False)][4:6]
+        return [[*row[:4], *rates, *row[6:]] if new else row for row, new in zip(rows, fresh, strict=True)]
 
     def weigh(self, heads: Pending[list[tuple[int, float]]], word: float, flags: int) -> float:
         """Return the factor of this worker's payload. Wait for all weights if it depends on them."""
@@ -218,6 +229,9 @@ class Round:
             rest["dropped"] = tuple(head[6] % 2**31 for head in heads if head[0] & DROPPED)
             waits = read_waits(heads)
             rest |= {"waited_mean": sum(waits) / len(waits), "waited_max": max(waits)}
+            if self.members:
+                joined = sum(head[0] & DRY != 0 for head in heads)
+                rest |= {"members": self.members, "repeats": self.repeats, "joined": joined}
         return kind(**{**place, **costs, **rest, **fields})
 
     def state_dict(self) -> State:

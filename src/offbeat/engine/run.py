@@ -4,24 +4,29 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from offbeat.base.clock import State
 from offbeat.base.tensors import local
-from offbeat.comm.communicator import Metered
+from offbeat.comm.communicator import Communicator, Metered
+from offbeat.comm.presence import Departure, Track
 from offbeat.engine import dry, reach, saving
 from offbeat.engine.export import check_path, write_model
 from offbeat.engine.headers import LOAD, SAVE
 from offbeat.engine.loading import Loaded
 from offbeat.engine.optimizers import replace_steps
 from offbeat.engine.part import Part, hold
-from offbeat.engine.report import Costs, Report, Totals
+from offbeat.engine.report import Costs, Report, Totals, logger
 from offbeat.engine.transfer import why_unshared
+
+if TYPE_CHECKING:
+    from offbeat.engine.commits import Commits
+    from offbeat.engine.watch import Watch
 
 T = TypeVar("T")
 
@@ -48,6 +53,14 @@ class Run(ABC):
     _comm: Metered
     _costs: Costs
     _loaded: Loaded | None
+    _lr: float
+    _run: int
+    _started: bool
+    _track: Track
+    _watch: Watch | None
+    _commits: Commits | None
+    _releasing: list[Part]
+    on_join: Callable[[Any], None] | None  # called when this worker has received the others' state
 
     @abstractmethod
     def state_dict(self) -> State: ...
@@ -66,9 +79,6 @@ class Run(ABC):
 
     @abstractmethod
     def _meet(self, kind: int) -> None: ...
-
-    @abstractmethod
-    def _failing(self) -> AbstractContextManager[None]: ...
 
     @abstractmethod
     def _before(self, samples: float | None, *, dry: bool = False) -> bool: ...
@@ -169,10 +179,10 @@ class Run(ABC):
         self._must_be_open("save()", finished=True)
         with self._failing(), self._costs.including(self._comm):
             self._start()
-            self._meet(SAVE)
+            self._together(lambda: self._meet(SAVE))
         state = saving.capture(self, others)
         with self._costs.including(self._comm):
-            saving.Folder(folder, self._comm, self.model).write(self.steps, state)
+            self._together(lambda: saving.Folder(folder, self._comm, self.model).write(self.steps, state))
 
     def load(self, folder: str | Path, *, resize: bool = False, **others: Savable) -> bool:
         """Continue from the newest checkpoint that is whole on every rank. Return whether there is one.
@@ -223,3 +233,41 @@ class Run(ABC):
         path = check_path(path)
         with self.averaged(), self._failing():
             write_model(path, self.model, self._comm)
+
+    def _together(self, call: Callable[[], T]) -> T:
+        """Make a call in which all workers meet. Where they come and go, those that are left repeat it."""
+        return call() if self._commits is None else self._commits.attempt(call)
+
+    def _close(self) -> None:
+        if self._commits is not None:
+            self._commits.close()
+
+    def _follow_members(self, everyone: Communicator) -> None:
+        """The workers are others than before."""
+        self._comm.rank, self._comm.size, self._track.rank = everyone.rank, everyone.size, everyone.rank
+
+    def _drop_gradients(self) -> None:
+        """Those of a worker that has just joined belong to weights that it no longer has."""
+        if self._commits is not None and self._commits.has_joined():
+            logger.info("The gradients of step %d are dropped: this worker has just joined.", self.steps + 1)
+            for parameter in self.model.parameters():
+                if parameter.grad is not None:
+                    parameter.grad.zero_()
+
+    def _leave(self, error: BaseException) -> None:
+        if self._watch is not None:
+            self._watch.close()
+            self._watch = None
+        for part in self._releasing:
+            part.release()
+        for part in self.parts:
+            part.leave(Departure.of(error))
+
+    @contextmanager
+    def _failing(self) -> Iterator[None]:
+        """On an error inside, undo temporary changes and tell the other workers that this one leaves."""
+        try:
+            yield
+        except BaseException as error:
+            self._leave(error)
+            raise

@@ -12,9 +12,11 @@ from torch.optim import Optimizer
 
 from offbeat.base.clock import Clock, State
 from offbeat.base.tensors import named, trainable
+from offbeat.comm.changing import Changing
 from offbeat.comm.communicator import Metered
-from offbeat.comm.presence import Departure, Track
+from offbeat.comm.presence import Track
 from offbeat.engine import agreement
+from offbeat.engine.commits import Commits, Rejoin
 from offbeat.engine.headers import AVERAGED, FINISH, KINDS, compare_headers, header
 from offbeat.engine.loading import Loaded, may_resize
 from offbeat.engine.optimizers import check_trained, learning_rate, list_optimizers, read_rates, replace_steps
@@ -25,7 +27,7 @@ from offbeat.engine.watch import DriftWatch, Watch
 
 
 class Synchronizer(Run):
-    """Drives the parts of a method around the local step. `on_report` is called with every `Report`."""
+    """Drives the parts of a method. Calls `on_report` with every `Report`, `on_join` when it joins others."""
 
     def __init__(
         self,
@@ -34,14 +36,14 @@ class Synchronizer(Run):
         *,
         on_report: Emit | None = None,
     ) -> None:
-        self.parts, self.on_report = list(parts), on_report
+        self.parts, self.on_report, self.on_join = list(parts), on_report, None
         check_parts(self.parts)
         self.method = agreement.without_addresses(f"Synchronizer({self.parts!r})")
         self.model = self.parts[0].model
         self.optimizers = list_optimizers(optimizer, self.model)
         self.steps = 0  # completed iterations
         self.finished, self._lr = False, learning_rate(self.optimizers)
-        self._comm = Metered(self.parts[0].peers.everyone)
+        self._comm = Metered(everyone := self.parts[0].peers.everyone)
         self._worker, self._track = self._comm.worker, Track(self._comm.rank)
         self._agreed = self._started = self._inside_step = self._inside_averaged = False
         self._nonce = self._run = 0  # numbers of this construction and of the run, both from rank 0
@@ -56,6 +58,7 @@ class Synchronizer(Run):
         for index, part in enumerate(self.parts):
             part.totals = self._costs.totals
             part.bind(index, self.optimizers, self._emit)
+        self._commits = Commits(self, everyone) if isinstance(everyone, Changing) else None
 
     def agree(self, method: str | None = None) -> None:
         """Raise on every rank unless all workers have the same method and model. Sends no weights."""
@@ -119,6 +122,7 @@ class Synchronizer(Run):
             check_samples(samples, self.parts)
         if self._loaded is not None or not self._started:
             self._start()
+            self._drop_gradients()
         if self._watch is not None:
             self._watch = self._watch.look(self)
         self._inside_step = True
@@ -130,13 +134,27 @@ class Synchronizer(Run):
         self._losses = []
         for part in self.parts:
             part.plan(clock)
-        return False not in [part.before(clock) for part in self.parts]
+        if self._commits is not None:
+            self._commits.poll()
+        try:
+            return False not in [part.before(clock) for part in self.parts]
+        except Rejoin as late:
+            late.adopt()
+            self._drop_gradients()
+            return True
 
     def _after(self) -> None:
         """Complete the iteration, and those that need no gradient: let the parts act on moved parameters."""
-        self._inside_step, again = False, True
+        self._inside_step = False
         for part in self._releasing:
             part.release()
+        try:
+            self._move_on()
+        except Rejoin as late:
+            late.adopt()
+
+    def _move_on(self) -> None:
+        again = True
         while again:
             self.steps += 1
             self._track.step = self.steps
@@ -169,15 +187,18 @@ class Synchronizer(Run):
             try:
                 if not self.finished:
                     with self._failing(), self._costs.including(self._comm):
-                        self._meet(AVERAGED)
-                        for tensors in [part.shown() for part in self.parts]:  # read all, then write
-                            agreement.write(self.model, tensors)
-                        agreement.average_where_different(self.model, self._comm)
+                        self._together(self._show_consensus)
                 yield
             finally:
                 self._inside_averaged = False
                 if self._watch is not None:
                     self._watch.forgive()
+
+    def _show_consensus(self) -> None:
+        self._meet(AVERAGED)
+        for tensors in [part.shown() for part in self.parts]:  # read all, then write
+            agreement.write(self.model, tensors)
+        agreement.average_where_different(self.model, self._comm)
 
     def finish(self) -> None:
         """Land messages in flight and leave every worker with the same weights. Every rank calls it."""
@@ -190,14 +211,15 @@ class Synchronizer(Run):
         with self._failing():
             self._start()
             with self._costs.including(self._comm):
-                self._meet(FINISH)
+                self._together(lambda: self._meet(FINISH))
             for part in self.parts:
                 part.flush(Clock(self.steps, 0, self._lr))
             with self._costs.including(self._comm):
-                agreement.average_where_different(self.model, self._comm)
+                self._together(lambda: agreement.average_where_different(self.model, self._comm))
             for part in self.parts:
                 part.follow(Landing(trainable(self.model), math.inf))
         self.finished = True
+        self._close()
         logger.info("%r finished after %d steps: %s", self, self.steps, self.totals)
 
     def __enter__(self) -> Synchronizer:
@@ -249,7 +271,7 @@ class Synchronizer(Run):
             with self._costs.including(self._comm):
                 self._loaded.complete(self)
             self._loaded = None
-        if self._started:
+        if (self._commits is not None and self._commits.join()) or self._started:
             return
         self.agree()
         with self._costs.including(self._comm):
@@ -276,21 +298,3 @@ class Synchronizer(Run):
             self._drift_watch = self._drift_watch.look(report, self)
         if self.on_report is not None:
             self.on_report(report)
-
-    def _leave(self, error: BaseException) -> None:
-        if self._watch is not None:
-            self._watch.close()
-            self._watch = None
-        for part in self._releasing:
-            part.release()
-        for part in self.parts:
-            part.leave(Departure.of(error))
-
-    @contextmanager
-    def _failing(self) -> Iterator[None]:
-        """On an error inside, undo temporary changes and tell the other workers that this one leaves."""
-        try:
-            yield
-        except BaseException as error:
-            self._leave(error)
-            raise

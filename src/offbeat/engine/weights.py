@@ -65,6 +65,12 @@ class Tally:
         self.ended = False
         self.restart()
 
+    def put_back(self, before: State) -> None:
+        """The round whose beginning restarted the count is repeated: count what came before it, too."""
+        self.made, self.passed = self.made + before["made"], self.passed + before["passed"]
+        if before["samples"] >= 0:
+            self.samples = before["samples"] + max(self.samples, 0.0)
+
     def state_dict(self) -> State:
         return {name: getattr(self, name) for name in ("samples", "made", "passed", "ended", "void_at")}
 

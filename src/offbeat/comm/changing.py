@@ -1,0 +1,73 @@
+"""The seam between rounds and membership: workers that come and go, and what they tell before a round."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from math import inf
+
+from offbeat.base.clock import State
+from offbeat.base.errors import OffbeatError
+from offbeat.comm.communicator import Communicator, Wrapped
+
+Give = Callable[[], State | None]
+"""Waits for the state that a worker may continue from. None: this worker gives none any more."""
+
+
+@dataclass(frozen=True)
+class Card:
+    """What a worker tells all others before a round. A lineage stands for all rounds committed so far."""
+
+    method: str  # a digest of the method and the model
+    call: str  # the method as one would type it, for errors
+    lineage: str = ""  # empty if the worker has no state yet
+    rounds: int = -1  # in that lineage
+    prepared: str = ""  # the lineage with one more round, which has arrived here but may be committed nowhere
+    place: float = inf  # the step of the call that the worker waits in; ∞: of the next round
+    open: bool = False  # a worker that joins now can receive the state of this one
+
+
+@dataclass(frozen=True)
+class Members:
+    """Who takes part in the next round, in the order of ranks."""
+
+    names: tuple[str, ...]
+    key: str = ""  # of the connections: a new one for each set of members and each attempt
+    lineage: str = ""  # of all members, once those that lack a round have got it
+    broken: bool = False  # a worker was lost before all were connected and healed
+    starts: bool = False  # nobody has a state: all begin with that of rank 0
+    state: State | None = field(default=None, repr=False)  # what this worker has received
+
+
+class Changing(Wrapped):
+    """A communicator whose members may change between two rounds. Until it has members it is a world of one.
+
+    `rank`, `size` and the communicator inside are those of the last answer. What runs between two answers
+    keeps the communicator inside.
+    """
+
+    members: Members
+
+    @abstractmethod
+    def ask(self, card: Card, give: Give) -> None:
+        """Ask for the next members, beside the training loop. `give` is called if this worker heals one."""
+
+    @abstractmethod
+    def answer(self) -> Members:
+        """Wait for the members that were asked for, connected and healed."""
+
+    @abstractmethod
+    def fail(self, error: OffbeatError) -> None:
+        """The connections are of no use any more: tell the others, who may wait for this worker."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """This worker takes part in no further round."""
+
+    def wrap(self, comm: Communicator) -> Communicator:
+        return comm
+
+    def _replace(self, comm: Communicator, members: Members) -> None:
+        self.comm, self.rank, self.size, self.members = comm, comm.rank, comm.size, members
+        self._children = {}

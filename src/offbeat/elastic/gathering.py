@@ -1,0 +1,97 @@
+"""What every kind of membership does with the workers that have asked: connect, and heal those that join."""
+
+from __future__ import annotations
+
+import logging
+from abc import abstractmethod
+from dataclasses import replace
+
+from offbeat.base.clock import State
+from offbeat.base.errors import OffbeatError, PeerLost
+from offbeat.comm.background import Solo
+from offbeat.comm.changing import Card, Changing, Give, Members
+from offbeat.comm.communicator import Communicator
+from offbeat.comm.presence import Departure
+from offbeat.elastic.decision import Decision, Seat, decide
+from offbeat.elastic.wire import receive_state, send_state
+
+logger = logging.getLogger("offbeat")
+
+
+class Gathering(Changing):
+    """A communicator whose members are those that ask for the next round."""
+
+    most_bytes = 2**40  # of the tensors in a state
+
+    def __init__(self, name: str, alone: Communicator) -> None:
+        super().__init__(alone)
+        self.name, self.members = name, Members((name,))
+        self.broken = True  # there are no connections, or they have failed
+        self._attempt = 0
+
+    @abstractmethod
+    def _list(self, card: Card) -> list[Seat]:
+        """Wait for all workers that ask for the next members, this one included."""
+
+    @abstractmethod
+    def _connect(self, decision: Decision) -> Communicator:
+        """Connect to the members."""
+
+    @abstractmethod
+    def _enough(self, seats: list[Seat]) -> bool:
+        """Whether so many workers may go on. If not, wait a moment."""
+
+    def _gather(self, card: Card, give: Give) -> tuple[Communicator, Members]:
+        """Ask until this worker is a member, is connected to the others, and has the state of the run."""
+        while True:
+            self._attempt += 1
+            seats = self._list(card)
+            if not self._enough(seats):
+                continue
+            decision = decide(seats, self.name)
+            if self.name not in decision.members.names:
+                continue  # the others cannot take it in now: they ask again after their round
+            if decision.keeps:
+                return self.comm, decision.members
+            comm: Communicator | None = None
+            try:
+                comm = self._connect(decision)
+                return comm, replace(decision.members, state=self._heal(decision, comm, give))
+            except OffbeatError as error:
+                logger.warning("%s: these members have lost a worker: %s", self.name, error)
+                if comm is not None:
+                    comm.worker.leave(Departure(str(error), PeerLost.__name__))
+                return Solo(), replace(decision.members, broken=True)
+
+    def _heal(self, decision: Decision, comm: Communicator, give: Give) -> State | None:
+        """Give the state to those that this worker heals, or receive it."""
+        names, received = decision.members.names, None
+        for joining, donor in decision.donors.items():
+            if self.name not in (joining, donor):
+                continue
+            pair = sorted((names.index(joining), names.index(donor)), key=lambda r: names[r] != donor)
+            others = [[rank] for rank in range(len(names)) if rank not in pair]
+            between = comm.split([pair, *others])
+            if self.name == joining:
+                received = receive_state(between, self.most_bytes)
+            elif (state := give()) is None:
+                raise PeerLost(f"Worker {donor} has ended its run.")
+            else:
+                logger.info("%s sends its state to %s", donor, joining)
+                send_state(state, between)
+        return received
+
+    def _use(self, comm: Communicator, members: Members) -> Members:
+        self.broken = members.broken
+        self._replace(comm, members)
+        return members
+
+    def fail(self, error: OffbeatError) -> None:
+        if not self.broken:
+            self.comm.worker.leave(Departure(str(error), PeerLost.__name__))
+        self.broken = True
+
+    def leave(self, departure: Departure) -> None:
+        """To the others it makes no difference why: they go on."""
+        self.fail(PeerLost(f"Worker {self.name} {departure.text}."))
+        self.close()

@@ -1,0 +1,172 @@
+"""Workers that are separate jobs, and find each other through a lighthouse."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import logging
+import os
+import socket
+import time
+import uuid
+from concurrent.futures import Future
+from dataclasses import asdict
+from datetime import timedelta
+from math import inf
+from typing import Any
+from urllib.parse import urlsplit
+
+from torch._C._distributed_c10d import TCPStore
+
+from offbeat.base.checks import is_whole
+from offbeat.base.errors import PeerLost
+from offbeat.comm.background import Solo
+from offbeat.comm.changing import Card, Give, Members
+from offbeat.comm.communicator import Communicator
+from offbeat.comm.store import Bulletin, start
+from offbeat.comm.torch_backend import Torch
+from offbeat.elastic.decision import Decision, Seat
+from offbeat.elastic.gathering import Gathering
+from offbeat.elastic.lighthouse import Lighthouse
+
+logger = logging.getLogger("offbeat")
+
+_REACH = 5.0  # seconds in which the store of another worker must accept a connection
+_AGAIN = 0.3  # seconds before the next look for enough workers
+
+
+class Elastic(Gathering):
+    """Workers that may come and go. Each is a job of its own; there is no common process group.
+
+    Before a round, the workers agree through torchft's lighthouse who takes part. A round is applied by all
+    its members or by none: if one is lost, the others repeat the round. A worker that joins receives the
+    state from one that trains on. With fewer than `least` workers, all wait. Workers with another `token`
+    are ignored. `timeout` is the longest wait for one message, in seconds. `name` appears in logs.
+
+        elastic = offbeat.Elastic(lighthouse="http://host:29510", least=2)
+        sync = offbeat.diloco(model, optimizer, every=16, group=elastic)
+    """
+
+    def __init__(
+        self, lighthouse: str, *, least: int = 2, token: str | None = None, timeout: float = 60.0,
+        name: str | None = None,
+    ) -> None:  # fmt: skip
+        call = f"Elastic(lighthouse={lighthouse!r}, least={least!r}, timeout={timeout!r})"
+        if not isinstance(lighthouse, str) or urlsplit(lighthouse).scheme not in ("http", "https"):
+            raise ValueError(f"{call}: lighthouse must be its address, such as http://host:29510.")
+        if not is_whole(least, 1):
+            raise ValueError(f"{call}: least must be a number of workers, at least 1.")
+        if not timeout > 0:
+            raise ValueError(f"{call}: timeout must be a positive number of seconds.")
+        if token is not None and not (isinstance(token, str) and token):
+            raise TypeError(f"{call}: token must be a string that all workers share, or None.")
+        own = name or f"{socket.gethostname()}-{os.getpid()}"
+        super().__init__(f"{own}:{uuid.uuid4().hex[:8]}", Solo())
+        self.lighthouse, self.least, self.timeout = lighthouse, least, timeout
+        self._token = token
+        self._client: Lighthouse | None = None
+        self._stores: dict[str, Bulletin] = {}  # by address
+        self._asked: Future[tuple[Communicator, Members]] | None = None
+        self._waits = self._closed = False
+
+    def __repr__(self) -> str:
+        return f"Elastic(lighthouse={self.lighthouse!r}, least={self.least})"
+
+    def ask(self, card: Card, give: Give) -> None:
+        assert self._asked is None
+        if self._client is None:
+            self._client = Lighthouse(self.lighthouse, self.name)
+            host = _find_address(self.lighthouse)
+            self._store = TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False)
+            self._address = f"{host}:{self._store.port}"
+        self._asked = start(lambda: self._gather(card, give), "offbeat-members")
+
+    def answer(self) -> Members:
+        assert self._asked is not None
+        asked, self._asked = self._asked, None
+        return self._use(*asked.result())
+
+    def close(self) -> None:
+        self._closed = True
+        if self._client is not None:
+            self._client.close()
+
+    def _list(self, card: Card) -> list[Seat]:
+        assert self._client is not None
+        own = asdict(card) | {"place": None if card.place == inf else card.place}  # JSON has no infinity
+        told = {"card": own, "attempt": self._attempt, "key": "" if self.broken else self.members.key}
+        proof = self._prove(self.name, self._address, told)
+        answer = self._client.quorum(self._address, {"told": told, "proof": proof})
+        return [seat for found in answer if (seat := self._read(*found)) is not None]
+
+    def _read(self, name: str, address: str, data: dict[str, Any]) -> Seat | None:
+        """A worker that has asked; None if it does not know the token, or tells what cannot be read."""
+        told = data.get("told")
+        proof = data.get("proof")
+        if not isinstance(told, dict) or not isinstance(proof, str):
+            return None
+        if not hmac.compare_digest(proof.encode(), self._prove(name, address, told).encode()):
+            logger.warning("%s asks to take part with another token: it is ignored.", name)
+            return None
+        try:
+            fields = dict(told["card"])
+            place = inf if fields["place"] is None else float(fields["place"])
+            card = Card(**{**fields, "place": place})
+            return Seat(name, card, address, int(told["attempt"]), str(told["key"]))
+        except (KeyError, TypeError, ValueError):
+            logger.warning("%s asks to take part with words that cannot be read: it is ignored.", name)
+            return None
+
+    def _prove(self, *words: Any) -> str:
+        text = json.dumps(words, sort_keys=True)
+        key = b"offbeat" if self._token is None else self._token.encode()
+        return hmac.new(key, text.encode(), hashlib.sha256).hexdigest()
+
+    def _enough(self, seats: list[Seat]) -> bool:
+        if not any(seat.name == self.name for seat in seats):
+            time.sleep(_AGAIN)
+            return False
+        if len(seats) >= self.least:
+            if self._waits:
+                logger.info("%d workers are here: going on.", len(seats))
+            self._waits = False
+            return True
+        if not self._waits:
+            logger.warning("%d of at least %d workers are here: waiting for more.", len(seats), self.least)
+        self._waits = True
+        time.sleep(_AGAIN)
+        return False
+
+    def _connect(self, decision: Decision) -> Communicator:
+        names, key = decision.members.names, decision.members.key
+        if len(names) == 1:
+            return Solo()
+        logger.info("%s connects to %d workers: %s", self.name, len(names), ", ".join(names))
+        bulletin = self._reach(decision.host)
+        secret = self._prove(key, "connections")[:16]
+        return Torch.among(
+            bulletin, f"offbeat/{key}/{secret}", names.index(self.name), len(names), self.timeout
+        )
+
+    def _reach(self, address: str) -> Bulletin:
+        if address not in self._stores:
+            host, _, port = address.rpartition(":")
+            patience = timedelta(seconds=_REACH)
+            try:
+                store = TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=patience)
+            except (RuntimeError, ValueError) as error:
+                raise PeerLost(f"The store of a worker at {address} cannot be reached.") from error
+            self._stores[address] = Bulletin(store)
+        return self._stores[address]
+
+
+def _find_address(lighthouse: str) -> str:
+    """The address of this machine on the way to the lighthouse."""
+    parts = urlsplit(lighthouse)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((parts.hostname or "127.0.0.1", parts.port or 80))  # sends nothing
+        except OSError as error:
+            raise ValueError(f"Elastic(lighthouse={lighthouse!r}): the address is not known here.") from error
+        return str(probe.getsockname()[0])

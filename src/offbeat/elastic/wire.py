@@ -1,0 +1,99 @@
+"""A state on its way to another worker: flat tensors, and a description that is checked. Never a pickle."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from offbeat.base.clock import State
+from offbeat.base.errors import OffbeatError
+from offbeat.comm.communicator import Communicator
+
+_KINDS = (
+    torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16,
+    torch.int8, torch.uint8, torch.bool,
+)  # fmt: skip
+_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in _KINDS}
+_MOST = 2**26  # bytes of a description
+_PIECE = 2**22  # bytes of one message
+
+
+def describe(value: Any, tensors: list[Tensor]) -> Any:
+    """Return the value as JSON, with its tensors appended to the list."""
+    if torch.is_tensor(value):
+        tensors.append(value.detach())
+        return {"tensor": [str(value.dtype).removeprefix("torch."), list(value.shape), value.device.type]}
+    if isinstance(value, dict):
+        return {"dict": [[describe(key, tensors), describe(item, tensors)] for key, item in value.items()]}
+    if isinstance(value, tuple):
+        return {"tuple": [describe(item, tensors) for item in value]}
+    if isinstance(value, list):
+        return [describe(item, tensors) for item in value]
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    raise TypeError(f"A state holds a {type(value).__name__}, which cannot be sent to a worker that joins.")
+
+
+def rebuild(text: Any, tensors: list[Tensor]) -> Any:
+    """Return the value again, and append its tensors, still empty, to the list."""
+    if isinstance(text, list):
+        return [rebuild(item, tensors) for item in text]
+    if not isinstance(text, dict):
+        return text
+    ((kind, inside),) = text.items()
+    if kind == "dict":
+        return {rebuild(key, tensors): rebuild(item, tensors) for key, item in inside}
+    if kind == "tuple":
+        return tuple(rebuild(item, tensors) for item in inside)
+    dtype, shape, device = inside
+    if kind != "tensor" or not all(isinstance(n, int) and n >= 0 for n in shape):
+        raise ValueError(kind)
+    tensors.append(torch.empty(shape, dtype=_DTYPES[dtype], device=device))
+    return tensors[-1]
+
+
+def send_state(state: State, pair: Communicator) -> None:
+    """Send a state to the other worker of a pair."""
+    tensors: list[Tensor] = []
+    text = json.dumps(describe(state, tensors)).encode()
+    pair.tell([len(text), sum(tensor.nbytes for tensor in tensors)]).wait()
+    _pass(torch.frombuffer(bytearray(text), dtype=torch.uint8), pair)
+    for tensor in tensors:
+        flat = tensor.cpu().contiguous().view(-1)
+        _pass(flat.view(torch.uint8) if flat.dtype != torch.bool else flat.to(torch.uint8), pair)
+    pair.tell([]).wait()  # a worker that goes on at once would not notice that the other has none of it
+
+
+def receive_state(pair: Communicator, most: int) -> State:
+    """Receive the state of the other worker of a pair, whose tensors have at most so many bytes."""
+    length, size = next(words[:2] for rank, words in enumerate(pair.tell([]).wait()) if rank != pair.rank)
+    if not 0 < length <= _MOST or not 0 <= size <= most:
+        raise OffbeatError(f"The state that was offered has {size:,} bytes, which this model cannot have.")
+    text = torch.zeros(length, dtype=torch.uint8)
+    _pass(text, pair)
+    tensors: list[Tensor] = []
+    try:
+        state: State = rebuild(json.loads(bytes(text.tolist())), tensors)
+        sizes = sum(math.prod(tensor.shape) * tensor.element_size() for tensor in tensors)
+        if not isinstance(state, dict) or sizes != size:
+            raise ValueError(size)
+    except (ValueError, KeyError, TypeError, RuntimeError) as error:
+        raise OffbeatError(f"The state that was offered cannot be read: {error!r}.") from error
+    for tensor in tensors:
+        flat = tensor.view(-1)
+        narrow = torch.uint8 if flat.dtype == torch.bool else flat.dtype
+        room = torch.empty(len(flat), dtype=narrow)
+        _pass(room.view(torch.uint8), pair)
+        flat.copy_(room)
+    pair.tell([]).wait()
+    return state
+
+
+def _pass(flat: Tensor, pair: Communicator) -> None:
+    """Move the bytes of the pair's first worker into the tensor of the second, a piece at a time."""
+    for piece in torch.split(flat, _PIECE) if len(flat) else ():
+        pair.broadcast([piece]).wait()

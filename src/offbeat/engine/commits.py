@@ -1,0 +1,298 @@
+"""Rounds among workers that come and go: each is applied by all its members or by none, and repeated."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
+
+import torch
+
+from offbeat.base.clock import Clock, State
+from offbeat.base.errors import PeerLost
+from offbeat.base.tensors import Share
+from offbeat.comm.changing import Card, Changing, Members
+from offbeat.comm.communicator import Communicator, arrived
+from offbeat.engine import agreement, messages
+from offbeat.engine.exchange import Exchange
+from offbeat.engine.healing import adopt, capture, check_elastic, find_mean
+from offbeat.engine.report import logger
+from offbeat.engine.round import Round
+
+if TYPE_CHECKING:
+    from offbeat.engine.synchronizer import Synchronizer
+
+T = TypeVar("T")
+_GLANCE = 0.001  # seconds between two looks whether the state has been read
+
+
+class Rejoin(Exception):
+    """The others have gone on without this worker, which has received their state."""
+
+    def __init__(self, commits: Commits, state: State) -> None:
+        self._commits, self._state = commits, state
+
+    def adopt(self) -> None:
+        self._commits.adopt(self._state)
+
+
+class Undo(NamedTuple):
+    """What sending changes: the states of the code and the guard, the steps counted, gradients as sent."""
+
+    states: dict[str, State]
+    tally: State
+    share: Share | None
+
+
+class Commits:
+    """Commits the rounds of a run. A lineage names all of them: those who have the same have the same state.
+
+    When a round has arrived, each member tells the others so, and applies it once all have. If one is lost
+    before, nobody does: the survivors repeat the round. A worker that has told, but has not heard all others,
+    learns from the next members whether one of them has applied it.
+    """
+
+    def __init__(self, run: Synchronizer, everyone: Changing) -> None:
+        check_elastic(run.parts, everyone)
+        self._run, self._everyone = run, everyone
+        self.lineage, self.rounds = "", -1
+        self.consensus: dict[str, torch.Tensor] = {}  # the last means of parts without an anchor, by name
+        self._ready: Members | None = None  # the next members, if they are known
+        self._undo: dict[int, Undo] = {}  # by part, while its round is in the air
+        self._waited, self._joined = 0.0, False  # seconds for the next members; whether the last step joined
+        # Held while the state of the run may change. Who sends it to a worker that joins waits for it.
+        self._busy, self._wanted, self._over = threading.Lock(), False, False
+        self._busy.acquire()
+        for part in run.parts:
+            if isinstance(part, Exchange):
+                part.send_whole()
+                part.payload.renew()
+                part.commits = self
+
+    def _ask(self, prepared: str = "", place: float = math.inf, *, can_heal: bool = False) -> None:
+        lines = "\n".join(agreement.describe(self._run.method, self._run.model))
+        method = hashlib.sha256(lines.encode()).hexdigest()[:16]
+        card = Card(method, self._run.method, self.lineage, self.rounds, prepared, place, can_heal)
+        self._everyone.ask(card, self._give)
+
+    def _answer(self) -> Members:
+        """Wait for the next members. Meanwhile this worker's state may be read."""
+        self._busy.release()
+        try:
+            members = self._everyone.answer()
+        finally:
+            self._busy.acquire()
+        self._run._follow_members(self._everyone)
+        return members
+
+    def _give(self) -> State | None:
+        """Return the state for a worker that joins, between two changes of it. Called in another thread."""
+        self._wanted = True
+        with self._busy:
+            self._wanted = False
+            return None if self._over else capture(self._run, self)
+
+    def poll(self) -> None:
+        """The state does not change now: let it be read, if someone needs it."""
+        while self._wanted:
+            self._busy.release()
+            time.sleep(_GLANCE)
+            self._busy.acquire()
+
+    def join(self) -> bool:
+        """Once: become a member. Return whether this worker has the state of the run now.
+
+        The first members begin with the weights of rank 0. Those that have loaded a checkpoint have them.
+        """
+        if self.rounds >= 0:
+            return True
+        run, everyone = self._run, self._everyone
+        run.agree()
+        if run._started:
+            self.lineage, self.rounds = _extend("load", f"{run._run} {run.steps}"), run.steps
+        while True:
+            self._ask()
+            members = self._answer()
+            if members.state is not None:
+                self._ready = members
+                self.adopt(members.state)
+                return True
+            if not members.broken and self.rounds >= 0 and members.lineage == self.lineage:
+                break
+            if members.broken or not members.starts:
+                continue
+            try:
+                agreement.exchange(agreement.list_all(run.model), everyone.comm.broadcast)
+                everyone.comm.tell([]).wait()
+            except PeerLost as error:
+                everyone.fail(error)
+                continue
+            self.lineage, self.rounds = _extend("start", members.key), 0
+            run._run, run._started = agreement.digest(self.lineage), True
+            break
+        logger.info("%r on %d workers starts at step %d", run, everyone.size, run.steps)
+        self.keep()
+        self._ask(can_heal=self._heals(None))
+        return True
+
+    def adopt(self, state: State) -> None:
+        """Continue from the state of another worker, and enter the next round with it."""
+        self.lineage, self.rounds, self._joined = state["lineage"], state["rounds"], True
+        if self._ready is not None:
+            self._ready = replace(self._ready, lineage=self.lineage, state=None)
+        adopt(self._run, self, state)
+
+    def has_joined(self) -> bool:
+        """Whether this worker has received the state since the last call."""
+        joined, self._joined = self._joined, False
+        return joined
+
+    def keep(self) -> None:
+        """Note the weights of parts without an anchor, which are the consensus now."""
+        for part in self._run.parts:
+            if isinstance(part, Exchange) and not part.live.early and part.update.anchors == "none":
+                self.consensus |= {name: x.detach().clone() for name, x in part.live.like().items()}
+
+    def _heals(self, part: Exchange | None) -> bool:
+        """Whether a worker that joins now can continue from the state: not while gradients are averaged."""
+        parts = [other for other in self._run.parts if isinstance(other, Exchange)]
+        quiet = all(other is part or other._round is None for other in parts)
+        late = not any(other.live.early for other in parts) if part is None else not part.live.early
+        return quiet and late and not self._run.finished
+
+    def gather(self) -> Communicator:
+        """A round begins: return the communicator of its members."""
+        start = self._everyone.now()
+        while True:
+            members, self._ready = self._ready or self._answer(), None
+            if members.lineage == self.lineage:
+                break
+            if members.state is not None:
+                self._ready = members
+                raise Rejoin(self, members.state)
+            self._ask()  # the others are ahead, and could not give their state yet
+        self._everyone.members, self._waited = members, max(0.0, self._everyone.now() - start)
+        return self._everyone.comm
+
+    def send(self, part: Exchange, round: Round, share: Share | None) -> None:
+        """Send this worker's share. A worker that is lost meanwhile breaks the round, which lands anyway."""
+        members = self._everyone.members
+        round.mean, round.members, round.broken = arrived(part.payload.packed), members.names, members.broken
+        round.waited, self._waited = round.waited + self._waited, 0.0
+        if share is None and part.live.early:
+            share = (part.live.notes(), part.live.tensors())
+        changed = {name: state for name, state in part._states.items() if name != "update"}
+        kept = share if part.live.early else None
+        self._undo[part.index] = Undo(agreement.copy_state(changed), part.tally.state_dict(), kept)
+        with self.breaking(round):
+            if not round.broken:
+                messages.send(part, round, share)
+
+    @contextmanager
+    def breaking(self, round: Round) -> Iterator[None]:
+        """If a worker is lost inside, the round is broken: it is repeated when it would land."""
+        try:
+            yield
+        except PeerLost as error:
+            logger.warning("%s", error)
+            round.broken = True
+            self._everyone.fail(error)
+
+    def settle(self, part: Exchange, clock: Clock) -> str:
+        """Repeat the round in the air until it has arrived at all members. Return the lineage with it."""
+        while True:
+            round, prepared = part._round, ""
+            assert round is not None
+            with self.breaking(round), round.phase("offbeat.land"):
+                if not round.broken:
+                    round.wait()
+                    prepared = _extend(self.lineage, f"{part.index} {self._everyone.members.key}")
+                    with round.waiting():
+                        round.comm.tell([1]).wait()
+            if round.broken:
+                with round.waiting():
+                    members = self._ask_again(prepared)
+                if not prepared or members.lineage != prepared:
+                    self._repeat(part, clock, round)
+                    continue
+                self._ready = members
+            if part.update.anchors == "none" and not part.live.early:
+                self.consensus |= find_mean(part, round)
+            return prepared
+
+    def _ask_again(self, prepared: str) -> Members:
+        """Ask, until all who answer have the rounds of this worker, or one more that it has prepared."""
+        while True:
+            self._ask(prepared)
+            members = self._answer()
+            if members.state is not None:
+                self._ready = members
+                raise Rejoin(self, members.state)
+            if not members.broken and members.lineage in (self.lineage, prepared):
+                return members
+
+    def _repeat(self, part: Exchange, clock: Clock, old: Round) -> None:
+        """Put back what sending has changed, and send again, what this worker has now, to the members."""
+        undo = self._undo[part.index]
+        part._states |= undo.states
+        part._states["update"].pop("sent", None)
+        part.tally.put_back(undo.tally)
+        part.payload.renew()  # messages of the last attempt may still write into the memory of the old one
+        clock = replace(
+            old.clock, step=clock.step, lr=clock.lr, workers=self._everyone.size, rates=part._rates
+        )
+        round = part._round = Round(clock, self._everyone.comm, since=old.since)
+        round.waited, round.began, round.repeats = old.waited, old.began, old.repeats + 1
+        old.comm.move(round.comm)
+        logger.info("Round %d is repeated among %d workers", clock.round, self._everyone.size)
+        self.send(part, round, undo.share)
+
+    def commit(self, part: Exchange, round: Round, lineage: str) -> None:
+        """The round has been applied: ask for the next members, unless they are known."""
+        self.lineage, self.rounds = lineage, self.rounds + 1
+        del self._undo[part.index]
+        if self._ready is None:
+            self._ask(can_heal=self._heals(part))
+
+    def attempt(self, call: Callable[[], T]) -> T:
+        """Make a call in which all members meet. If one is lost, the others make it again.
+
+        A worker is done when all have what they need, so that nobody has to make it alone.
+        """
+        while True:
+            try:
+                result = call()
+                break
+            except PeerLost as error:
+                logger.warning("%s", error)
+                self._everyone.fail(error)
+            if self._ready is None:
+                self._answer()  # may know the worker that is lost: of no use
+                self._everyone.fail(PeerLost("The members have changed."))
+            self._ready = None
+            while self._ready is None:
+                self._ask(place=float(self._run.steps))
+                members = self._answer()
+                if not members.broken and members.lineage == self.lineage:
+                    self._ready = members
+        try:
+            self._everyone.comm.tell([]).wait()
+        except PeerLost as error:  # all have what they need: who is lost now is noticed in the next round
+            self._everyone.fail(error)
+        return result
+
+    def close(self) -> None:
+        """This worker takes part in no further round."""
+        if not self._over:
+            self._over = True
+            self._busy.release()
+            self._everyone.close()
+
+
+def _extend(lineage: str, more: str) -> str:
+    return hashlib.sha256(f"{lineage} {more}".encode()).hexdigest()[:16]
