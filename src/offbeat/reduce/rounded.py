@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,7 +22,7 @@ _NARROW = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 _BLOCKS = {8: 256, 4: 32, 3: 32, 2: 32}  # values that share a scale, by bits
 _PIECES = 4  # at most
 _PIECE = 2**17  # values, about, at least
-_SHORT = 2**20  # values of a vector from which on the time of a call matters less than a copy
+_SHORT = 2**20  # values of a vector up to which another call costs more than one more slice
 
 
 @dataclass(frozen=True, repr=False)
@@ -150,64 +150,71 @@ def mean_in_two_phases(
     units = -(-vector.values.numel() // (size * unit))
     edges = [*range(0, units, max(-(-units // _PIECES), _PIECE // unit)), units]
     pieces = [(slice(a * unit, b * unit), slice(a * width, b * width)) for a, b in itertools.pairwise(edges)]
-    slices = Slices(vector, vector.values, size, units * unit)
-    left = None if residual is None else Slices(vector, residual, size, units * unit, read=False)
+    slices = Slices(vector.values, units * unit)
+    left = None if residual is None else Slices(residual, units * unit)
     wire = vector.buffer("wire", (size, units * width), torch.uint8)
-    for ranks, values in slices.groups(apart=comm.rank):
-        for inside, coded in pieces:
-            lost = None if left is None else left[ranks][:, inside]
-            codec.encode(values[:, inside], wire[ranks, coded], rngs[0], lost)
+    for ranks in slices.groups(apart=comm.rank):
+        _encode_slices(codec, ranks, slices, left, wire, pieces, rngs[0])
     parts = yield comm.exchange(list(wire))
-    parts = [part for rank, part in enumerate(parts) if rank != comm.rank]
+    others = [part for rank, part in enumerate(parts) if rank != comm.rank]
     own = slice(comm.rank, comm.rank + 1)
-    mean, row = slices[own].mul_(1 / size), vector.buffer("row", (1, units * width), torch.uint8)
+    mean, row = slices.read(own).mul_(1 / size), vector.buffer("row", (1, units * width), torch.uint8)
+    error = None if left is None else torch.empty_like(mean)
     messages = []
     for inside, coded in pieces:
-        codec.add([part[coded] for part in parts], mean[0, inside], 1 / size)
-        codec.encode(mean[:, inside], row[:, coded], rngs[1], None if left is None else left[own][:, inside])
+        codec.add([part[coded] for part in others], mean[0, inside], 1 / size)
+        codec.encode(mean[:, inside], row[:, coded], rngs[1], None if error is None else error[:, inside])
         messages.append(comm.gather(row[0, coded]))
-    if left is not None:
-        left[own].mul_(size)
-        left.write()
+    if left is not None and error is not None:
+        left.write(own, error.mul_(size))
     for (inside, _), message in zip(pieces, messages, strict=True):
         rows = torch.stack((yield message))
-        for ranks, values in slices.groups():
+        for ranks in slices.groups():
+            values = slices.read(ranks)
             codec.decode(rows[ranks], values[:, inside])
-    slices.write()
+            slices.write(ranks, values)
+
+
+def _encode_slices(
+    codec: CastCodec | BlockCodec, ranks: slice, slices: Slices, left: Slices | None, wire: Tensor,
+    pieces: Sequence[tuple[slice, slice]], rng: torch.Generator | None,
+) -> None:  # fmt: skip
+    """Encode what these ranks sum, and keep what is lost."""
+    values, lost = slices.read(ranks), None if left is None else left.read(ranks)
+    for inside, coded in pieces:
+        room = None if lost is None else lost[:, inside]
+        codec.encode(values[:, inside], wire[ranks, coded], rng, room)
+    if left is not None and lost is not None:
+        left.write(ranks, lost)
 
 
 class Slices:
-    """A vector cut into one slice per rank, all of the same length, with zeros after its end.
+    """A vector cut into slices of one length, one per rank. The last may be short; some ranks may have none.
 
-    A short vector is copied into one matrix, whose slices are coded in one call. A long one stays where it
-    is, but for the slice that contains its end and those after it. `write` copies back what was copied.
+    Short vectors are coded in few calls: those that `groups` lists are matrices of several slices.
     """
 
-    def __init__(self, vector: Vector, flat: Tensor, size: int, length: int, *, read: bool = True) -> None:
-        self._flat, self._length, self._size = flat, length, size
-        self._inside = 0 if flat.numel() < _SHORT else flat.numel() // length  # slices that stay
-        name = "slices" if read else "losses"
-        self._room = vector.buffer(name, (size - self._inside, length), flat.dtype)
-        self._end = flat[self._inside * length :]
-        self._copy = self._room.view(-1)[: self._end.numel()]
-        if read:
-            self._copy.copy_(self._end)
+    def __init__(self, flat: Tensor, length: int) -> None:
+        self._flat, self._length = flat, length
+        self._whole, rest = divmod(flat.numel(), length)
+        self._all = self._whole + (rest > 0)
 
-    def __getitem__(self, ranks: slice) -> Tensor:
-        """The slices of these ranks, which are all in the vector or all copied, as a matrix."""
-        if ranks.stop <= self._inside:
-            return self._flat[ranks.start * self._length : ranks.stop * self._length].view(-1, self._length)
-        return self._room[ranks.start - self._inside : ranks.stop - self._inside]
+    def groups(self, apart: int | None = None) -> list[slice]:
+        """Ranks whose slices go into one call. Of a long vector, the slice of rank `apart` is left out."""
+        edges = [0, self._whole, self._all]
+        if apart is not None and (self._flat.numel() > _SHORT or apart >= self._whole):
+            edges = sorted({*edges, apart, apart + 1})
+        ranges = [slice(a, b) for a, b in itertools.pairwise(edges) if a < b <= self._all]
+        return [ranks for ranks in ranges if (ranks.start, ranks.stop - 1) != (apart, apart)]
 
-    def groups(self, apart: int | None = None) -> Iterator[tuple[slice, Tensor]]:
-        """Ranks and their slices, as many as one call can take; single ones without rank `apart`."""
-        for rank in range(self._inside):
-            if rank != apart:
-                yield slice(rank, rank + 1), self[rank : rank + 1]
-        alone = self._size - self._inside == 1 and apart == self._inside
-        if self._inside < self._size and not alone:
-            yield slice(self._inside, self._size), self._room
+    def read(self, ranks: slice) -> Tensor:
+        """The slices as rows of a matrix: the vector's own memory, or a copy with zeros behind its end."""
+        part = self._flat[ranks.start * self._length : ranks.stop * self._length]
+        missing = (ranks.stop - ranks.start) * self._length - part.numel()
+        return (torch.nn.functional.pad(part, (0, missing)) if missing else part).view(-1, self._length)
 
-    def write(self) -> None:
-        """Copy back what was copied."""
-        self._end.copy_(self._copy)
+    def write(self, ranks: slice, rows: Tensor) -> None:
+        """Copy rows into the vector, unless they are its memory."""
+        part = self._flat[ranks.start * self._length : ranks.stop * self._length]
+        if rows.data_ptr() != part.data_ptr():
+            part.copy_(rows.view(-1)[: part.numel()])
