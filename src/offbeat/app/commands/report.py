@@ -83,7 +83,8 @@ def show_table(runs: Sequence[Logged], title: str, *, to_loss: float | None = No
 def caption(runs: Sequence[Logged], among: Sequence[Logged]) -> str:
     """What was trained, and where. Settings that differ among all runs are told, too."""
     setting, everything = runs[0].setting, [asdict(run.setting) for run in among]
-    own = {name: value for name, value in asdict(setting).items() if name not in (*TOLD, *VARIED)}
+    told = (*TOLD, *VARIED, *(["where"] if setting.link else []))  # the place stands beside the link
+    own = {name: value for name, value in asdict(setting).items() if name not in told}
     words = [setting.task]
     words += [f"{name} {_tell(own[name])}" for name in own if len({str(s[name]) for s in everything}) > 1]
     words += [show.count(setting.workers, "worker"), show.count(setting.steps, "step")]
