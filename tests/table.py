@@ -54,6 +54,9 @@ METHODS = [
     "wagma(group_size=2, every=3, grace=60.0, late='add')",
     "eager_sgd(every=4, grace=60.0)",
     "eager_sgd(every=3, activation='majority', grace=60.0)",
+    "gradient_code(grace=60.0)",
+    "gradient_code(stragglers=0)",
+    "gradient_code(dynamic=True, grace=60.0)",
     # These rows name their server: the default does not fit the optimizer of some tests.
     "ssd_sgd(every=2, warmup=3, alpha=1.0, server=SGD(lr=1.0, momentum=0.5))",
     "ssd_sgd(every=3, warmup=0, beta=0.25, in_flight=1, server=SGD(lr=1.0, momentum=0.5))",
@@ -239,6 +242,10 @@ LAWS = [
     Law("wagma(every=3, late='add')", "wagma(every=3)", exact=False, options={**FLOATS, "buffers": False}),
     Law("eager_sgd(every=3)", "ddp()", options={"buffers": False}),
     Law("eager_sgd(every=3)", "eager_sgd(every=3, activation='majority')", options=FLOATS),
+    # With nothing repeated, all answers are needed; tests/test_coding.py has the law for late workers.
+    Law("gradient_code(stragglers=0)", "ddp()", options={**FLOATS, "buffers": False}),
+    Law("gradient_code(stragglers=0, dynamic=True)", "ddp()", options={"buffers": False}),
+    Law("gradient_code(grace=1.0, dynamic=True)", "gradient_code(clusters=2, grace=1.0)", options=FLOATS),
     # Codes that have nothing large enough to work on are the mean.
     Law(TOO_SMALL, "ddp()"),
     # Codes that lose nothing are the mean.
@@ -324,6 +331,7 @@ ALONE = [
     "desloc(every=1)",
     "wagma(every=3)",
     "eager_sgd(every=3)",
+    "gradient_code()",
     "ddp(reduce=Quantized(4, least=1))",
     "local_sgd(every=3, delay=2, reduce=ErrorFeedback(TopK(4, least=1)))",
     "a2sgd(every=3)",

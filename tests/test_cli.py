@@ -71,6 +71,7 @@ def test_every_method_is_in_the_catalogue_with_its_paper(entries: dict[str, meth
         ("od_sgd", 1.0, 6.25),
         ("wagma", (1 - 1 / 10) * (1 - 1 / 4) / (1 - 1 / 8) + 1 / 10, 5),
         ("eager_sgd", 1 + 1 / 10, 5),
+        ("gradient_code", 1.0, 1),
     ],
 )
 def test_figures_are_those_of_the_theory(

@@ -320,8 +320,14 @@ def a_sidecar_works_beside(comm: Communicator) -> None:
     with sidecar.locked():
         sidecar.until(lambda: len(found) >= 1, "the sum")
         if comm.rank == comm.size - 1:
+            sidecar.announce(6, to=0)
             sidecar.announce(7)
         sidecar.until(lambda: len(found) == 2, "the call")
+        assert [sidecar.heard_from(rank) for rank in range(comm.size)] == [-1] * (comm.size - 1) + [7]
+        if comm.rank == 0:
+            sidecar.announce(9, to=comm.size - 1)
+        if comm.rank == comm.size - 1:
+            sidecar.until(lambda: sidecar.heard_from(0) == 9, "a call to one")
     sidecar.check()
     sidecar.stop()
     assert found == [ranks_sum(comm), 7]
@@ -357,6 +363,17 @@ def a_run_that_is_followed_has_a_name(comm: Communicator) -> None:
     for track in tracks:
         assert comm.worker.follow(track) is None
     assert comm.size == 1 or len({track.key for track in tracks} - {""}) == 2
+
+
+def what_is_skipped_takes_no_time(comm: Communicator) -> None:
+    before = comm.now()
+    comm.worker.skip()
+    comm.worker.computed(3)
+    if inner(comm) == "Virtual":
+        assert comm.now() == before
+    comm.worker.computed(3)
+    if inner(comm) == "Virtual":
+        assert comm.now() > before
 
 
 def who_leaves_is_not_waited_for(comm: Communicator) -> None:
@@ -412,6 +429,7 @@ LAWS: dict[str, list[Callable[[Communicator], None]]] = {
     "sidecar": [a_sidecar_works_beside],
     "now": [messages_arrive_between_the_beginning_and_now],
     "computed": [computing_takes_virtual_time],
+    "skip": [what_is_skipped_takes_no_time],
     "follow": [a_run_that_is_followed_has_a_name],
     "leave": [who_leaves_is_not_waited_for],
 }

@@ -95,7 +95,7 @@ def test_rows_of_methods_do_what_they_are_there_for(expression: str, at_work: li
             assert seen.pulls > 0 or not expression.startswith("palsgd")
             assert all(seen.moments), "the optimizer has no moments"
             assert seen.late_enough, "the warm-up has not ended"
-            if expression.startswith(("wagma", "eager_sgd")):
+            if expression.startswith(("wagma", "eager_sgd", "gradient_code")):
                 assert (seen.groups > 0) == ("group_size=1," not in expression)
             coded = [code(reduce) for reduce in seen.lossy if not isinstance(reduce, TwoLevel)]
             assert all(any(c is worked for worked in at_work) for c in coded), "a code was never at work"

@@ -155,6 +155,9 @@ def endless(pipe: Connection, expression: str, seed: int) -> None:
         pytest.param("wagma(every=3, group_size=2)", 2, 8, marks=pytest.mark.slow),
         pytest.param("eager_sgd(every=10)", 3, 9, marks=pytest.mark.slow),
         pytest.param("eager_sgd(every=10, activation='majority')", 3, 10, marks=pytest.mark.slow),
+        pytest.param("gradient_code(stragglers=1)", 4, 11, marks=pytest.mark.slow),
+        pytest.param("gradient_code(stragglers=0)", 3, 12, marks=pytest.mark.slow),
+        pytest.param("gradient_code(stragglers=1, dynamic=True)", 4, 13, marks=pytest.mark.slow),
     ],
 )
 def test_a_worker_killed_at_any_moment_is_missed_by_all(expression: str, workers: int, seed: int) -> None:

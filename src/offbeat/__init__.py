@@ -5,14 +5,15 @@
 Most scripts need one method and no other name. `offbeat.methods.__all__` lists the methods, `offbeat methods`
 in a terminal explains them, and `method` reads one from text. All other names, by what you do with them:
 
-A run: Synchronizer Report GroupReport Totals flatten ddp_hook
+A run: Synchronizer Report GroupReport CodedReport Totals flatten ddp_hook coded_sampler CodedSampler DataPart
 Errors: OffbeatError PeerLost Disagreement NotFinite CheckpointMismatch Deadlock
 When to communicate, `every=`: Schedule Every QSR Adaptive AdaComm Then Never Clock
 With whom, `group=`: Peers World Subgroups Pairs Butterfly Communicator Torch Solo Metered Throttled Pending
     Elastic
 What is sent, `reduce=`: Reducer Mean Quantized TopK RandomBlock LowRank TwoLevel ErrorFeedback Code Packed
 How it is applied, `update=`: Update Replace Rebase Correct Detached Outer SlowMo Overlap Eager Gossip SGD
-Parts of a method: Part Exchange PushPull PseudoSync GroupAverage EagerGradients Attendance params grads
+Parts of a method: Part Exchange PushPull PseudoSync GroupAverage EagerGradients CodedGradients
+    Attendance params grads
     LocalRule LocalStep GLU Compensated moments
 Simulation: simulate Virtual Network Level Compute Constant Jittered HeavyTailed Stragglers Uneven
     Recorded Failures

@@ -30,22 +30,14 @@ from offbeat.when import QSR, AdaComm, Adaptive, Every, Never, Schedule, Then
 
 __all__ = ["GLU", "QSR", "SGD"]
 __all__ += ["AdaComm", "Adaptive", "Attendance", "Butterfly", "CheckpointMismatch", "Clock", "Code"]
-__all__ += ["Communicator", "Compensated", "Compute", "Constant", "Correct", "Deadlock", "Detached"]
-__all__ += [
-    "Disagreement",
-    "Eager",
-    "EagerGradients",
-    "Elastic",
-    "ErrorFeedback",
-    "Every",
-    "Exchange",
-    "Failures",
-]
+__all__ += ["CodedGradients", "CodedReport", "CodedSampler", "Communicator", "Compensated", "Compute"]
+__all__ += ["Constant", "Correct", "DataPart", "Deadlock", "Detached", "Disagreement", "Eager"]
+__all__ += ["EagerGradients", "Elastic", "ErrorFeedback", "Every", "Exchange", "Failures"]
 __all__ += ["Gossip", "GroupAverage", "GroupReport", "HeavyTailed", "Jittered", "Level", "LocalRule"]
 __all__ += ["LocalStep", "LowRank", "Mean", "Metered", "Network", "Never", "NotFinite", "OffbeatError"]
 __all__ += ["Outer", "Overlap", "Packed", "Pairs", "Part", "PeerLost", "Peers", "Pending", "PseudoSync"]
 __all__ += ["PushPull", "Quantized", "RandomBlock", "Rebase", "Recorded", "Reducer", "Replace", "Report"]
 __all__ += ["Schedule", "SlowMo", "Solo", "Stragglers", "Subgroups", "Synchronizer", "Then", "Throttled"]
 __all__ += ["TopK", "Torch", "Totals", "TwoLevel", "Uneven", "Update", "Virtual", "World"]
-__all__ += ["ddp_hook", "flatten", "grads", "method", "moments", "params", "simulate"]
+__all__ += ["coded_sampler", "ddp_hook", "flatten", "grads", "method", "moments", "params", "simulate"]
 __all__ += _methods.__all__

@@ -116,9 +116,13 @@ class Sidecar(ABC):
     _error: BaseException | None = None
 
     @property
-    @abstractmethod
     def heard(self) -> int:
         """The highest number announced so far, here or elsewhere; −1 if none."""
+        return max(map(self.heard_from, range(self.comm.size)))
+
+    @abstractmethod
+    def heard_from(self, rank: int) -> int:
+        """The highest number that a rank has announced to this one; −1 if none."""
 
     @abstractmethod
     def start(self, work: Callable[[], None]) -> None:
@@ -133,8 +137,8 @@ class Sidecar(ABC):
         """Inside `locked`: release the lock and wait for `ready()`. False after so many seconds."""
 
     @abstractmethod
-    def announce(self, number: int) -> None:
-        """Send a number to every worker. Called by the worker's own thread."""
+    def announce(self, number: int, to: int | None = None) -> None:
+        """Send a number to every worker, or to one. On each worker, always the same thread calls this."""
 
     def check(self) -> None:
         """Raise the sidecar's error, if it had one."""
@@ -152,10 +156,9 @@ class ThreadSidecar(Sidecar):
     No two threads share a connection or a client of the store. Daemons, they never keep a process alive.
     """
 
-    heard = -1
-
     def __init__(self, comm: Communicator, lookout: Lookout) -> None:
         self.comm, self._bulletin, self._timeout = comm, lookout.bulletin, lookout.timeout
+        self._heard = [-1] * comm.size  # by rank
         self._stopped, self._queues = lookout.stopped, f"{lookout.key}/queue"
         self._shared, self._threads = threading.Condition(), list[threading.Thread]()
         try:
@@ -187,9 +190,9 @@ class ThreadSidecar(Sidecar):
                 client.set_timeout(_LONG)
                 queues = PrefixStore(self._queues, client)
                 while not self._stopped.is_set():
-                    number = int(queues.queue_pop(str(self.comm.rank)))
+                    rank, number = map(int, queues.queue_pop(str(self.comm.rank)).split())
                     with self.locked():
-                        self.heard = max(self.heard, number)
+                        self._heard[rank] = max(self._heard[rank], number)
         except dist.DistError as error:
             if not self._stopped.is_set():
                 raise PeerLost(f"Rank {self.comm.rank} {STORE_GONE}.") from error
@@ -221,14 +224,19 @@ class ThreadSidecar(Sidecar):
             self._shared.wait(None if seconds is None else left)
         return True
 
-    def announce(self, number: int) -> None:
+    def heard_from(self, rank: int) -> int:
+        return self._heard[rank]
+
+    def announce(self, number: int, to: int | None = None) -> None:
         self.check()  # raises if the listener has lost the store
-        self.heard = max(self.heard, number)
+        me, everyone = self.comm.rank, range(self.comm.size)
+        if to in (None, me):
+            self._heard[me] = max(self._heard[me], number)
 
         def push(queues: Store) -> None:
-            for rank in range(self.comm.size):
-                if rank != self.comm.rank:
-                    queues.queue_push(str(rank), str(number))
+            for rank in everyone if to is None else [to]:
+                if rank != me:
+                    queues.queue_push(str(rank), f"{me} {number}")
 
         self._ask(push)
 
@@ -239,7 +247,7 @@ class ThreadSidecar(Sidecar):
         woken, me, queues = True, str(self.comm.rank), self._queues
         if any(thread.name == _LISTENER and thread.is_alive() for thread in self._threads):
             try:
-                self._bulletin.ask(lambda store: PrefixStore(queues, store).queue_push(me, "-1"), _WAKE)
+                self._bulletin.ask(lambda store: PrefixStore(queues, store).queue_push(me, f"{me} -1"), _WAKE)
             except Silent:
                 woken = False  # it waits for a store that does not answer: leave it behind
             except dist.DistError:

@@ -127,6 +127,9 @@ class Worker(ABC):
         """This share of the gradient after `step` iterations is ready: move a simulated clock, or note what
         has arrived."""
 
+    def skip(self) -> None:  # noqa: B027
+        """The rest of the gradient under way is not computed: a simulated clock does not count it."""
+
     def follow(self, track: Track) -> None:  # noqa: B027
         """Begin a run whose place other ranks may look up while they wait. All ranks call this in order."""
 
@@ -172,6 +175,9 @@ class Wrapped(Communicator, Worker):
 
     def computed(self, step: int, share: float = 1.0) -> None:
         self.comm.worker.computed(step, share)
+
+    def skip(self) -> None:
+        self.comm.worker.skip()
 
     def follow(self, track: Track) -> None:
         self.comm.worker.follow(track)

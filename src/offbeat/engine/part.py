@@ -41,6 +41,7 @@ class Part:
     outside: Metered | None = None  # carries messages that no report covers; their bytes go into the totals
     weighs: bool = False  # whether its rounds weigh workers by their samples, or it has no rounds
     sender: Sender | None = None  # what its payloads leave through
+    load: int = 1  # gradients of a batch that a worker computes in each step
     saved_every: int = 1  # its state can be saved after every so many steps
     totals: Totals = Totals()  # what the run has cost this worker; its synchronizer sets it
     # Why only the worker that saved its state can continue from it. None: any can, see `transfer.share`.

@@ -21,6 +21,7 @@ from offbeat.plan.probe import Seen
 from offbeat.plan.recording import Events, count_sent
 from offbeat.plan.replay import Clocks, Spent
 from offbeat.simulate import Network
+from offbeat.waitfree import CodedGradients
 
 What = Literal["ask", "land", "advance", "begin"]
 _SECONDS = 1.0  # about how long planning one method may take
@@ -99,6 +100,8 @@ def _find_acts(part: Part, job: Job, iterations: list[int]) -> Iterator[tuple[in
 def find_closing(seen: Seen, course: Timeline) -> Events:
     """The last messages of finish(): a mean, unless it finds all workers with the same weights."""
     end = course.iterations[-1]
+    if any(isinstance(part, CodedGradients) for part in seen.sync.parts):
+        return seen.traces["equal"]
     for act in [*course.acts, *course.flush]:
         part = seen.sync.parts[act.place]
         after_round, after_flush = seen.equality[act.place]

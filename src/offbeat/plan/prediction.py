@@ -17,6 +17,7 @@ from offbeat.plan.job import Cluster, Job
 from offbeat.plan.overlap import find_buckets
 from offbeat.plan.probe import Seen, probe
 from offbeat.simulate import Network
+from offbeat.waitfree import CodedGradients
 
 _SLACK = 1.05  # counts as equally fast for the break-even bandwidth
 _LITTLE = 0.1  # a share of the run too small to be worth saving
@@ -70,9 +71,11 @@ def one_thread() -> Iterator[None]:
 def predict(expression: str, job: Job, cluster: Cluster) -> Prediction:
     """Record the method on a small model, unroll its schedules, and run all clocks through it."""
     seen, job, notes = _probe_or_sgd(method(expression), job, cluster)
+    if (load := max(part.load for part in seen.sync.parts)) > 1:
+        cluster = replace(cluster, compute=cluster.compute.loaded(load))
     course, networks = unroll(seen.sync.parts, job), _vary(cluster)
     rounds = sum(course.rounds.values())
-    if not seen.periodic and not rounds:
+    if not (seen.periodic or seen.waitfree or rounds):
         why = f"there is no round in {job.steps} steps: shorten the period or lengthen the run."
         raise ValueError(f"{seen.sync!r}: {why}")
     rounds += sum(n * seen.periodic.reports[step] for step, n in seen.periodic.count(job.steps).items())
@@ -120,6 +123,10 @@ def _probe_or_sgd(call: Call, job: Job, cluster: Cluster) -> tuple[Seen, Job, tu
             notes.append(f"its period follows the {needs}; planned as it starts")
         if isinstance(part, Exchange) and part.live.early and not part.delay:
             notes.append(_overlap_note(part, job))
+        if part.load > 1:
+            notes.append(f"each worker computes {part.load} batches per step; a step has as many as ddp's")
+        if isinstance(part, CodedGradients) and part.dynamic:
+            notes.append("planned with the clusters that it starts with")
     return seen, job, tuple(dict.fromkeys(notes))
 
 

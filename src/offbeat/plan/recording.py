@@ -177,12 +177,10 @@ class RecordingQueue(TaskQueue):
 class IdleSidecar(Sidecar):
     """Never starts: the planner works out what sidecars do."""
 
-    heard = -1
-
     def __init__(self, comm: Communicator) -> None:
         self.comm = comm
 
     def _refuse(self, *_: Any, **__: Any) -> Any:
         raise NotImplementedError
 
-    start = locked = until = announce = check = stop = _refuse
+    heard_from = start = locked = until = announce = check = stop = _refuse

@@ -12,9 +12,9 @@ from offbeat.plan.groups import Costs, Groups
 from offbeat.plan.job import Cluster
 from offbeat.plan.overlap import Early
 from offbeat.plan.probe import Seen
-from offbeat.plan.recording import Beside, Events, Name, Repeated, Sent, Waited, count_sent
+from offbeat.plan.recording import Beside, Events, Name, Repeated, Sent, Size, Waited, count_sent
 from offbeat.simulate import Compute
-from offbeat.waitfree import EagerGradients
+from offbeat.waitfree import CodedGradients, EagerGradients
 from offbeat.waitfree.base import REMEMBERED, Waitfree, allowance
 
 _CHUNK = 2**15  # times drawn at once: they fit a cache
@@ -63,6 +63,7 @@ class Clocks:
         self._last = self._origin = torch.zeros(self._shape[:2], dtype=torch.float64)
         self._air: dict[object, tuple[Tensor, Tensor]] = {}  # when the last member sent it, when it lands
         self._known: tuple[Tensor, tuple[Tensor, Tensor, Tensor]] | None = None
+        self._past: list[Tensor] = []  # when the last worker had each of the last rounds of coded gradients
 
     def compute(self, steps: Sequence[int]) -> None:
         """Compute the gradients of these steps. The first run has the times of a simulation."""
@@ -186,6 +187,9 @@ class Clocks:
             return
         part, groups, now = seen.sync.parts[place], seen.groups(place, round), self._now.expand(self._shape)
         assert isinstance(part, Waitfree)
+        if isinstance(part, CodedGradients):
+            self._decode(part, seen.waitfree[place])
+            return
         start = torch.maximum(self._sidecar, now)
         if not part.blocking(round):
             called = now.amin(-1, keepdim=True)  # by the first to arrive
@@ -206,6 +210,29 @@ class Clocks:
         self._skewed += (waited - exposed).mean(-1)
         self._flown += (busy + delay).mean(-1)
         self._now = torch.maximum(now, self._sidecar)
+
+    def _decode(self, part: CodedGradients, size: Size) -> None:
+        """A round of coded gradients, which ends with the first answers that decode."""
+        began, now = self._resumed.expand(self._shape), self._now.expand(self._shape)
+        call = self._costs.announcement
+        start = torch.maximum(self._sidecar, _enough(part, now) + call) + call
+        if len(self._past) >= part.behind:
+            start = torch.maximum(start, self._past[-part.behind])  # no worker is further behind
+        busy, delay = self._costs.of("mean", size, self._world)
+        self._free = torch.maximum(start.amax(-1, keepdim=True), self._free) + busy
+        self._sidecar = (self._free + delay).expand_as(now)
+        # A worker that is late ends the part of the batch it is at, and leaves out the rest.
+        each = (now - began) / part.load
+        parts = ((self._sidecar - began) / each).ceil().clamp_(min=0)
+        late, left = now > self._sidecar, torch.minimum(now, began + parts * each)
+        self._computed -= ((now - left) * late).mean(-1)
+        waited = (self._sidecar - now).clamp_(min=0)
+        exposed = torch.minimum(waited, busy + delay)
+        self._exposed += exposed.mean(-1)
+        self._skewed += (waited - exposed).mean(-1)
+        self._flown += (busy + delay).mean(-1)
+        self._now = torch.where(late, left, self._sidecar)
+        self._past = [*self._past[1 - part.behind :], self._now.amax(-1, keepdim=True)]
 
     def _patience(self, part: Waitfree, awake: Tensor) -> Tensor:
         """Until when sidecars called at `awake` wait for their workers."""
@@ -254,6 +281,20 @@ class Clocks:
         if self._known is None or self._known[0] is not now:
             self._known = now, (now.amin(-1, True), now.mean(-1, True), now.amax(-1, True))
         return self._known[1]
+
+
+def _enough(part: CodedGradients, now: Tensor) -> Tensor:
+    """When the answers decode, if workers answer now: all but the stragglers of each cluster."""
+    if now.shape[-1] == 1:
+        return now
+    sizes = [len(ranks) for ranks in part.clusters.ranks]
+    alike, spare = sizes.count(sizes[0]), part.clusters.stragglers
+    cut = alike * sizes[0]  # the last cluster may be larger
+    blocks = [now[..., :cut].reshape(*now.shape[:-1], alike, sizes[0])]
+    blocks += [now[..., None, cut:]] if cut < now.shape[-1] else []
+    ends = [block.sort(-1).values[..., -1 - spare].amax(-1, keepdim=True) for block in blocks]
+    enough = torch.stack(ends).amax(0)
+    return torch.minimum(now.amax(-1, keepdim=True), enough + (part.grace or 0.0))
 
 
 def _mean(values: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 import json
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate, count
 from os import PathLike
@@ -34,6 +34,10 @@ class Compute:
     def seconds(self, ranks: Tensor, steps: Tensor) -> Tensor:
         """Seconds of each rank at each step, in float64. Both are whole numbers that broadcast together."""
         raise NotImplementedError
+
+    def loaded(self, batches: int) -> "Compute":
+        """The same workers with so many batches in each step. Delays do not grow with them."""
+        return Uneven(self, (float(batches),))
 
     def __call__(self, rank: int, step: int) -> float:
         return _block(self, rank, step // _BLOCK)[step % _BLOCK]
@@ -148,6 +152,9 @@ class Uneven(Compute):
         factors = torch.tensor(self.factors, dtype=torch.float64)
         return self.base.seconds(ranks, steps) * factors[ranks % len(self.factors)]
 
+    def loaded(self, batches: int) -> Compute:
+        return replace(self, base=self.base.loaded(batches))
+
 
 @dataclass(frozen=True)
 class Stragglers(Compute):
@@ -166,6 +173,9 @@ class Stragglers(Compute):
         late = uniforms(ranks, steps, self.seed, "straggler") < self.chance
         return self.base.seconds(ranks, steps) + late * self.delay
 
+    def loaded(self, batches: int) -> Compute:
+        return replace(self, base=self.base.loaded(batches))
+
 
 @dataclass(frozen=True)
 class Late(Compute):
@@ -179,6 +189,9 @@ class Late(Compute):
     def seconds(self, ranks: Tensor, steps: Tensor) -> Tensor:
         late = (ranks == self.rank) & ((steps + 1) % self.every == 0)
         return self.base.seconds(ranks, steps) + late * self.delay
+
+    def loaded(self, batches: int) -> Compute:
+        return replace(self, base=self.base.loaded(batches))
 
 
 @dataclass(frozen=True)

@@ -86,7 +86,7 @@ class Scheduler:
         self.departures: dict[int, Departure] = {}
         self.failure: BaseException | None = None
         self.tracks: WeakSet[Track] = WeakSet()  # of all runs
-        self.heard: dict[tuple[Path, int], int] = {}  # numbers announced, by sidecar
+        self.heard: dict[tuple[Path, int, int], int] = {}  # numbers announced, by sidecar and sender
         self.views: dict[tuple[Path, int], Communicator] = {}
         self.on_exit: dict[int, list[Callable[[], None]]] = {rank: [] for rank in range(workers)}
         self.threads: list[threading.Thread] = []

@@ -152,6 +152,9 @@ class Virtual(Communicator, Worker):
         scheduler.shares[me] = 0.0 if share == 1 else share
         scheduler.clocks[me] += seconds + scheduler.uptimes[me].lose(seconds)
 
+    def skip(self) -> None:
+        self._scheduler.shares[self._me] = 1.0
+
 
 def find_view(scheduler: Scheduler, path: Path, me: int) -> Communicator:
     """The view that worker `me` has of a communicator. There is one, because it numbers the messages."""
@@ -169,9 +172,8 @@ class VirtualSidecar(Sidecar):
         self._error: BaseException | None = None
         scheduler.on_exit[rank].append(self.stop)
 
-    @property
-    def heard(self) -> int:
-        return self._scheduler.heard.get((self._path, self._rank), -1)
+    def heard_from(self, rank: int) -> int:
+        return self._scheduler.heard.get((self._path, self._rank, rank), -1)
 
     def start(self, work: Callable[[], None]) -> None:
         def guard() -> None:
@@ -210,18 +212,21 @@ class VirtualSidecar(Sidecar):
             raise scheduler.failure
         return ready()
 
-    def announce(self, number: int) -> None:
-        scheduler = self._scheduler
+    def announce(self, number: int, to: int | None = None) -> None:
+        scheduler, me = self._scheduler, self._rank
         arrival = scheduler.clocks[scheduler.current] + scheduler.traffic.network.seconds(_ANNOUNCEMENT)
         heard, path = scheduler.heard, self._path
+        source = self.comm.rank
 
         def deliver(rank: int, when: float) -> None:
-            heard[path, rank] = max(heard.get((path, rank), -1), number)
+            key = (path, rank, source)
+            heard[key] = max(heard.get(key, -1), number)
             scheduler.wake(when)
 
-        heard[path, self._rank] = max(self.heard, number)
-        for rank in path[-1]:
-            if rank != self._rank:
+        for place, rank in enumerate(path[-1]):
+            if to in (None, place) and rank == me:
+                heard[path, me, source] = max(self.heard_from(source), number)
+            elif to in (None, place):
                 scheduler.post(arrival, functools.partial(deliver, rank))
 
     def check(self) -> None:

@@ -24,6 +24,7 @@ from offbeat.engine.part import Part
 from offbeat.engine.report import Emit
 from offbeat.reduce import Mean, Reducer
 from offbeat.waitfree.rounds import WORDS, Attendance, Handover, Kind, Rounds
+from offbeat.waitfree.whom import Everyone, Grace, Whom
 
 logger = logging.getLogger("offbeat")
 
@@ -101,6 +102,10 @@ class Waitfree(Part):
         """Whether this worker's arrival starts a round that does not block."""
         return True
 
+    def whom(self) -> tuple[Whom, Whom]:
+        """Whom rounds wait for that do not block, and those that do."""
+        return Grace(self.grace), Everyone()
+
     def open_handover(self, version: int, sidecar: Sidecar) -> None:
         """Make `handover`, through which worker and sidecar pass tensors after round `version`."""
         raise NotImplementedError
@@ -110,18 +115,23 @@ class Waitfree(Part):
             return
         if self._left:
             raise RuntimeError("step(): an error has ended this run; make a new synchronizer to continue.")
+        self.open(clock.step)
+        assert self._rounds is not None
+        self._rounds.sidecar.check()
+
+    def open(self, step: int) -> None:
+        """Start the sidecar, unless it runs. The round of this step is its first."""
         if self._rounds is None:
             self.communicators()
             assert self._sidecar is not None
-            self.open_handover(clock.step - 1, self._sidecar)
+            self.open_handover(step - 1, self._sidecar)
             among = replace(self.among, group=self._sidecar.comm)
-            how = self.every, self.sidecars, self.grace, self._due()
+            how = self.every, self.sidecars, self.whom(), self._due()
             rounds = Rounds(self._sidecar, self.handover, among, self.reduce, *how)
             # The threads hold no reference to this part: they end when it is collected or the process exits.
             self._stop_sidecar = weakref.finalize(self, self._sidecar.stop)
             self._sidecar.start(rounds.run)
             self._rounds = rounds
-        self._rounds.sidecar.check()
 
     def submit(self, round: int, tensors: Sequence[Tensor]) -> None:
         """Hand over this worker's contribution to a round, and call the other workers."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
@@ -14,9 +14,13 @@ from offbeat.among import Butterfly, World
 from offbeat.base.clock import Clock
 from offbeat.base.packed import Packed
 from offbeat.comm.background import Sidecar
+from offbeat.comm.communicator import Metered
 from offbeat.engine.report import Report
 from offbeat.engine.round import Round
 from offbeat.reduce import Reducer
+
+if TYPE_CHECKING:
+    from offbeat.waitfree.whom import Whom
 
 Kind = Literal["fresh", "late", "nothing new"]
 WORDS = ("fresh", "late", "nothing new", "rounds", "ages", "oldest", "microseconds")
@@ -219,11 +223,8 @@ class SumGradients(Handover):
 class Rounds:
     """The rounds of one worker, run by its sidecar.
 
-    The number of a round determines its collective. A call to a round therefore only says how far a sidecar
-    may go:
-
-        round t may run     once the worker has submitted t
-                            or, unless it blocks, once anybody has called for t and `grace` has passed
+    The number of a round determines its collective. `whom` therefore only says how far a sidecar may go: it
+    has two values, for rounds that do not block, and for those that do.
     """
 
     sidecar: Sidecar
@@ -232,11 +233,13 @@ class Rounds:
     reduce: Reducer
     every: int  # every so many rounds, one blocks
     sidecars: bool  # whether sidecars also run the blocking rounds; otherwise the workers do
-    grace: float | None  # seconds to wait for the worker after a call; None: until it is overdue
+    whom: tuple[Whom, Whom]
     due: float  # when the worker is overdue, on its clock
 
     def __post_init__(self) -> None:
         self.done = self.handover.version
+        self.first, self.began = self.done + 1, self.sidecar.comm.now()  # of the round under way
+        self.aside = Metered(self.sidecar.comm)  # carries messages before a round, which its report counts
         self.newest: GroupReport | None = None  # of the last round in which the sidecar sent something
         self.news: list[GroupReport] = []  # of such rounds since the worker last looked
 
@@ -246,25 +249,14 @@ class Rounds:
         if self.handover.device.type != "cpu":
             # A new thread starts on the first device.
             torch.accelerator.set_device_index(self.handover.device.index)
-        for number in itertools.count(self.done + 1):
+        for number in itertools.count(self.first):
             blocking = (number + 1) % self.every == 0
-            self._await(number, blocking)
+            self.whom[blocking].hold(self, number)
             if self.sidecars or not blocking:
                 self._run(number)
             else:
                 with self.sidecar.locked():
                     self.done = number
-
-    def _await(self, round: int, blocking: bool) -> None:
-        """Wait until a round may run; by default, not for a worker that is rounds behind or overdue."""
-        sidecar, own, what = self.sidecar, self.handover, f"its worker or a call to round {round}"
-        with sidecar.locked():
-            sidecar.until(lambda: own.version >= round or (not blocking and sidecar.heard >= round), what)
-            patience = self.grace
-            if patience is None:
-                patience = self.due - sidecar.comm.now() if own.version == round - 1 else 0.0
-            if own.version < round and patience > 0:
-                sidecar.until(lambda: own.version >= round, f"round {round}", patience)
 
     def _run(self, number: int) -> None:
         payload, version = self.handover.take()
@@ -275,8 +267,9 @@ class Rounds:
                 round.messages = [message := self.reduce.start(payload, round.comm, round.clock, {})]
                 mean = message.wait()
         sync_device(mean)
+        self.aside.move(round.comm)
         with self.sidecar.locked():
-            self.handover.bring(mean)
             self.newest = GroupReport(**vars(round.report()), kind="fresh", age=number - version)
             self.news.append(self.newest)
-            self.done = number
+            self.handover.bring(mean)
+            self.done, self.began = number, self.sidecar.comm.now()

@@ -183,7 +183,7 @@ def _simulate(folder: Path, *, resume: bool) -> bool:
         return Loop(comm, setting, task, folder).run(resume=resume)
 
     def seconds(rank: int, step: int) -> float:
-        return setting.compute + setting.late(rank, step)
+        return setting.load * setting.compute + setting.late(rank, step)
 
     state, threads = torch.get_rng_state(), torch.get_num_threads()
     torch.manual_seed(setting.seed)

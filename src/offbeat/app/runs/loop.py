@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from offbeat.app.runs.coded import CodedTrainer, PartBatches
 from offbeat.app.runs.folder import CheckpointStore, Record, cut, log_path, write_model, write_whole
 from offbeat.app.runs.setting import TORCH_DDP, Setting
 from offbeat.app.runs.trainer import Costs, Stopwatch, TorchDDP, Trainer, Watched
@@ -50,9 +51,11 @@ class Loop:
         self.model = task.model()
         self.optimizer = setting.optimizer_of(task, self.model)
         self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, setting.rate)
-        self.batches = task.batches(comm.rank, comm.size, setting.batch, setting.seed)
-        kind: Any = TorchDDP if setting.method == TORCH_DDP else Trainer
+        self.batches: Any = task.batches(comm.rank, comm.size, setting.batch, setting.seed)
+        kind: Any = TorchDDP if setting.method == TORCH_DDP else CodedTrainer if setting.load > 1 else Trainer
         self.trainer: Trainer | TorchDDP = kind(setting, task, self.model, self.optimizer, self.comm)
+        if isinstance(self.trainer, CodedTrainer):
+            self.batches = PartBatches(task, self.trainer.coded, setting.batch, setting.seed)
         self.store = CheckpointStore(folder / "checkpoints", rank=self.rank, workers=comm.size)
         self.stop = Stop(folder, rank=self.rank, workers=comm.size, called=called)
         self.step, self.clock = 0, Stopwatch(comm.now)
@@ -110,7 +113,7 @@ class Loop:
 
     def _one_step(self) -> None:
         start, waited_before = self.clock.read(), self.comm.waited
-        if self.real and (late := self.setting.late(self.rank, self.step)):
+        if self.trainer.begin() and self.real and (late := self.setting.late(self.rank, self.step)):
             time.sleep(late)
         batch = next(self.batches)
         loss = self.trainer.step(batch).item()
@@ -120,7 +123,7 @@ class Loop:
         self.schedule.step()
         self.step += 1
         end, exposed = self.clock.read(), self.comm.waited - waited_before
-        units = batch[1].numel()
+        units = (next(iter(batch.values())) if isinstance(batch, dict) else batch)[1].numel()
         self.record.add_step(self.step, start=start, end=end, exposed=exposed, loss=loss, units=units)
         self._log_rounds(end - exposed)
 

@@ -73,6 +73,14 @@ class Setting:
         return 0 < step < self.steps and step % max(1, round(self.steps / self.evaluations)) == 0
 
     @cached_property
+    def load(self) -> int:
+        """The batches that a worker computes in each step."""
+        if self.method == TORCH_DDP or self.workers == 1:
+            return 1
+        call = method(self.method)
+        return 1 + int(call.arguments.get("stragglers", 1)) if call.name == "gradient_code" else 1
+
+    @cached_property
     def stragglers(self) -> tuple[Straggler, ...]:
         """Parsed once, since every step of every rank asks."""
         return tuple(parse_straggler(text, workers=self.workers) for text in self.straggler)

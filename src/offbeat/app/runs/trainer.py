@@ -136,6 +136,10 @@ class Trainer:
         self.sync.load_state_dict(state, resize=True)
         self.sync._count_weights([named(model.items()) for model in models])
 
+    def begin(self) -> bool:
+        """Whether this worker computes anything in the coming step."""
+        return True
+
     def step(self, batch: Batch) -> Tensor:
         """Run one iteration and return its loss."""
         loss = self.task.loss(self.model, batch)
@@ -214,6 +218,9 @@ class TorchDDP:
                 buffer.copy_(before)
         torch.set_rng_state(rng)
         return sorted(seconds[1:])[TIMED // 2]
+
+    def begin(self) -> bool:
+        return True
 
     def step(self, batch: Batch) -> Tensor:
         """Run one iteration and return its loss."""

@@ -1,0 +1,149 @@
+"""Hands out the parts of the data that a worker computes in each step of gradient coding."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils.data import default_collate
+
+from offbeat.base.checks import is_whole
+from offbeat.base.clock import State
+from offbeat.base.draws import shuffled, whole
+from offbeat.engine.synchronizer import Synchronizer
+from offbeat.waitfree.coded import CodedGradients
+
+
+@dataclass(frozen=True)
+class DataPart:
+    """One part of a step's samples. Scale the mean loss over them by `weight`."""
+
+    number: int
+    indices: tuple[int, ...]
+    weight: float
+    seed: int
+    _dataset: Any = field(repr=False)
+    _collate: Callable[[list[Any]], Any] = field(repr=False)
+
+    def load(self) -> Any:
+        """Read the samples as one batch."""
+        return self._collate([self._dataset[index] for index in self.indices])
+
+
+def coded_sampler(
+    dataset: Any,
+    sync: Synchronizer,
+    *,
+    batch_size: int,
+    epochs: int = 1,
+    shuffle: bool = True,
+    seed: int = 0,
+    collate: Callable[[list[Any]], Any] = default_collate,
+) -> CodedSampler:
+    """The steps of a run with `gradient_code`, and for each step the parts of it that this worker computes.
+
+    A step has as many parts as there are workers, of `batch_size` samples each. The last step of an epoch has
+    what is left. While a part is in use, random numbers come from its own seed, the same on all workers that
+    compute it, and what was drawn before continues afterwards. If a step was decided without this worker, it
+    has no more parts. Every worker reads the whole `dataset`, by index.
+
+        for parts in offbeat.coded_sampler(dataset, sync, batch_size=32, epochs=10):
+            for part in parts:
+                x, y = part.load()
+                (part.weight * loss(model(x), y)).backward()
+            sync.step()
+            optimizer.zero_grad()
+    """
+    coded = [part for part in sync.parts if isinstance(part, CodedGradients)]
+    if not coded:
+        raise ValueError(f"coded_sampler(dataset, {sync!r}): the method must be gradient_code(...).")
+    for name, value in (("batch_size", batch_size), ("epochs", epochs)):
+        if not is_whole(value, 1):
+            raise ValueError(f"coded_sampler({name}={value!r}): {name} must be a whole number, at least 1.")
+    if not len(dataset):
+        raise ValueError("coded_sampler(dataset): the dataset is empty.")
+    return CodedSampler(dataset, sync, coded[0], batch_size, epochs, shuffle, seed, collate)
+
+
+@dataclass(eq=False)
+class CodedSampler:
+    """See `coded_sampler`. Its place is in `state_dict`, for `sync.save(folder, sampler=sampler)`."""
+
+    dataset: Any
+    sync: Synchronizer
+    coded: CodedGradients
+    batch_size: int
+    epochs: int
+    shuffle: bool
+    seed: int
+    collate: Callable[[list[Any]], Any]
+    step: int = 0  # how many it has handed out
+
+    def __len__(self) -> int:
+        return self.epochs * self._steps()
+
+    def _steps(self) -> int:
+        """Of an epoch."""
+        return -(-len(self.dataset) // (self.batch_size * self._size))
+
+    @property
+    def _size(self) -> int:
+        """The number of workers, and of parts."""
+        return self.coded.peers.everyone.size
+
+    def __iter__(self) -> Iterator[Iterator[DataPart]]:
+        self.sync.start()  # gradients of different weights could not be added
+        if self.coded.active:
+            self.coded.open(self.sync.steps)  # now: from the first step on, nobody waits for late workers
+        while self.step < len(self):
+            self.step += 1
+            self.coded.unfinished = self.coded.load
+            yield self._hand_out(self.step - 1)
+
+    def _hand_out(self, step: int) -> Iterator[DataPart]:
+        for number, coefficient in self.coded.hand_out(self.sync.steps):
+            part = self.part(step, number, coefficient)
+            if part.indices:
+                with seeded(part.seed):
+                    yield part
+
+    def part(self, step: int, number: int, coefficient: float) -> DataPart:
+        """One part of a step: every K-th of its samples."""
+        size, samples, (epoch, place) = self._size, len(self.dataset), divmod(step, self._steps())
+        order: Sequence[int] = range(samples)
+        if self.shuffle:
+            order = shuffled(samples, self.seed, epoch, "order")
+        chosen = order[place * size * self.batch_size : (place + 1) * size * self.batch_size]
+        own = tuple(chosen[number::size])
+        weight = coefficient * len(own) * size / len(chosen)
+        seed = whole(self.seed, step, number, "part") >> 1
+        return DataPart(number, own, weight, seed, self.dataset, self.collate)
+
+    def state_dict(self) -> State:
+        return {"step": self.step}
+
+    def load_state_dict(self, state: State) -> None:
+        self.step = state["step"]
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Draw torch's, Python's and NumPy's random numbers from this seed, and then from where they were."""
+    numpy = sys.modules.get("numpy")
+    python, arrays = random.getstate(), None if numpy is None else numpy.random.get_state()
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        random.seed(seed)
+        if numpy is not None:
+            numpy.random.seed(seed % 2**32)
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            if numpy is not None:
+                numpy.random.set_state(arrays)
