@@ -4,7 +4,7 @@
     python benchmarks/coding/run.py 4
 
 In each step a random quarter of the workers sleeps for eight times the computation of a batch. That
-computation is a pause of 20 ms beside a small model, so that more workers than processors do not slow each
+computation is a pause of 0.1 s beside a small model, so that more workers than processors do not slow each
 other down. `gradient_code` computes stragglers + 1 batches per worker and step. `speed` is throughput ÷ that
 of `ddp` at the same samples per step, its extra computation included. `equal`: all workers have the same
 weights, to the bit. The last column is the speed without delays.
@@ -27,7 +27,7 @@ from torch import nn
 
 import offbeat
 
-BATCH, DELAY, STEPS, EVEN = 0.02, 8 * 0.02, 100, 40
+BATCH, DELAY, STEPS, EVEN = 0.1, 8 * 0.1, 40, 20
 METHODS = ["ddp()", *(f"gradient_code(stragglers={late})" for late in (1, 2, 3))]
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from offbeat.base.draws import whole
+from offbeat.plan.decoding import find_enough
 from offbeat.plan.groups import Costs, Groups
 from offbeat.plan.job import Cluster
 from offbeat.plan.overlap import Early
@@ -215,7 +216,7 @@ class Clocks:
         """A round of coded gradients, which ends with the first answers that decode."""
         began, now = self._resumed.expand(self._shape), self._now.expand(self._shape)
         call = self._costs.announcement
-        start = torch.maximum(self._sidecar, _enough(part, now) + call) + call
+        start = torch.maximum(self._sidecar, find_enough(part, now) + call) + call
         if len(self._past) >= part.behind:
             start = torch.maximum(start, self._past[-part.behind])  # no worker is further behind
         busy, delay = self._costs.of("mean", size, self._world)
@@ -281,20 +282,6 @@ class Clocks:
         if self._known is None or self._known[0] is not now:
             self._known = now, (now.amin(-1, True), now.mean(-1, True), now.amax(-1, True))
         return self._known[1]
-
-
-def _enough(part: CodedGradients, now: Tensor) -> Tensor:
-    """When the answers decode, if workers answer now: all but the stragglers of each cluster."""
-    if now.shape[-1] == 1:
-        return now
-    sizes = [len(ranks) for ranks in part.clusters.ranks]
-    alike, spare = sizes.count(sizes[0]), part.clusters.stragglers
-    cut = alike * sizes[0]  # the last cluster may be larger
-    blocks = [now[..., :cut].reshape(*now.shape[:-1], alike, sizes[0])]
-    blocks += [now[..., None, cut:]] if cut < now.shape[-1] else []
-    ends = [block.sort(-1).values[..., -1 - spare].amax(-1, keepdim=True) for block in blocks]
-    enough = torch.stack(ends).amax(0)
-    return torch.minimum(now.amax(-1, keepdim=True), enough + (part.grace or 0.0))
 
 
 def _mean(values: Tensor) -> Tensor:

@@ -1,0 +1,22 @@
+"""When the answers of workers with coded gradients are enough."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from offbeat.waitfree import CodedGradients
+
+
+def find_enough(part: CodedGradients, now: Tensor) -> Tensor:
+    """When the answers decode, if workers answer now: all but the stragglers of each cluster."""
+    if now.shape[-1] == 1:
+        return now
+    sizes = [len(ranks) for ranks in part.clusters.ranks]
+    alike, spare = sizes.count(sizes[0]), part.clusters.stragglers
+    cut = alike * sizes[0]  # the last cluster may be larger
+    blocks = [now[..., :cut].reshape(*now.shape[:-1], alike, sizes[0])]
+    blocks += [now[..., None, cut:]] if cut < now.shape[-1] else []
+    ends = [block.sort(-1).values[..., -1 - spare].amax(-1, keepdim=True) for block in blocks]
+    enough = torch.stack(ends).amax(0)
+    return torch.minimum(now.amax(-1, keepdim=True), enough + (part.grace or 0.0))
