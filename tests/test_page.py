@@ -232,6 +232,7 @@ def test_a_table_too_wide_for_a_phone_says_so(tmp_path: Path) -> None:
     wide, narrow = (drawn(render(runs), tmp_path, width) for width in (1280, 500))
     assert re.search(r'data-id="swipe" hidden', wide.split("<template")[0])
     assert not re.search(r'data-id="swipe" hidden', narrow.split("<template")[0])
+    assert 'class="best"' not in wide, "what is equal in all rows is not the best"
 
 
 def test_the_page_says_how_it_was_made(tmp_path: Path) -> None:

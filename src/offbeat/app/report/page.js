@@ -196,7 +196,7 @@ function drawTable() {
     html("td", {}, html("i", { class: "swatch", style: `background:${color(row.method)}` }), html("code", {}, row.method)),
     ...columns.map(([key, , show, better]) => {
       const values = data.rows.map(r => r[key]).filter(v => v !== null);
-      const best = better && data.rows.length > 1 && row[key] === (better === "low" ? Math.min(...values) : Math.max(...values));
+      const best = better && new Set(values).size > 1 && row[key] === (better === "low" ? Math.min(...values) : Math.max(...values));
       return html("td", best ? { class: "best" } : {}, show(row));
     })));
   const left = methods.filter(method => !data.rows.some(row => row.method === method)).map(method => html("tr", {},
