@@ -203,7 +203,7 @@ function drawTable() {
     html("td", {}, html("i", { class: "swatch", style: `background:${color(method)}` }), html("code", {}, method)), html("td", { colspan: columns.length, class: "left" }, "unfinished")));
   byId("table").replaceChildren(html("thead", {}, head), html("tbody", {}, ...rows, ...left));
   byId("tablenote").textContent = `Means over ranks${data.rows.some(r => r.seeds > 1) ? " and seeds, ± the standard deviation over seeds" : ""}${alone ? "" : `; the reference is ${data.reference}`}. ` +
-    "Exposed: a worker stood still for messages. Hidden: messages were in the air while it worked. " +
+    "Exposed: a worker stood still for messages. Hidden: messages were in flight while it worked. " +
     (given ? `To ${goal}: until the loss was first that low, and the bytes that rank 0 had sent by then.` : alone ? "" : "To ref. loss: until the loss is within 5 % of the reference's final loss with the same seed.") +
     (searched ? " Every method is shown at the learning rate with its lowest final loss." : "") +
     (data.unfinished.length ? ` Unfinished, and not in the table: ${data.unfinished.join("; ")}.` : "");
@@ -309,7 +309,7 @@ function drawShares() {
 function drawTimeline() {
   const run = data.runs[part.shown], holder = byId("timeline");
   if (!run || !run.ranks.length) return;
-  keys(byId("timekeys"), [["var(--work)", "working"], ["var(--wait)", "exposed"], ["var(--air)", "messages in the air"]]);
+  keys(byId("timekeys"), [["var(--work)", "working"], ["var(--wait)", "exposed"], ["var(--air)", "messages in flight"]]);
   const width = holder.clientWidth, left = 46, line = 34, height = run.ranks.length * line + 30;
   const from = Math.min(...run.ranks.map(r => r.steps[0][0] - r.steps[0][1])), to = Math.max(...run.ranks.map(r => r.steps.at(-1)[0]));
   const place = t => left + (Math.min(to, Math.max(from, t)) - from) / (to - from || 1) * (width - left - 8);
