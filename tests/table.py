@@ -37,6 +37,7 @@ METHODS = [
     "eager_diloco(every=3, lr=0.5, momentum=0.625, ramp=1)",
     "diloco(every=3, lr=0.5, momentum=0.625, ramp=1, warmup=3)",
     "snoo(every=3, lr=0.5, momentum=0.625, ramp=1)",
+    "coda(every=3, stages=(4, 9), gamma=1e+30, decay=2.0)",
     "desloc(every=2, first=3, second=4)",
     "desloc(every=1)",
     "palsgd(every=4, p=0.5, eta=0.5, lr=0.5, momentum=0.5, ramp=0)",
@@ -101,7 +102,10 @@ ROUNDED = [
     "a2sgd(every=3)",
     "a2sgd(every=3, reduce=Quantized(8, block=8, least=1))",
 ]
-METHODS += CODES + ROUNDED
+
+# These round without a code.
+PULLED = ["coda(every=3, stages=(2, 3, 9), gamma=4.0)"]
+METHODS += CODES + ROUNDED + PULLED
 
 # All rows again, for tests that take long: the fast part runs the first row of each method.
 _FIRST = {row.partition("(")[0]: row for row in reversed(METHODS)}.values()
@@ -170,6 +174,8 @@ LAWS = [
     ),
     Law("snoo(every=3, lr=1.0, momentum=0.0)", "ddp()"),
     Law("snoo(every=100)", "ddp()", options=FLOATS),
+    # A stage without an end or a pull.
+    Law("coda(every=3, stages=1000, gamma=1e+30)", "local_sgd(every=3)", exact=False, options=FLOATS),
     # Moments that come with the parameters, or never.
     Law("desloc(every=3, first=3, second=3)", "local_sgd(every=3, moments='average')", options=ADAMW),
     Law("desloc(every=3, first=3)", "local_sgd(every=3, moments='average')", options=FLOATS),
@@ -329,6 +335,7 @@ ALONE = [
     "adaptive(start=2, sample=5)",
     "cocod(every=3, delay=2)",
     "desloc(every=1)",
+    "coda(every=3, stages=1000, gamma=1e+30)",
     "wagma(every=3)",
     "eager_sgd(every=3)",
     "gradient_code()",

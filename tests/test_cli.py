@@ -53,6 +53,7 @@ def test_every_method_is_in_the_catalogue_with_its_paper(entries: dict[str, meth
         ("adacomm", 1 / 16, 1),
         ("cocod", 1 / 8, 2),  # one of them in the air
         ("dasgd", 1 / 8, 1),
+        ("coda", 1 / 8, 3),
         ("desloc", (1 + 1 / 3 + 1 / 6) / 64, 2),  # one of them in the air
         ("slowmo", 1 / 12, 3),
         ("overlap_local_sgd", 1 / 2, 3),

@@ -293,6 +293,12 @@ def test_losses_are_the_means_of_the_runs_that_are_logged() -> None:
     assert {(row[0].strip("`"), *row[1:4]) for row in rows} == expected
 
 
+def test_areas_are_those_of_the_runs() -> None:
+    script = runpy.run_path(str(ROOT / "benchmarks/papers/coda.py"))
+    logged = [json.loads(line) for line in script["RESULTS"].read_text().splitlines()]
+    assert script["table"](logged) in (ROOT / "docs/benchmarks.md").read_text()
+
+
 def test_delays_cost_what_the_log_says() -> None:
     script = runpy.run_path(str(ROOT / "benchmarks/delays/run.py"))
     rows = [row for row in script["table"](script["read"](script["RESULTS"])).splitlines() if "`" in row]

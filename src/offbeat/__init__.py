@@ -14,7 +14,7 @@ What is sent, `reduce=`: Reducer Mean Quantized TopK RandomBlock LowRank TwoLeve
 How it is applied, `update=`: Update Replace Rebase Correct Detached Outer SlowMo Overlap Eager Gossip SGD
 Parts of a method: Part Exchange PushPull PseudoSync GroupAverage EagerGradients CodedGradients
     Attendance params grads
-    LocalRule LocalStep GLU Compensated moments
+    LocalRule LocalStep GLU Compensated moments Stages AUCLoss
 Simulation: simulate Virtual Network Level Compute Constant Jittered HeavyTailed Stragglers Uneven
     Recorded Failures
 

@@ -12,11 +12,13 @@ from offbeat.comm.communicator import Communicator, Metered, Pending
 from offbeat.comm.throttled import Throttled
 from offbeat.comm.torch_backend import Torch
 from offbeat.elastic import *
+from offbeat.engine.auc import AUCLoss
 from offbeat.engine.ddp_hook import ddp_hook
 from offbeat.engine.exchange import Exchange
 from offbeat.engine.part import Part
 from offbeat.engine.pull import PseudoSync
 from offbeat.engine.report import Report, Totals
+from offbeat.engine.stages import Stages
 from offbeat.engine.synchronizer import Synchronizer
 from offbeat.methods import *
 from offbeat.methods.expression import method
@@ -29,15 +31,16 @@ from offbeat.waitfree import *
 from offbeat.when import QSR, AdaComm, Adaptive, Every, Never, Schedule, Then
 
 __all__ = ["GLU", "QSR", "SGD"]
-__all__ += ["AdaComm", "Adaptive", "Attendance", "Butterfly", "CheckpointMismatch", "Clock", "Code"]
-__all__ += ["CodedGradients", "CodedReport", "CodedSampler", "Communicator", "Compensated", "Compute"]
-__all__ += ["Constant", "Correct", "DataPart", "Deadlock", "Detached", "Disagreement", "Eager"]
-__all__ += ["EagerGradients", "Elastic", "ErrorFeedback", "Every", "Exchange", "Failures"]
+__all__ += ["AUCLoss", "AdaComm", "Adaptive", "Attendance", "Butterfly", "CheckpointMismatch", "Clock"]
+__all__ += ["Code", "CodedGradients", "CodedReport", "CodedSampler", "Communicator", "Compensated"]
+__all__ += ["Compute", "Constant", "Correct", "DataPart", "Deadlock", "Detached", "Disagreement"]
+__all__ += ["Eager", "EagerGradients", "Elastic", "ErrorFeedback", "Every", "Exchange", "Failures"]
 __all__ += ["Gossip", "GroupAverage", "GroupReport", "HeavyTailed", "Jittered", "Level", "LocalRule"]
 __all__ += ["LocalStep", "LowRank", "Mean", "Metered", "Network", "Never", "NotFinite", "OffbeatError"]
 __all__ += ["Outer", "Overlap", "Packed", "Pairs", "Part", "PeerLost", "Peers", "Pending", "PseudoSync"]
-__all__ += ["PushPull", "Quantized", "RandomBlock", "Rebase", "Recorded", "Reducer", "Replace", "Report"]
-__all__ += ["Schedule", "SlowMo", "Solo", "Stragglers", "Subgroups", "Synchronizer", "Then", "Throttled"]
-__all__ += ["TopK", "Torch", "Totals", "TwoLevel", "Uneven", "Update", "Virtual", "World"]
+__all__ += ["PushPull", "Quantized", "RandomBlock", "Rebase", "Recorded", "Reducer", "Replace"]
+__all__ += ["Report", "Schedule", "SlowMo", "Solo", "Stages", "Stragglers", "Subgroups", "Synchronizer"]
+__all__ += ["Then", "Throttled", "TopK", "Torch", "Totals", "TwoLevel", "Uneven", "Update", "Virtual"]
+__all__ += ["World"]
 __all__ += ["coded_sampler", "ddp_hook", "flatten", "grads", "method", "moments", "params", "simulate"]
 __all__ += _methods.__all__
