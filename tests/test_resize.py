@@ -14,8 +14,11 @@ import torch
 from conftest import Pool
 from problems import Dyadic, Realistic, data, optimizer_for, same, snapshot
 from table import METHODS, ROWS, savable
+from test_fsdp import build, mesh_of_four, weights
+from test_fsdp import loop as train
 from test_transfer import SHARED, reason_of
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 
 import offbeat
 from offbeat.engine.agreement import copy_state
@@ -532,3 +535,30 @@ def test_simulation_equals_gloo(row: str, pool: Pool, tmp_path: Path) -> None:
         )
         for one, other in zip(real, virtual, strict=True):
             assert all(same(a, b) for a, b in zip(one, other, strict=True))
+
+
+def shards(comm: offbeat.Communicator, folder: str) -> tuple[dict[str, Tensor], dict[str, Tensor], int]:
+    """Two replicas of two shards each; then each replica goes on as a run of one worker."""
+    mesh = mesh_of_four()
+    model = fully_shard(build(), mesh=mesh["shard"])
+    opt = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
+    sync = offbeat.local_sgd(model, opt, every=4, group=mesh["replica"])
+    train(model, sync, opt, mesh["replica"].get_local_rank(), range(3))
+    sync.save(folder)
+    with sync.averaged():
+        mean = weights(model)
+    model = fully_shard(build(), mesh=mesh["shard"])
+    opt = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
+    sync = offbeat.local_sgd(model, opt, every=4, group=offbeat.Solo())
+    assert sync.load(folder, resize=True)
+    after = weights(model)
+    train(model, sync, opt, 0, range(3, 5))
+    return mean, after, sync.steps
+
+
+@pytest.mark.slow
+def test_shards(pool: Pool, tmp_path: Path) -> None:
+    for mean, after, steps in pool.run(shards, str(tmp_path), fresh=True):
+        assert steps == 5
+        for name in mean:
+            torch.testing.assert_close(after[name], mean[name])
