@@ -11,6 +11,7 @@ import typer
 
 from offbeat.app.cli.compare import compare, study
 from offbeat.app.cli.init import init
+from offbeat.app.cli.join import join
 from offbeat.app.cli.lab import lab
 from offbeat.app.cli.methods import methods
 from offbeat.app.cli.options import Refused, plain
@@ -60,7 +61,7 @@ def offbeat_command(
     """
 
 
-for command in (train, compare, study, report, plan, lab, methods, init):
+for command in (train, join, compare, study, report, plan, lab, methods, init):
     app.command()(command)
 
 

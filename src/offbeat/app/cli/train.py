@@ -19,7 +19,9 @@ def train(
     task: options.Task = "digits",
     model: options.Model = None,
     data: options.Data = None,
-    workers: Annotated[int | None, typer.Option(help="Number of workers, 4 by default.")] = None,
+    workers: Annotated[
+        str | None, typer.Option(help="Number of workers, 4 by default; with --elastic such as 2:6.")
+    ] = None,
     steps: options.Steps = 400,
     batch: options.Batch = None,
     lr: options.Rate = None,
@@ -35,6 +37,12 @@ def train(
     resume: Annotated[
         bool, typer.Option("--resume", help="Continue the run in --checkpoint-dir, with its own settings.")
     ] = False,
+    elastic: Annotated[
+        bool, typer.Option("--elastic", help="Let workers come and go; start more with `offbeat join`.")
+    ] = False,
+    lighthouse: Annotated[
+        str | None, typer.Option(help="With --elastic: the address of a running lighthouse.")
+    ] = None,
     tensorboard: Annotated[
         bool, typer.Option("--tensorboard", help="Also write TensorBoard files into the folder.")
     ] = False,
@@ -56,6 +64,8 @@ def train(
         offbeat train 'local_sgd(every=8, delay=4)' --task bytes --data poems.txt --link 100mbit,20ms
 
         offbeat train --resume --checkpoint-dir runs/mine
+
+        offbeat train 'diloco(every=16)' --elastic --workers 2:6
 
         torchrun --nproc-per-node 4 -m offbeat train 'qsr(alpha=0.02)' --task images --data cifar10.zip
     """

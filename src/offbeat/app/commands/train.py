@@ -33,6 +33,12 @@ FREE = ("steps", "checkpoint_every", "workers")  # settings that may change when
 def run(given: SimpleNamespace) -> int:
     """Train with one method, as the launcher of local workers or as one of torchrun's."""
     with reading():
+        least, given.workers = _read_workers(given.workers, elastic=given.elastic)
+        if given.lighthouse is not None and not given.elastic:
+            raise Refused("--lighthouse: add --elastic.")
+    if given.elastic:
+        return _run_elastic(given, least or 2)
+    with reading():
         started = read_launch()
         if not given.resume:
             _count_workers(given.workers, started and started.workers)
@@ -65,6 +71,37 @@ def run(given: SimpleNamespace) -> int:
     if not leads:
         return 0 if done else 130
     return _show(place, setting, json=given.json) if done else _say_stopped(place, setting)
+
+
+def _read_workers(text: str | None, *, elastic: bool) -> tuple[int | None, int | None]:
+    """The fewest workers and the most, which are the same unless workers may come and go."""
+    low, colon, high = (text or "").partition(":")
+    numbers = [low, high] if colon else [low, low]
+    if text is None:
+        return (2, 4) if elastic else (None, None)
+    if not all(n.removeprefix("-").isdecimal() and n.isascii() for n in numbers) or (colon and not elastic):
+        advice = "a whole number, such as 4; with --elastic, also the fewest and the most, such as 2:6."
+        raise BadArgument("workers", text, f"workers must be {advice}")
+    fewest, most = map(int, numbers)
+    if elastic and not 1 <= fewest <= most:
+        raise BadArgument("workers", text, "the fewest must be at least 1, and at most the most.")
+    return fewest, most
+
+
+def _run_elastic(given: SimpleNamespace, least: int) -> int:
+    from offbeat.app.commands import elastic
+
+    with reading():
+        if given.method is None:
+            raise Refused("Name a method, such as 'diloco(every=32)'; `offbeat methods` lists them.")
+        place = given.checkpoint_dir
+        if place is None:
+            place = Path("runs") / f"{folders.slug(given.method)}-{_start_time(None)}"
+        if (place / folders.SETTING).exists():
+            raise Refused(f"There is a run in {str(place)!r} already: name another folder.")
+        given.checkpoint_every = 0
+        setting = _setting_of(given, given.workers)
+    return elastic.train(given, setting, place, least)
 
 
 def _prepare(given: SimpleNamespace, started: Launch | None) -> tuple[Path, Setting, Task, bool]:

@@ -337,6 +337,18 @@ function drawTimeline() {
   byId("timenote").textContent = `${run.method}, seed ${run.seed}: ${run.ranks[0].steps.length} log lines from the middle of the run, from ${number(from)} s on. A gap: the rank had finished its step and waited for the others at an evaluation or a checkpoint, or worked between two steps. Exposed share of the whole run: ${waits}.`;
 }
 
+function drawPresence() {
+  const run = data.runs.find(run => run.presence.length);
+  byId("presence").hidden = !run;
+  if (!run) return;
+  const share = value => `${Math.round(100 * value)} %`;
+  const strip = rounds => svg("svg", { viewBox: `0 0 ${Math.max(1, rounds.length)} 1`, width: 320, height: 12, preserveAspectRatio: "none", role: "img", "aria-label": `${rounds.filter(Boolean).length} of ${rounds.length} rounds` },
+    ...rounds.flatMap((there, i) => there ? [svg("rect", { x: i, y: 0, width: 1, height: 1, fill: "var(--work)" })] : []));
+  const row = (kind, ...cells) => html("tr", {}, ...cells.map(cell => html(kind, {}, cell)));
+  byId("present").replaceChildren(html("thead", {}, row("th", "worker", "alive", "counted", "rounds")),
+    html("tbody", {}, ...run.presence.map(p => row("td", p.name, share(p.alive), share(p.counted), strip(p.rounds)))));
+}
+
 function drawSeries(id, column, label, options) {
   const runs = data.runs.filter(run => run.rounds.some(r => r[column] !== null && (!options.log || r[column] > 0)));
   if (!runs.length) { byId(id).replaceChildren(html("p", { class: "note" }, "No method here reports it: gradients and codes have none.")); return; }
@@ -409,6 +421,7 @@ function build(data) {
   byId("single").hidden = data.curves.length > 0;
   byId("search").hidden = !data.rows.some(row => row.rates.length > 1);
   drawTable();
+  drawPresence();
   legend(byId("legend"));
   choose(byId("axis"), [[0, "time"], [1, `${data.setting.unit} seen`], [2, "bytes sent"]], 0, key => { part.axis = key; drawLoss(); });
   choose(byId("which"), data.runs.map((run, i) => [i, run]).filter(([, run]) => run.ranks.length && run.seed === data.runs[0].seed).map(([i, run]) => [i, run.method]), shown, key => { part.shown = key; drawTimeline(); });

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from offbeat.app.runs.folder import write_whole
+from offbeat.app.runs.presence import list_presence
 from offbeat.app.runs.schema import Entry
 from offbeat.app.runs.summary import (
     Logged,
@@ -81,6 +82,7 @@ def _run(run: Logged, label: str) -> dict[str, Any]:
         "folder": run.folder.name, "complete": run.complete,
         "evals": [[e["t"], e["units"] * workers, e["sent"], e["loss"], e["step"]] for e in run.evals],
         "rounds": rounds[:: max(1, -(-len(rounds) // POINTS))],
+        "presence": [asdict(own) for own in list_presence(run)],
         "ranks": [timeline for entries in run.ranks if (timeline := _timeline(entries))],
     }  # fmt: skip
 

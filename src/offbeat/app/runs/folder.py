@@ -39,7 +39,9 @@ def write_whole(path: Path, text: str) -> None:
         beside.write_text(text)
 
 
-def prepare(folder: Path, setting: Setting, task: Task, *, command: Sequence[str] = ()) -> None:
+def prepare(
+    folder: Path, setting: Setting, task: Task, *, command: Sequence[str] = (), **more: dict[str, Any]
+) -> None:
     """Make the folder and write the run's setting and origin. The default command is the running one."""
     folder.mkdir(parents=True, exist_ok=True)
     model = task.model()
@@ -49,7 +51,7 @@ def prepare(folder: Path, setting: Setting, task: Task, *, command: Sequence[str
         "torch": torch.__version__, "python": platform.python_version(), "system": platform.platform(),
         "cores": os.cpu_count(), "unit": task.unit,
         "optimizer": _describe(setting.optimizer_of(task, model)),
-        "parameters": sum(p.numel() for p in model.parameters()),
+        "parameters": sum(p.numel() for p in model.parameters()), **more,
     }  # fmt: skip
     write_whole(folder / ORIGIN, json.dumps(origin, indent=1))
     write_whole(folder / SETTING, json.dumps(asdict(setting), indent=1))
@@ -125,9 +127,11 @@ def find(roots: Sequence[Path]) -> list[Path]:
 
 
 def finished(folder: Path) -> bool:
-    """Whether every rank has written its last line."""
+    """Whether every rank has written its last line; where workers come and go, whether one has."""
     logs = [log_path(folder, rank) for rank in range(setting_of(folder).workers)]
-    return all(any(entry["kind"] == "end" for entry in entries(log)) for log in logs)
+    ended = [any(entry["kind"] == "end" for entry in entries(log)) for log in logs]
+    elastic = (folder / ORIGIN).is_file() and "elastic" in origin_of(folder)
+    return any(ended) if elastic else all(ended)
 
 
 def cache_of(folder: Path) -> Path:

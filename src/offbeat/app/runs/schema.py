@@ -66,6 +66,16 @@ class End(TypedDict):
     sent_in_all: NotRequired[_Count]
 
 
+@with_config(_LOOSE)
+class Life(TypedDict):
+    """A worker that may come and go begins or ends."""
+
+    kind: Literal["life"]
+    step: _Count
+    t: _Seconds
+    alive: bool
+
+
 @with_config(ConfigDict(extra="forbid", strict=True))
 class SettingFile(TypedDict):
     """The fields of `Setting`."""
@@ -95,7 +105,9 @@ class OriginFile(TypedDict):
     parameters: NotRequired[_Count]
 
 
-ENTRY: TypeAdapter[Any] = TypeAdapter(Annotated[Steps | Round | Eval | End, Field(discriminator="kind")])
+ENTRY: TypeAdapter[Any] = TypeAdapter(
+    Annotated[Steps | Round | Eval | End | Life, Field(discriminator="kind")]
+)
 SETTING_FILE: TypeAdapter[Any] = TypeAdapter(SettingFile)
 ORIGIN_FILE: TypeAdapter[Any] = TypeAdapter(OriginFile)
 

@@ -29,7 +29,8 @@ class Logged:
 
     @property
     def complete(self) -> bool:
-        return len(self.ends) == self.setting.workers and bool(self.evals)
+        enough = 1 if "elastic" in self.origin else self.setting.workers
+        return len(self.ends) >= enough and bool(self.evals)
 
     @property
     def loss(self) -> float:
@@ -69,10 +70,13 @@ def read(folder: Path) -> Logged:
         if skipped:
             count = f"{len(skipped)} line{'' if len(skipped) == 1 else 's'}"
             notes.append(f"{log}: skipped {count} that a run does not write, the first is line {skipped[0]}")
-    evals = [entry for rank in ranks[:1] for entry in rank if entry["kind"] == "eval"]
+    origin = origin_of(folder)
+    first = ranks if "elastic" in origin else ranks[:1]  # the first of those that were there evaluates
+    evals = [entry for rank in first for entry in rank if entry["kind"] == "eval"]
+    evals.sort(key=lambda entry: (entry["step"], entry["t"]))
     ends = [[entry for entry in rank if entry["kind"] == "end"] for rank in ranks]
     last = [own[-1] for own in ends if own]
-    return Logged(folder, setting, origin_of(folder), tuple(ranks), evals, last, tuple(notes))
+    return Logged(folder, setting, origin, tuple(ranks), evals, last, tuple(notes))
 
 
 def sections(runs: Sequence[Logged]) -> list[list[Logged]]:

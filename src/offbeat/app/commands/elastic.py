@@ -1,0 +1,155 @@
+"""`offbeat train --elastic` and `offbeat join`: workers that come and go."""
+
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from urllib.parse import quote, unquote, urlsplit
+
+import torch
+
+from offbeat.app.cli.options import Refused, reading
+from offbeat.app.commands import show
+from offbeat.app.commands.progress import follow_progress
+from offbeat.app.commands.report import show_table
+from offbeat.app.runs import folder as folders
+from offbeat.app.runs.presence import shares
+from offbeat.app.runs.seats import count_taken, take_seat
+from offbeat.app.runs.setting import Setting, check
+from offbeat.app.runs.summary import read
+from offbeat.app.runs.worker import _end_with_launcher
+from offbeat.base.errors import OffbeatError
+from offbeat.elastic.lighthouse import load_torchft
+
+LOOK = 0.2  # seconds between looks at the workers
+ALONE = 10.0  # seconds without any worker after which a run is given up
+# Without the current folder in sys.path, as for other workers.
+_JOIN = "import sys; sys.path[:] = filter(None, sys.path); from offbeat.app.cli.app import run; "
+_JOIN += "sys.exit(run(sys.argv[1:]))"
+
+
+def train(given: SimpleNamespace, setting: Setting, place: Path, least: int) -> int:
+    """Start a lighthouse and the fewest workers; follow the run until it is over. `setting` has the most."""
+    with ExitStack() as stack:
+        with reading():
+            for option in ("resume", "link", "straggler", "tensorboard"):
+                if getattr(given, option):
+                    raise Refused(f"--{option}: not with --elastic, whose workers hold the state themselves.")
+            if "RANK" in os.environ:
+                raise Refused("--elastic: without torchrun; start workers on other terminals with join.")
+            task = setting.find_task(folders.cache_of(place))
+            full = check(setting, task)
+            stack.enter_context(folders.lock(place))
+            lighthouse = given.lighthouse or stack.enter_context(_light())
+            elastic = {"lighthouse": lighthouse, "least": least, "began": time.time()}
+            folders.prepare(place, full, task, elastic=elastic)
+        url = lighthouse.rstrip("/") + quote(str(place.resolve()))
+        print(f"offbeat: to start more workers, up to {full.workers}: offbeat join {url}", file=sys.stderr)
+        stack.enter_context(follow_progress([place], quiet=given.quiet))
+        crew = stack.enter_context(_crew(url, place, least))
+        _watch(crew, place, full, url)
+    trained = read(place)
+    if given.json:
+        show.print_json({name: [alive, counted] for name, alive, counted in shares(trained)})
+        return 0
+    show_table([trained], f"{full.task}, {least} to {full.workers} workers, {full.steps} steps")
+    columns = {"worker": "fold", "alive": "right", "counted in rounds": "right"}
+    show.print_table(show.console(), "who was there", columns, shares(trained))
+    show.say(show.console(), f"logs: {place}; the model: {place / folders.MODEL}")
+    return 0
+
+
+@contextmanager
+def _light() -> Iterator[str]:
+    """A lighthouse of this process, for workers on this machine."""
+    try:
+        server: Any = load_torchft().LighthouseServer
+    except ImportError as error:
+        raise Refused(f"--elastic: {error}") from error
+    lighthouse = server(bind="127.0.0.1:0", min_replicas=1, join_timeout_ms=20_000, heartbeat_timeout_ms=1500)
+    try:
+        yield f"http://127.0.0.1:{lighthouse.address().rsplit(':', 1)[1]}"
+    finally:
+        lighthouse.shutdown()
+
+
+@contextmanager
+def _crew(url: str, place: Path, workers: int) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """Workers that end with this process. What they print goes to files in the folder."""
+    environment = {"OMP_NUM_THREADS": "1", **os.environ}
+    crew = []
+    try:
+        for index in range(workers):
+            with folders.output_path(place, index).open("ab") as output:
+                crew.append(
+                    subprocess.Popen(
+                        [sys.executable, "-c", _JOIN, "join", url, "--tied"], env=environment,
+                        stdin=subprocess.PIPE, stdout=output, stderr=output,
+                    )
+                )  # fmt: skip
+        yield crew
+    finally:
+        for process in crew:
+            process.kill()
+            process.wait()
+
+
+def _watch(crew: list[subprocess.Popen[bytes]], place: Path, setting: Setting, url: str) -> None:
+    """Wait until the run is over, whoever has trained it. Say once of each worker that it has ended early."""
+    said, since = set[int](), time.monotonic()
+    while True:
+        time.sleep(LOOK)
+        over = folders.finished(place)
+        taken = count_taken(place, setting.workers)
+        if over and not taken:
+            return
+        if taken or any(process.poll() is None for process in crew):
+            since = time.monotonic()
+        for index, process in enumerate(crew):
+            if process.poll() not in (None, 0) and index not in said and not over:
+                said.add(index)
+                code = process.returncode
+                how = f"by {signal.Signals(-code).name}" if code < 0 else f"with code {code}"
+                print(f"offbeat: a worker ended {how}; start another: offbeat join {url}", file=sys.stderr)
+        if time.monotonic() - since > (ALONE if any((p.returncode or 0) < 0 for p in crew) else LOOK):
+            output = folders.output_path(place, max(said, default=0))
+            last = output.read_text().strip().rpartition("\n")[2].removeprefix("offbeat: ")
+            raise OffbeatError(f"All workers of the run in {str(place)!r} are gone: {last or 'killed'}")
+
+
+def join(url: str, *, quiet: bool = False, tied: bool = False) -> int:
+    """Train as one more worker of an elastic run."""
+    with reading():
+        parts = urlsplit(url)
+        if parts.scheme != "http" or not parts.port or len(parts.path) < 2:
+            raise Refused(
+                f"join {url}: the address is that of the lighthouse and the folder of the run, as "
+                "`offbeat train --elastic` prints it: http://127.0.0.1:29510/home/me/runs/mine"
+            )
+        place = Path(unquote(parts.path))
+        setting, origin = folders.setting_of(place), folders.origin_of(place)
+        if "elastic" not in origin:
+            raise Refused(f"join {url}: the run in {str(place)!r} was not started with --elastic.")
+        if folders.finished(place):
+            print(f"offbeat: the run in {str(place)!r} is finished")
+            return 0
+        task = setting.find_task(folders.cache_of(place))
+    if tied:
+        threading.Thread(target=_end_with_launcher, name="offbeat-tied", daemon=True).start()
+    from offbeat.app.runs.elastic import ElasticLoop
+
+    torch.set_num_threads(1)
+    torch.manual_seed(setting.seed)
+    with take_seat(place, setting.workers) as seat:
+        if not quiet:
+            print(f"offbeat: worker-{seat} of {shlex.quote(str(place))}", file=sys.stderr, flush=True)
+        ElasticLoop(setting, task, place, seat).run()
+    return 0

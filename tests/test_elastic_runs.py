@@ -1,0 +1,141 @@
+"""`offbeat train --elastic` and `offbeat join`: workers of a run come and go."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+from pathlib import Path
+
+import pytest
+from test_first_hour import Call, call  # noqa: F401  # a fixture
+from test_train import started, until
+
+from offbeat.app.report.page import render
+from offbeat.app.runs import folder as folders
+from offbeat.app.runs.presence import list_presence
+from offbeat.app.runs.seats import count_taken, take_seat
+from offbeat.app.runs.summary import read
+from offbeat.base.errors import OffbeatError
+
+
+def test_seats_are_free_again(tmp_path: Path) -> None:
+    with take_seat(tmp_path, 2) as first, take_seat(tmp_path, 2) as second:
+        assert (first, second) == (0, 1)
+        assert count_taken(tmp_path, 2) == 2
+        with (
+            pytest.raises(OffbeatError, match=r"All 2 workers of the run in .* are there"),
+            take_seat(tmp_path, 2),
+        ):
+            pass
+    assert count_taken(tmp_path, 2) == 0
+    with take_seat(tmp_path, 2) as first:
+        assert first == 0
+
+
+def write_log(folder: Path, seat: int, *entries: dict[str, object]) -> None:
+    folders.log_path(folder, seat).write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+
+
+def life(t: float, alive: bool = True) -> dict[str, object]:
+    return {"kind": "life", "step": 0, "t": t, "alive": alive}
+
+
+def round_of(number: int, t: float, **more: object) -> dict[str, object]:
+    costs = {"exposed": 0.0, "air": 0.0, "sent": 1, "drift": None, "norm": None, "period": 4}
+    place = {"kind": "round", "step": 4 * number, "t": t, "round": number, "begun_after": 4 * number}
+    return {**place, "began": t, **costs, "counts": True, **more}
+
+
+def test_alive_and_counted_are_two_things(tmp_path: Path) -> None:
+    """By hand: ten seconds and four rounds. Nobody was there in the first second."""
+    (tmp_path / folders.SETTING).write_text(
+        json.dumps({"method": "diloco(every=4)", "workers": 3, "steps": 16})
+    )
+    elastic = {"lighthouse": "http://127.0.0.1:1", "least": 1, "began": 0.0}
+    origin = {"command": ["offbeat"], "unit": "images", "elastic": elastic}
+    (tmp_path / folders.ORIGIN).write_text(json.dumps(origin))
+    write_log(tmp_path, 0, life(1), *[round_of(i, 3.0 + 2 * i) for i in range(4)], life(11, False))
+    # Killed after four seconds, started again after seven: it listens in the last round.
+    again = [life(8), round_of(3, 9, counts=False), life(11, False)]
+    write_log(tmp_path, 1, life(1), round_of(0, 3), round_of(1, 5), *again)
+    one, other = list_presence(read(tmp_path))
+    assert (one.name, one.alive, one.counted, one.rounds) == ("worker-0", 1.0, 1.0, [True] * 4)
+    assert (other.name, other.alive, other.counted) == ("worker-1", 0.7, 0.5)
+    assert other.rounds == [True, True, False, False]
+    assert '"presence": [{"name": "worker-0"' in render([read(tmp_path)])
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["--workers", "2:3"], "--workers '2:3': workers must be a whole number, such as 4; with --elastic"),
+        (["--elastic", "--workers", "3:2"], "--workers '3:2': the fewest must be at least 1, and at most"),
+        (["--elastic", "--workers", "x"], "--workers 'x': workers must be a whole number"),
+        (["--lighthouse", "http://a:1"], "--lighthouse: add --elastic."),
+        (["--elastic", "--resume"], "--resume: not with --elastic"),
+        (["--elastic", "--link", "1mbit"], "--link: not with --elastic"),
+    ],
+)
+def test_bad_words(call: Call, words: list[str], sentence: str) -> None:  # noqa: F811
+    code, out, error = call("train", "ddp", *words, "--checkpoint-dir", "run")
+    assert (code, out) == (2, "")
+    assert sentence in error
+    assert not (Path("run") / folders.SETTING).exists()
+
+
+def test_join_says_what_its_address_is(call: Call, tmp_path: Path) -> None:  # noqa: F811
+    code, _, error = call("join", "http://127.0.0.1:29510")
+    assert (code, "as `offbeat train --elastic` prints it" in error) == (2, True)
+    code, _, error = call("join", f"http://127.0.0.1:29510{tmp_path}")
+    assert (code, "does not describe a run" in error) == (2, True)
+
+
+@pytest.mark.slow
+def test_a_worker_is_killed_and_another_takes_its_seat(tmp_path: Path) -> None:
+    """With one worker of two the run waits, so it cannot end before the other comes."""
+    folder = tmp_path / "run"
+    words = [
+        "train",
+        "diloco(every=4)",
+        "--elastic",
+        "--workers",
+        "2:3",
+        "--model",
+        "tiny",
+        "--steps",
+        "2000",
+    ]
+    command = started(*words, "--evaluations", "2", "--checkpoint-dir", str(folder))
+    try:
+        until(lambda: rounds(folder, 0) and rounds(folder, 1))
+        children = Path(f"/proc/{command.pid}/task/{command.pid}/children").read_text().split()
+        os.kill(int(children[-1]), signal.SIGKILL)  # the first may be a server that forks workers in tests
+        until(lambda: count_taken(folder, 3) == 1)
+        address = json.loads((folder / folders.ORIGIN).read_text())["elastic"]["lighthouse"]
+        joined = started("join", f"{address}{folder}")
+        out, error = command.communicate(timeout=240)
+        said = joined.communicate(timeout=60)
+    finally:
+        command.kill()
+    assert (command.returncode, joined.returncode) == (0, 0), (error, said)
+    assert re.search(
+        r"a worker ended by SIGKILL; start another: offbeat join http://127\.0\.0\.1:\d+/", error
+    )
+    assert "who was there" in out
+    run = read(folder)
+    assert run.complete
+    assert len(run.ends) == 2
+    assert len({end["weights"] for end in run.ends}) == 1
+    assert run.evals[-1]["step"] == 2000
+    lives = [sum(e["kind"] == "life" and e["alive"] for e in rank) for rank in run.ranks]
+    assert sorted(lives) == [0, 1, 2]
+    stayed, came = sorted(list_presence(run), key=lambda p: lives[int(p.name[-1])])
+    assert stayed.alive == 1
+    assert came.alive < 1
+    assert came.counted < stayed.counted == 1
+
+
+def rounds(folder: Path, seat: int) -> int:
+    return sum(entry["kind"] == "round" for entry in folders.entries(folders.log_path(folder, seat)))
