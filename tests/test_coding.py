@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import random
+import runpy
 import time
 from collections.abc import Callable
 from functools import partial
 from itertools import combinations
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +19,8 @@ from sentences import says
 from torch import Tensor, nn
 
 import offbeat
-from offbeat import CodedReport, Network
+from offbeat import CodedReport, Constant, Network, Stragglers
+from offbeat.plan import Cluster, Job, predict
 from offbeat.waitfree.clusters import Clusters
 from offbeat.waitfree.cyclic import combine, cyclic
 
@@ -308,7 +311,42 @@ def test_dynamic_clusters_avoid_waiting_for_two_that_stay_slow() -> None:
     assert seconds("stragglers=1, dynamic=True") < 4 + 50 + 7 * 1.1 + 0.5
 
 
-# Simulated clusters of the paper
+@pytest.mark.parametrize(("share", "least"), [(0.5, 1.4), (0.29, 1.4), (0.2, 1.4)])
+def test_workers_that_stay_slow_are_waited_for_in_this_order(share: float, least: float) -> None:
+    """The paper's rounds, as in benchmarks/coding: one code, clusters, dynamic clusters, each faster."""
+    script = runpy.run_path(str(Path(__file__).parent.parent / "benchmarks/coding/clusters.py"))
+    means = [
+        sum(script["rounds"](kind, share, seed, 250) for seed in range(4))
+        for kind in ("coded", "clustered", "dynamic")
+    ]
+    assert means == sorted(means, reverse=True)
+    assert means[1] >= least * means[2]
+
+
+@pytest.mark.parametrize("call", ["stragglers=1", "stragglers=1, behind=2", "stragglers=2"])
+def test_the_planner_predicts_what_the_simulation_takes(call: str) -> None:
+    """Delays do not grow with the parts, computation does."""
+    compute = Stragglers(Constant(0.1), chance=0.25, delay=0.8)
+    cluster = Cluster(4, compute, Network(latency=0.001, bandwidth=1e8))
+    load = 1 + int(call[11])
+
+    def worker(comm: offbeat.Communicator) -> tuple[float, int]:
+        x = nn.Parameter(torch.zeros(10_000))
+        optimizer = torch.optim.SGD([x], lr=0.1)
+        sync = offbeat.method(f"gradient_code({call})")(nn.ParameterList([x]), optimizer, group=comm)
+        for parts in offbeat.coded_sampler(range(4 * 60), sync, batch_size=1):
+            for part in parts:
+                (part.weight * x.sum()).backward()
+            sync.step()
+            optimizer.zero_grad()
+        sync.finish()
+        return comm.now(), sync.totals.bytes_sent
+
+    done = offbeat.simulate(worker, 4, compute=compute.loaded(load), network=cluster.network)
+    plan = predict(f"gradient_code({call})", Job(60, 10_000, optimizer="sgd", layers=1), cluster)
+    assert plan.seconds == pytest.approx(max(now for now, _ in done), rel=0.15)
+    assert plan.bytes_sent == pytest.approx(done[0][1], rel=0.01)
+    assert plan.rounds == 60
 
 
 def test_a_worker_far_behind_is_waited_for() -> None:
