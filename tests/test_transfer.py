@@ -26,6 +26,7 @@ REASONS = {
     "od_sgd": "each worker holds a slice of the server's weights",
     "wagma": "its rounds do not wait for all workers",
     "eager_sgd": "its rounds do not wait for all workers",
+    "gradient_code": "its rounds do not wait for all workers",
     "coda": "each worker sums up its own weights over a stage",
 }
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from itertools import islice
 
 from offbeat.base.checks import is_whole
 from offbeat.base.errors import BadArgument
@@ -82,6 +83,11 @@ class Clusters:
                 solved = _solve(len(ranks), self.stragglers, tuple(map(ranks.index, there)))
                 factors.update(zip(there, solved, strict=True))
         return factors
+
+    def seat(self, ranks: Sequence[int]) -> Clusters:
+        """Clusters of the same sizes with these ranks, one after the other."""
+        seats = iter(ranks)
+        return replace(self, ranks=tuple(tuple(islice(seats, len(cluster))) for cluster in self.ranks))
 
     def reform(self, late: Collection[int]) -> Clusters:
         """Spread the late workers evenly, moving as few as possible: they change seats with others."""

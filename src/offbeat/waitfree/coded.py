@@ -149,9 +149,8 @@ class CodedGradients(Waitfree):
         pass
 
     def state_dict(self) -> State:
-        return {"clusters": [list(ranks) for ranks in self.clusters.ranks]}
+        return {"seats": torch.tensor([rank for ranks in self.clusters.ranks for rank in ranks])}
 
     def load_state_dict(self, state: State) -> None:
         super().load_state_dict({"durations": []})
-        ranks = tuple(tuple(ranks) for ranks in state["clusters"])
-        self.clusters = Clusters(ranks, self.clusters.stragglers)
+        self.clusters = self.clusters.seat(state["seats"].tolist())
