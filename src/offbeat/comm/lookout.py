@@ -41,6 +41,7 @@ class Lookout:
     timeout: float
     above: Lookout | None = None  # of the communicator that this one was made from
     stopped: threading.Event = field(default_factory=threading.Event)  # ends every wait
+    patience: float = inf  # seconds for all ranks to connect, if that is less than the timeout
     gloo: list[Any] = field(default_factory=list)  # backends that can tell which ranks are connected
     _tracks: WeakSet[Track] = field(default_factory=WeakSet)
     _runs: int = 0
@@ -136,7 +137,7 @@ class Watch:
     def __init__(self, lookout: Lookout, part: str, number: int, what: str) -> None:
         self._lookout, self._part, self._number, self._what = lookout, part, number, what
         self._probed = time.perf_counter()
-        self._deadline = self._probed + lookout.timeout
+        self._deadline = self._probed + min(lookout.timeout, lookout.patience if number < 0 else inf)
 
     def look(self) -> None:
         """Raise if the message will not come."""

@@ -23,7 +23,7 @@ from offbeat.comm.collective import Collective, nbytes
 from offbeat.comm.communicator import Communicator, Pending, PendingList, Tensors, Worker
 from offbeat.comm.lookout import Lookout, Watch
 from offbeat.comm.presence import Departure, Track
-from offbeat.comm.store import Bulletin, bulletin, open_backend, start
+from offbeat.comm.store import bulletin, open_backend, start
 
 _GLANCE = 0.25  # seconds between two looks at the store while waiting
 _GRACE = 5.0  # seconds by which torch gives up after us: we can say who is missing
@@ -128,10 +128,10 @@ class Torch(Communicator, Worker):
         self._join(lookout, _FIRST)
 
     @classmethod
-    def among(cls, store: Bulletin, key: str, rank: int, size: int, timeout: float) -> Torch:
-        """Workers without a process group that meet in a store, under a key that nobody has used before."""
+    def among(cls, lookout: Lookout) -> Torch:
+        """Workers without a process group, that meet in a store."""
         (made := cls.__new__(cls))._backends = {"cpu": "gloo", "cuda": "nccl"}
-        made._join(Lookout(key, range(size), rank, store, timeout), _FIRST)
+        made._join(lookout, _FIRST)
         return made
 
     def _join(self, lookout: Lookout, connections: Sequence[str]) -> None:
@@ -141,8 +141,7 @@ class Torch(Communicator, Worker):
         self._beside: WeakSet[Torch] = WeakSet()  # duplicates and sidecars
         self._air: WeakSet[Message] = WeakSet()  # messages whose time of arrival is not known yet
         self._made_beside, self.left = 0, False  # `left`: a run that failed has told the others so
-        # gloo connects all ranks with all, and hangs if one is missing: connect now, while everyone is here.
-        for connection in connections:
+        for connection in connections:  # gloo hangs if a rank is missing: connect now, while all are here
             self._connect(connection)
 
     def _make(self, name: str, members: Sequence[int], connections: Sequence[str] = _FIRST) -> Torch:

@@ -24,6 +24,7 @@ from offbeat.base.errors import PeerLost
 from offbeat.comm.background import Solo
 from offbeat.comm.changing import Card, Give, Members
 from offbeat.comm.communicator import Communicator
+from offbeat.comm.lookout import Lookout
 from offbeat.comm.store import Bulletin, start
 from offbeat.comm.torch_backend import Torch
 from offbeat.elastic.decision import Decision, Seat
@@ -32,7 +33,7 @@ from offbeat.elastic.lighthouse import Lighthouse
 
 logger = logging.getLogger("offbeat")
 
-_REACH = 5.0  # seconds in which the store of another worker must accept a connection
+_REACH = 5.0  # seconds to connect to others, one of which may be dead before anybody can tell
 _AGAIN = 0.3  # seconds before the next look for enough workers
 
 
@@ -144,10 +145,9 @@ class Elastic(Gathering):
             return Solo()
         logger.info("%s connects to %d workers: %s", self.name, len(names), ", ".join(names))
         bulletin = self._reach(decision.host)
-        secret = self._prove(key, "connections")[:16]
-        return Torch.among(
-            bulletin, f"offbeat/{key}/{secret}", names.index(self.name), len(names), self.timeout
-        )
+        place = f"offbeat/{key}/{self._prove(key, 'connections')[:16]}"
+        own, timeout = names.index(self.name), self.timeout
+        return Torch.among(Lookout(place, range(len(names)), own, bulletin, timeout, patience=_REACH))
 
     def _reach(self, address: str) -> Bulletin:
         if address not in self._stores:

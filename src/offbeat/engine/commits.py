@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
@@ -20,7 +20,7 @@ from offbeat.comm.changing import Card, Changing, Members
 from offbeat.comm.communicator import Communicator, arrived
 from offbeat.engine import agreement, messages
 from offbeat.engine.exchange import Exchange
-from offbeat.engine.healing import adopt, capture, check_elastic, find_mean
+from offbeat.engine.healing import Undo, adopt, capture, check_elastic, find_mean
 from offbeat.engine.report import logger
 from offbeat.engine.round import Round
 
@@ -41,14 +41,6 @@ class Rejoin(Exception):
         self._commits.adopt(self._state)
 
 
-class Undo(NamedTuple):
-    """What sending changes: the states of the code and the guard, the steps counted, gradients as sent."""
-
-    states: dict[str, State]
-    tally: State
-    share: Share | None
-
-
 class Commits:
     """Commits the rounds of a run. A lineage names all of them: those who have the same have the same state.
 
@@ -60,11 +52,13 @@ class Commits:
     def __init__(self, run: Synchronizer, everyone: Changing) -> None:
         check_elastic(run.parts, everyone)
         self._run, self._everyone = run, everyone
-        self.lineage, self.rounds = "", -1
+        self.lineage, self.rounds, self._method = "", -1, ""
+        self._landed: dict[int, Round] = {}  # by part: those whose memory still holds the mean
         self.consensus: dict[str, torch.Tensor] = {}  # the last means of parts without an anchor, by name
         self._ready: Members | None = None  # the next members, if they are known
         self._undo: dict[int, Undo] = {}  # by part, while its round is in the air
-        self._waited, self._joined = 0.0, False  # seconds for the next members; whether the last step joined
+        self._waited = 0.0  # seconds for the next members
+        self.joined = False  # whether this worker has received a state, and the gradients of its step are old
         # Held while the state of the run may change. Who sends it to a worker that joins waits for it.
         self._busy, self._wanted, self._over = threading.Lock(), False, False
         self._busy.acquire()
@@ -75,9 +69,9 @@ class Commits:
                 part.commits = self
 
     def _ask(self, prepared: str = "", place: float = math.inf, *, can_heal: bool = False) -> None:
-        lines = "\n".join(agreement.describe(self._run.method, self._run.model))
-        method = hashlib.sha256(lines.encode()).hexdigest()[:16]
-        card = Card(method, self._run.method, self.lineage, self.rounds, prepared, place, can_heal)
+        if not self._method:
+            self._method = _extend("\n".join(agreement.describe(self._run.method, self._run.model)), "")
+        card = Card(self._method, self._run.method, self.lineage, self.rounds, prepared, place, can_heal)
         self._everyone.ask(card, self._give)
 
     def _answer(self) -> Members:
@@ -142,18 +136,21 @@ class Commits:
 
     def adopt(self, state: State) -> None:
         """Continue from the state of another worker, and enter the next round with it."""
-        self.lineage, self.rounds, self._joined = state["lineage"], state["rounds"], True
+        self.lineage, self.rounds, self.joined = state["lineage"], state["rounds"], True
         if self._ready is not None:
             self._ready = replace(self._ready, lineage=self.lineage, state=None)
         adopt(self._run, self, state)
 
-    def has_joined(self) -> bool:
-        """Whether this worker has received the state since the last call."""
-        joined, self._joined = self._joined, False
-        return joined
+    def find_consensus(self) -> dict[str, torch.Tensor]:
+        """Return the last means of the parts without an anchor, by name."""
+        for part in self._run.parts:
+            if isinstance(part, Exchange) and not part.live.early and part.index in self._landed:
+                self.consensus |= find_mean(part, self._landed.pop(part.index))
+        return self.consensus
 
     def keep(self) -> None:
         """Note the weights of parts without an anchor, which are the consensus now."""
+        self._landed.clear()
         for part in self._run.parts:
             if isinstance(part, Exchange) and not part.live.early and part.update.anchors == "none":
                 self.consensus |= {name: x.detach().clone() for name, x in part.live.like().items()}
@@ -221,7 +218,9 @@ class Commits:
                     self._repeat(part, clock, round)
                     continue
                 self._ready = members
-            if part.update.anchors == "none" and not part.live.early:
+            if part.arrival.plain:
+                self._landed[part.index] = round  # its memory holds the mean until the next round
+            elif part.update.anchors == "none" and not part.live.early:
                 self.consensus |= find_mean(part, round)
             return prepared
 

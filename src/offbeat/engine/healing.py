@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from torch import Tensor
 from offbeat.among import World
 from offbeat.base.clock import Clock, State
 from offbeat.base.errors import CheckpointMismatch
-from offbeat.base.tensors import local, named, trainable
+from offbeat.base.tensors import Share, local, named, trainable
 from offbeat.comm.changing import Changing
 from offbeat.engine import agreement
 from offbeat.engine.exchange import Exchange
@@ -28,6 +28,14 @@ from offbeat.when import Every
 if TYPE_CHECKING:
     from offbeat.engine.commits import Commits
     from offbeat.engine.synchronizer import Synchronizer
+
+
+class Undo(NamedTuple):
+    """What sending changes: the states of the code and the guard, the steps counted, gradients as sent."""
+
+    states: dict[str, State]
+    tally: State
+    share: Share | None
 
 
 def check_elastic(parts: Sequence[Part], everyone: Changing) -> None:
@@ -62,7 +70,7 @@ def check_elastic(parts: Sequence[Part], everyone: Changing) -> None:
 
 def capture(run: Synchronizer, commits: Commits) -> State:
     """Return the state between two rounds that any worker may continue from: numbers, strings and tensors."""
-    weights = dict(commits.consensus)
+    weights = dict(commits.find_consensus())
     for part in run.parts:
         weights |= part.shown()
     for part in run.parts:  # those whose anchor lags behind the consensus, which is not known: the anchor

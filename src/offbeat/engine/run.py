@@ -248,7 +248,8 @@ class Run(ABC):
 
     def _drop_gradients(self) -> None:
         """Those of a worker that has just joined belong to weights that it no longer has."""
-        if self._commits is not None and self._commits.has_joined():
+        if self._commits is not None and self._commits.joined:
+            self._commits.joined = False
             logger.info("The gradients of step %d are dropped: this worker has just joined.", self.steps + 1)
             for parameter in self.model.parameters():
                 if parameter.grad is not None:
