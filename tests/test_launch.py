@@ -153,7 +153,7 @@ def scene(tmp_path: Path) -> Any:
 
 
 def until(condition: Callable[[], Any], process: subprocess.Popen[str]) -> Any:
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 300
     while not (found := condition()):
         assert time.monotonic() < deadline
         assert process.poll() is None, process.communicate()
