@@ -28,10 +28,11 @@ from offbeat.simulate import *
 from offbeat.update.outer import SGD, Eager, Gossip, Outer, Overlap, SlowMo
 from offbeat.update.update import Correct, Detached, Rebase, Replace, Update
 from offbeat.waitfree import *
-from offbeat.when import QSR, AdaComm, Adaptive, Every, Never, Schedule, Then
+from offbeat.when import QSR, AdaComm, Adaptive, Budget, Every, Never, Schedule, Seconds, Then
 
 __all__ = ["GLU", "QSR", "SGD"]
-__all__ += ["AUCLoss", "AdaComm", "Adaptive", "Attendance", "Butterfly", "CheckpointMismatch", "Clock"]
+__all__ += ["AUCLoss", "AdaComm", "Adaptive", "Attendance", "Budget", "Butterfly", "CheckpointMismatch"]
+__all__ += ["Clock"]
 __all__ += ["Code", "CodedGradients", "CodedReport", "CodedSampler", "Communicator", "Compensated"]
 __all__ += ["Compute", "Constant", "Correct", "DataPart", "Deadlock", "Detached", "Disagreement"]
 __all__ += ["Eager", "EagerGradients", "Elastic", "ErrorFeedback", "Every", "Exchange", "Failures"]
@@ -39,6 +40,7 @@ __all__ += ["Gossip", "GroupAverage", "GroupReport", "HeavyTailed", "Jittered", 
 __all__ += ["LocalStep", "LowRank", "Mean", "Metered", "Network", "Never", "NotFinite", "OffbeatError"]
 __all__ += ["Outer", "Overlap", "Packed", "Pairs", "Part", "PeerLost", "Peers", "Pending", "PseudoSync"]
 __all__ += ["PushPull", "Quantized", "RandomBlock", "Rebase", "Recorded", "Reducer", "Replace"]
+__all__ += ["Seconds"]
 __all__ += ["Report", "Schedule", "SlowMo", "Solo", "Stages", "Stragglers", "Subgroups", "Synchronizer"]
 __all__ += ["Then", "Throttled", "TopK", "Torch", "Totals", "TwoLevel", "Uneven", "Update", "Virtual"]
 __all__ += ["World"]

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 State = dict[str, Any]
 """What a value remembers between rounds: tensors, numbers and strings. Its exchange owns and saves it."""
+
+
+class Cost(NamedTuple):
+    """What all workers measured: seconds of a round on the last to begin it, and of a step on the slowest."""
+
+    flight: float
+    pace: float
 
 
 @dataclass(frozen=True)
@@ -18,7 +25,8 @@ class Clock:
     When a schedule plans, `lr` is the rate of the coming step. At a round it is that of the last step, and
     `rates` holds that of each live tensor's group. `drift`, `loss` and `round_lr` describe the last round
     whose report is here: the spread of the weights, the mean loss since the round before, and the rate.
-    Inside `Then`, `step` counts from the switch, which is `origin`.
+    `cost` is what that round and the steps before it cost, `delay` the steps that hide a part of it, and
+    `elapsed` the seconds since the last round. Inside `Then`, `step` counts from the switch, `origin`.
     """
 
     step: int
@@ -29,6 +37,9 @@ class Clock:
     drift: float | None = None
     loss: float | None = None
     round_lr: float | None = None
+    cost: Cost | None = None
+    delay: float = 0.0
+    elapsed: float = 0.0
     origin: int = 0
     observed: tuple[float | Tensor, ...] = ()  # losses of the coming step, given by the caller
     samples: float | None = None  # of the coming step, given by the caller

@@ -101,7 +101,7 @@ def check_origin(
     if wrong is None:
         loaded = state["weights"] in (None, weights_checksum(model))
         outline = digest("\n".join([f"of {state['workers']}", *_outline(state["parts"])]))
-        mine = [state["steps"], state["run"], outline, int(loaded), state["rank"]]
+        mine = [state["place"], state["run"], outline, int(loaded), state["rank"]]
     answers = comm.tell(mine).wait()
     if wrong is not None:
         who, hint = ("worker", ": every rank loads its own") if wrong == "rank" else ("run", "")

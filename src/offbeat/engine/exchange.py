@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
@@ -63,7 +63,8 @@ class Exchange(Part):
         drift: bool | None = None,
         guard: float | None = None,
     ) -> None:
-        self.live, self.model, self.when, self.delay = live, live.model, when, delay
+        self.live, self.model, self.delay = live, live.model, delay
+        self.when: Schedule = when
         self.peers: Peers = World(among) if isinstance(among, Group) else among
         self.rhythm = Rhythm(when, delay)
         self.update: Update = check_update(update, delay, live, self.peers)
@@ -72,7 +73,7 @@ class Exchange(Part):
         in_place = is_plain(self.update, self.reduce) and delay == 0 and not self.drift and not live.early
         self.payload = Payload(live, buffers, moments, in_place=in_place)
         self.sender: Sender = choose_sender(self.payload, self.update, self.reduce, delay, self.peers)
-        self.index, self._ledger = 0, Ledger(when, drift=self.drift)
+        self.index, self.ledger = 0, Ledger(when, drift=self.drift)
         self._states: dict[str, State] = {"update": self.update.init()}
         if not isinstance(self.update, Reducer):
             self._states["reduce"] = self.sender.init()
@@ -82,9 +83,9 @@ class Exchange(Part):
         self.commits: Commits | None = None  # if workers come and go
         self.landed_at, self.opened, self._rates_digest = -1, False, 0
         self._rates: tuple[float, ...] = ()  # of every live tensor in the last step, that of its own group
-        self.tally = Tally(early=live.early, timed=False)
+        self.tally = Tally(early=live.early, timed=when.timed, rated=self.update.rated)
         self.weighs = self.reduce.agrees and self.update.weighs
-        self.unshared = find_unshared(self.update, self.reduce, delay, self.peers)
+        self.unshared = find_unshared(self.update, self.reduce, delay, self.peers, when)
 
     def __repr__(self) -> str:
         return (
@@ -94,7 +95,8 @@ class Exchange(Part):
         )
 
     def bind(self, index: int, optimizers: Sequence[Optimizer], report: Emit) -> None:
-        self.index, self._everyone, self._ledger.emit = index, self.peers.everyone, report
+        self.index, self._everyone = index, self.peers.everyone
+        self.ledger.bind(self._everyone, report)
         self.payload.moments.bind(optimizers)
 
     def _peers_at(self, round: int) -> Communicator:
@@ -109,20 +111,16 @@ class Exchange(Part):
         self.sender = Sender(self.payload, self.update, self.reduce)
         self._states |= {"reduce": self.sender.init()} if "reduce" in self._states else {}
 
-    def observe(self, loss: float | Tensor) -> None:
-        self._ledger.observe(loss)
-
     def plan(self, clock: Clock) -> None:
-        for loss in clock.observed:
-            self.observe(loss)
+        self.ledger.observe(clock.observed)
         self.tally.add(clock)
         rhythm = self.rhythm
         if rhythm.planned is None:
-            rhythm.plan(self._ledger.update(clock))
-            if rhythm.planned is not None and not self.opened:
+            rhythm.plan(self.ledger.update(clock, opened=self.opened))
+            if (rhythm.planned is not None or rhythm.running) and not self.opened:
                 self.open()
                 self.tally.restart(clock)  # what the warm-up did does not count
-        self.tally.idle = rhythm.planned is None
+        self.tally.idle = rhythm.planned is None and not rhythm.running
         if clock.step + 1 in (rhythm.planned, rhythm.lands):
             self.snapshot_rates()
 
@@ -153,10 +151,10 @@ class Exchange(Part):
 
     def tick(self, clock: Clock) -> None:
         """Do what the rhythm says for this step: land, advance, begin, and land at once without a delay."""
-        if self._ledger.open:
-            self._ledger.flush(wait=False)
-        if self.rhythm.planned is None and not self.rhythm.in_air:
-            self._ledger.mean_loss()  # dropped: the step belongs to no period
+        if self.ledger.open:
+            self.ledger.flush(wait=False)
+        if self.tally.idle and not self.rhythm.in_air:
+            self.ledger.mean_loss()  # dropped: the step belongs to no period
         acts = self.rhythm.acts(clock.step)
         share: Share | None = None
         if self.delay and "begin" in acts and isinstance(self.live, Gradients):
@@ -164,10 +162,8 @@ class Exchange(Part):
         for act in acts:
             if act == "begin":
                 self.begin(clock, share)
-            elif act == "land":
-                self.land(clock)
             else:
-                self.advance()
+                self.land(clock) if act == "land" else self.advance()
         if "begin" in acts:
             self.arrival.note_start(self._states, self._round)
 
@@ -178,6 +174,7 @@ class Exchange(Part):
         comm = self._peers_at(rhythm.round) if commits is None else commits.gather()
         clock = replace(clock, round=rhythm.round, workers=comm.size, rates=self._rates)
         round = self._round = Round(clock, comm, since=rhythm.began)
+        self.ledger.begin(clock.step - rhythm.began)
         if commits is None:
             messages.send(self, round, share)
         else:
@@ -207,12 +204,12 @@ class Exchange(Part):
         stepped = clock.step > self.landed_at
         self.landed_at = self.landed_at if round.void else clock.step
         self.tally.land(clock, void=round.void, all_dry=round.all_dry)
-        self._ledger.close(round, *distances, stepped=stepped, everyone=self._everyone)
+        self.ledger.close(round, *distances, stepped=stepped, late=self.delay != 0)
         if self.commits is not None and lineage is not None:
             self.commits.commit(self, round, lineage)
 
     def flush_reports(self, *, wait: bool) -> None:
-        self._ledger.flush(wait=wait)
+        self.ledger.flush(wait=wait)
 
     @property
     def _last_peers(self) -> Communicator:
@@ -234,16 +231,15 @@ class Exchange(Part):
             # No step is left for gradients in the air: only the extras are applied.
             with self.live.aside() if isinstance(self.live, Gradients) else nullcontext():
                 self.land(clock)
-        self._ledger.flush(wait=True)
+        self.ledger.flush(wait=True)
         self.sender.close(wait=True)
         if self.live.early:
             return
-        # The update's last act is a round if it sends something.
         round = Round(replace(clock, round=self.rhythm.round), self._last_peers, since=self.rhythm.began)
         with round.waiting():
             self.update.close(self.live.tensors(), self.payload.own, round.comm, self._states["update"])
         if round.comm.sent:
-            self._ledger.emit(round.report())
+            self.ledger.emit(round.report())
 
     @property
     def anchor(self) -> Anchor | None:
@@ -271,16 +267,19 @@ class Exchange(Part):
         air = None if self._round is None else self._round.state_dict()  # first: arrivals change states
         own = {"states": copy_state(self.sender.settled(self._states)), "air": air}
         place = {"landed_at": self.landed_at, "opened": self.opened, "tally": self.tally.state_dict()}
-        inside = {"rhythm": copy_state(self.rhythm.state_dict()), "ledger": self._ledger.state_dict()}
+        inside = {"rhythm": copy_state(self.rhythm.state_dict()), "ledger": self.ledger.state_dict()}
+        if self.when.timed:  # workers are in the same round, after different steps
+            return {"round": self.rhythm.round, OWN: {**place, **inside, **own}}
         # Groups of different sizes may hold different tensors: a worker alone in its group sends nothing.
         return {**place, **inside, **(own if isinstance(self.peers, World) else {OWN: own})}
 
     @torch.no_grad()
     def load_state_dict(self, state: State) -> None:
+        state = cast(State, state[OWN]) if self.when.timed else state
         self.rhythm.load_state_dict(copy_state(state["rhythm"]))
         self.landed_at, self.opened = state["landed_at"], state["opened"]
         self.tally.load_state_dict(state["tally"])
-        self._ledger.load_state_dict(state["ledger"])
+        self.ledger.load_state_dict(state["ledger"])
         own = state.get(OWN, state)
         self.sender.check(own["states"])
         self.sender.drain(self._states)

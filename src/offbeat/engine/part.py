@@ -19,7 +19,7 @@ from offbeat.engine.report import Emit, Totals
 from offbeat.engine.round import Delay
 from offbeat.reduce import Mean, Reducer
 from offbeat.update.update import Rebase, Replace, Update
-from offbeat.when import Schedule
+from offbeat.when import Never, Schedule, Then
 
 if TYPE_CHECKING:
     from offbeat.engine.sender import Sender
@@ -39,6 +39,7 @@ class Part:
     peers: Peers
     follows: Part | None = None  # the part that must stand directly before it in the list
     outside: Metered | None = None  # carries messages that no report covers; their bytes go into the totals
+    when: Schedule | None = None  # of its rounds
     weighs: bool = False  # whether its rounds weigh workers by their samples, or it has no rounds
     sender: Sender | None = None  # what its payloads leave through
     load: int = 1  # gradients of a batch that a worker computes in each step
@@ -138,6 +139,24 @@ def check_parts(parts: Sequence[Part]) -> None:
             )
 
 
+def check_timed(parts: Sequence[Part]) -> bool:
+    """Return whether rounds go by the clock. Raise if a part needs workers that make the same steps."""
+    timed = [part for part in parts if part.when is not None and part.when.timed]
+    for clocked in timed:
+        call = f"{clocked.when!r}"
+        if not clocked.weighs:
+            raise ValueError(
+                f"{call} weighs workers by their steps, but {clocked!r} does not: use Every(...)."
+            )
+        for part in parts:
+            over = isinstance(part.when, Then) and part.when.second == Never()  # a synchronous warm-up
+            alone = part.when is not None and part.peers.at(0).size == 1
+            if part is not clocked and not (over or alone or (part.when is None and part.weighs)):
+                why = "lets workers make different numbers of steps"
+                raise ValueError(f"{call} {why}, but {part!r} needs the same on all: use Every(...).")
+    return bool(timed)
+
+
 def check_update(update: Update | None, delay: Delay, live: Live, peers: Peers) -> Update:
     if update is not None and not isinstance(update, Update):
         raise TypeError(f"update={update!r}: pass an update, such as Replace() or Outer(SGD(lr=0.7)).")
@@ -187,8 +206,10 @@ def check_reducer(reduce: Reducer | None, update: Update, live: Live) -> Reducer
     return chosen
 
 
-def find_unshared(update: Update, reduce: Reducer, delay: Delay, peers: Peers) -> str | None:
+def find_unshared(update: Update, reduce: Reducer, delay: Delay, peers: Peers, when: Schedule) -> str | None:
     """Why an exchange of these has a state that only the worker that saved it can use; None if any can."""
+    if when.timed:
+        return "its workers make different numbers of steps"
     alone = isinstance(peers, Subgroups) and peers.ranks == 1 and delay == 0
     if not isinstance(peers, World) and not alone:
         return "its workers meet in groups"

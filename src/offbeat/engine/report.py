@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch import Tensor
 
-from offbeat.base.clock import Clock, State
+from offbeat.base.clock import Clock, Cost, State
 from offbeat.base.errors import PeerLost
 from offbeat.comm.communicator import Communicator, Metered, Pending
+from offbeat.engine.stopwatch import Stopwatch
 from offbeat.when import Schedule
 
 if TYPE_CHECKING:
@@ -157,13 +158,22 @@ class Ledger:
     def __init__(self, when: Schedule, *, drift: bool) -> None:
         self._when, self._needs, self._drift = when, when.needs, drift
         self.emit: Emit = lambda report: None
+        self._watch = Stopwatch()
         self.open: deque[tuple[Report, float, bool, Pending[list[Tensor]]]] = deque()
         self._last: tuple[float, float, float] | None = None  # drift, loss, lr of the last known round
+        self._cost: Cost | None = None  # of the last known round
         self._loss: float | Tensor = 0.0  # sum of the losses observed since the last round landed
         self._losses = 0
 
-    def observe(self, loss: float | Tensor) -> None:
-        if "loss" in self._needs:
+    def bind(self, everyone: Communicator, emit: Emit) -> None:
+        self._everyone, self.emit = everyone, emit
+
+    def begin(self, steps: int) -> None:
+        """A round begins after so many steps."""
+        self._watch.begin(self._everyone.now(), steps)
+
+    def observe(self, losses: Sequence[float | Tensor]) -> None:
+        for loss in losses if "loss" in self._needs else ():
             self._loss = self._loss + (loss.detach().double() if isinstance(loss, Tensor) else loss)
             self._losses += 1
 
@@ -174,9 +184,10 @@ class Ledger:
         return loss
 
     def close(
-        self, round: Round, drift: float | None, norm: float | None, *, stepped: bool, everyone: Communicator
+        self, round: Round, drift: float | None, norm: float | None, *, stepped: bool, late: bool
     ) -> None:
         """Report a landed round, with drift or loss once the means are here. Without a step, none is due."""
+        self._watch.land(self._everyone.now(), round.waited, late=late)
         loss = self.mean_loss() if "loss" in self._needs else 0.0
         if not self._drift or (loss is None and not stepped):
             self.flush(wait=True)  # reports come in the order of their rounds
@@ -187,8 +198,13 @@ class Ledger:
                 f"{self._when!r} needs the loss: call sync.observe(loss) before every sync.step()."
             )
         # What decides when the next round comes must be the same for everyone, not only for its peers.
-        comm = Metered(everyone if self._needs else round.comm.comm)
-        scalars = comm.mean([torch.tensor([drift or 0.0, loss], dtype=torch.float64)])
+        comm = Metered(self._everyone if self._needs else round.comm.comm)
+        own = torch.tensor([drift or 0.0, loss], dtype=torch.float64)
+        if "cost" in self._needs:
+            flight = round.report().seconds_in_air
+            scalars = comm.gather(torch.cat([own, own.new_tensor([flight, self._watch.pace])]))
+        else:
+            scalars = comm.mean([own])
         length = None if norm is None else math.sqrt(norm)
         sent, received = round.comm.sent + comm.sent, round.comm.received + comm.received
         report = round.report(norm=length, bytes_sent=sent, bytes_received=received)
@@ -200,26 +216,41 @@ class Ledger:
             report, lr, measured, scalars = self.open.popleft()
             try:
                 with naming(report):
-                    drift, loss = scalars.wait()[0].tolist()
+                    rows = torch.stack(scalars.wait())
             except PeerLost:
                 if not report.members:
                     raise
-                drift, loss, measured = 0.0, 0.0, False  # the round has been applied: its drift is not known
+                rows, measured = torch.zeros(1, 4), False  # the round has been applied: its drift is not known
+            drift, loss = rows[:, :2].mean(0).tolist()
+            if "cost" in self._needs:
+                cost = Cost(float(rows[:, 2].min()), float(rows[:, 3].max()))
+                self._cost = cost if cost.pace > 0 else None  # the first round knows no pace
             self._last = (drift, loss, lr)
             self.emit(replace(report, drift=drift if measured else None))
 
-    def update(self, clock: Clock) -> Clock:
-        """Return the clock with what is known of the last round. Waits if the schedule needs it."""
+    def update(self, clock: Clock, *, opened: bool) -> Clock:
+        """Return the clock with what is known of the last round. Waits if the schedule needs it.
+
+        The time runs from the first period on, which is `opened` by the first answer of the schedule.
+        """
+        if not opened:
+            self._watch.restart(self._everyone.now())
+        elapsed = self._watch.read(self._everyone.now())
         self.flush(wait=bool(self._needs))
         drift, loss, lr = self._last or (None, None, None)
-        return replace(clock, drift=drift, loss=loss, round_lr=lr)
+        return replace(clock, drift=drift, loss=loss, round_lr=lr, cost=self._cost, elapsed=elapsed)
 
     def state_dict(self) -> State:
         self.flush(wait=True)
         last = None if self._last is None else list(self._last)
-        return {"last": last, "loss": float(self._loss), "losses": self._losses}
+        cost = None if self._cost is None else list(self._cost)
+        watch = self._watch.state_dict(self._everyone.now())
+        own = {"loss": float(self._loss), "losses": self._losses}
+        return {"last": last, "cost": cost, "watch": watch, **own}
 
     def load_state_dict(self, state: State) -> None:
         self._last = None if state["last"] is None else tuple(state["last"])
+        self._watch.load_state_dict(state["watch"], self._everyone.now())
+        self._cost = None if state["cost"] is None else Cost(*state["cost"])
         self._loss, self._losses = state["loss"], state["losses"]
         self.open.clear()

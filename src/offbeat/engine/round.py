@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -22,7 +23,7 @@ from offbeat.engine.headers import ROUND, compare_headers, header, read_waits
 from offbeat.engine.report import Report
 from offbeat.engine.weights import DROPPED, DRY, NO_WEIGHT, Weights, factor_of
 from offbeat.reduce.code import Staged
-from offbeat.when import Every, Schedule, Then
+from offbeat.when import LATER, Every, Schedule, Then
 
 Delay = int | Literal["round"]
 Act = Literal["land", "advance", "begin"]
@@ -43,11 +44,15 @@ class Rhythm:
             raise ValueError(
                 f"delay={delay} with {when!r}: delay must not exceed the period, which can be {shortest}."
             )
+        if when.timed and delay:
+            why = "workers would be in different rounds between their steps"
+            raise ValueError(f"delay={delay!r} with {when!r}: {why}: leave delay out, or use Budget(...).")
         self.when, self.delay = when, delay
         self.memory: State = when.init()
         self.planned: int | None = None  # the step after which the next round begins
         self.round = self.began = 0  # how many rounds have begun, and after which step the last one
         self.in_air = False
+        self.running = False  # a period has begun whose end is not known yet
         self.lands: int | None = None  # the step after which the round in the air lands, once known
         self.advances: list[int] = []  # the steps after which it advances
         self._messages = 1
@@ -64,7 +69,9 @@ class Rhythm:
 
     def plan(self, clock: Clock) -> None:
         """Before a step, if no round is planned: ask the schedule for the next one."""
-        self.planned = self.when.next(replace(clock, round=self.round), self.memory)
+        delay = math.inf if self.delay == "round" else self.delay
+        planned = self.when.next(replace(clock, round=self.round, delay=delay), self.memory)
+        self.running, self.planned = planned == LATER, planned or None
         past = self.planned is not None and self.planned <= clock.step
         assert not past, f"{self.when!r} plans step {self.planned} after step {clock.step}"
         if self.in_air:
@@ -92,6 +99,7 @@ class Rhythm:
     def begin(self, step: int, messages: int = 2) -> None:
         """A round of so many messages, one after the other, has begun. The planner takes it for two."""
         self.planned, self.began, self.in_air, self._messages = None, step, True, messages
+        self.running = False
         self.round += 1
         self._aim()
 
@@ -121,6 +129,7 @@ class Round:
         self.clock, self.since, self.comm = clock, since, Metered(comm)
         self._now, self.began = comm.now, comm.now()
         self.waited = 0.0  # seconds this worker has waited for it
+        self.flown = 0.0  # seconds until its messages arrived, if it was loaded from a checkpoint
         self.messages: list[Pending[Any]] = []
         self.heads: Pending[list[list[int]]] | None = None  # as they were sent
         self.void = self.all_dry = self.nobody = False  # see `Weights`
@@ -220,7 +229,7 @@ class Round:
     def report(self, kind: type[Report] = Report, **fields: Any) -> Report:
         """What the round cost, after `wait`. `fields` replace what it measured, or add to it."""
         landed = max([message.arrived() for message in self.messages], default=self.began + self.waited)
-        clock, comm, in_air = self.clock, self.comm, max(0.0, landed - self.began)
+        clock, comm, in_air = self.clock, self.comm, max(0.0, landed - self.began, self.flown)
         place = {"step": clock.step, "round": clock.round, "period": clock.step - self.since}
         costs = {"bytes_sent": comm.sent, "bytes_received": comm.received, "seconds_waited": self.waited}
         rest: State = {"workers": comm.size, "seconds_in_air": in_air, "drift": None, "norm": None}
@@ -245,6 +254,7 @@ class Round:
             "lr": clock.lr,
             "since": self.since,
             "bytes": [self.comm.sent, self.comm.received],
+            "seconds": [self.waited, self.report().seconds_in_air],
             "mean": [flat.clone() for flat in self.take().flats],
             "weighed": [self.void, self.all_dry, self.nobody, self.dropped],
             "followed": copy_state(None if self.followed is None else self.followed.wait()),
@@ -258,6 +268,7 @@ class Round:
         torch._foreach_copy_(packed.flats, state["mean"])
         round = cls(Clock(state["step"], state["round"], state["lr"]), comm, since=state["since"])
         round.comm.sent, round.comm.received = state["bytes"]
+        round.waited, round.flown = state["seconds"]
         round.mean = arrived(packed)
         round.void, round.all_dry, round.nobody, round.dropped = state["weighed"]
         if state["followed"] is not None:

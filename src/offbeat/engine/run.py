@@ -10,12 +10,14 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from typing_extensions import Self
 
 from offbeat.base.clock import State
 from offbeat.base.tensors import local
 from offbeat.comm.communicator import Communicator, Metered
 from offbeat.comm.presence import Departure, Track
 from offbeat.engine import dry, reach, saving
+from offbeat.engine.exchange import Exchange
 from offbeat.engine.export import check_path, write_model
 from offbeat.engine.headers import LOAD, SAVE
 from offbeat.engine.loading import Loaded
@@ -52,6 +54,7 @@ class Run(ABC):
     _inside_averaged: bool
     _comm: Metered
     _costs: Costs
+    _timed: bool
     _loaded: Loaded | None
     _lr: float
     _run: int
@@ -89,8 +92,23 @@ class Run(ABC):
     @abstractmethod
     def _stepped(self, optimizer: Optimizer) -> None: ...
 
+    @abstractmethod
+    def finish(self) -> None: ...
+
+    @abstractmethod
+    def _leave(self, error: BaseException) -> None: ...
+
     def __repr__(self) -> str:
         return self.method
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is None:
+            self.finish()
+        else:
+            self._leave(error)
 
     def _must_be_open(self, call: str, *, finished: bool = False) -> None:
         """Raise inside averaged() or a step, and after `finish()` unless `finished` is allowed."""
@@ -104,6 +122,17 @@ class Run(ABC):
     def accumulate(self) -> AbstractContextManager[None]:
         """For all backward passes of a step but the last: gradients grow inside, and leave with the last."""
         return hold(self.parts)
+
+    @property
+    def rounds(self) -> int:
+        """How many rounds have landed, of the last exchange of the method."""
+        last = [part for part in self.parts if isinstance(part, Exchange)][-1:]
+        return sum(part.rhythm.round - part.rhythm.in_air for part in last)
+
+    @property
+    def place(self) -> int:
+        """Where all workers are together: after this step, or after this round if rounds go by the clock."""
+        return self.rounds if self._timed else self.steps
 
     def join(self, each: Callable[[], object] | None = None) -> None:
         """This worker has no more data: take part in the rounds of the others until they have none either.
@@ -182,7 +211,7 @@ class Run(ABC):
             self._together(lambda: self._meet(SAVE))
         state = saving.capture(self, others)
         with self._costs.including(self._comm):
-            self._together(lambda: saving.Folder(folder, self._comm, self.model).write(self.steps, state))
+            self._together(lambda: saving.Folder(folder, self._comm, self.model).write(self.place, state))
 
     def load(self, folder: str | Path, *, resize: bool = False, **others: Savable) -> bool:
         """Continue from the newest checkpoint that is whole on every rank. Return whether there is one.

@@ -20,10 +20,11 @@ from offbeat.engine.commits import Commits, Rejoin
 from offbeat.engine.headers import AVERAGED, FINISH, KINDS, compare_headers, header
 from offbeat.engine.loading import Loaded, may_resize
 from offbeat.engine.optimizers import check_trained, learning_rate, list_optimizers, read_rates, replace_steps
-from offbeat.engine.part import Landing, Part, check_parts, check_samples
+from offbeat.engine.part import Landing, Part, check_parts, check_samples, check_timed
 from offbeat.engine.report import Costs, Emit, Report, logger
 from offbeat.engine.run import Run
 from offbeat.engine.watch import DriftWatch, Watch
+from offbeat.engine.weights import TIMED
 
 
 class Synchronizer(Run):
@@ -38,6 +39,7 @@ class Synchronizer(Run):
     ) -> None:
         self.parts, self.on_report, self.on_join = list(parts), on_report, None
         check_parts(self.parts)
+        self._timed = check_timed(self.parts)
         self.method = agreement.without_addresses(f"Synchronizer({self.parts!r})")
         self.model = self.parts[0].model
         self.optimizers = list_optimizers(optimizer, self.model)
@@ -126,7 +128,7 @@ class Synchronizer(Run):
         if self._watch is not None:
             self._watch = self._watch.look(self)
         self._inside_step = True
-        self._track.step = self.steps + 1
+        self._track.step = self.place if self._timed else self.steps + 1
         self._worker.computed(self.steps, 0.0 if dry else 1.0)
         self._lr = learning_rate(self.optimizers)
         check_trained(self._trained)
@@ -157,7 +159,7 @@ class Synchronizer(Run):
         again = True
         while again:
             self.steps += 1
-            self._track.step = self.steps
+            self._track.step = self.place
             clock = Clock(self.steps, 0, self._lr)
             for part in self.parts:
                 if landing := part.after(clock):
@@ -222,15 +224,6 @@ class Synchronizer(Run):
         self._close()
         logger.info("%r finished after %d steps: %s", self, self.steps, self.totals)
 
-    def __enter__(self) -> Synchronizer:
-        return self
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if error is None:
-            self.finish()
-        else:
-            self._leave(error)
-
     def state_dict(self) -> State:
         """Return all the method needs to continue, without the weights. Save it with model and optimizer.
 
@@ -243,7 +236,13 @@ class Synchronizer(Run):
                 self._start()
             parts = [part.state_dict() for part in self.parts]
         weights = agreement.weights_checksum(self.model) if self._started else None
-        place = {"steps": self.steps, "lr": self._lr, "started": self._started, "run": self._run}
+        place = {
+            "steps": self.steps,
+            "place": self.place,
+            "lr": self._lr,
+            "started": self._started,
+            "run": self._run,
+        }
         return {**agreement.origin(self.method, self._comm), **place, "weights": weights, "parts": parts}
 
     def load_state_dict(self, state: State, *, resize: bool = False) -> None:
@@ -282,9 +281,9 @@ class Synchronizer(Run):
 
     def _meet(self, kind: int) -> None:
         """Raise on every rank unless all workers are at the same place."""
-        self._track.meet(KINDS[kind], self.steps)
-        clock, (rates, _) = Clock(self.steps, 0, self._lr), read_rates(self.optimizers)
-        where = header(kind, 0, clock, rates, self._comm.rank)
+        self._track.meet(KINDS[kind], self.place)
+        clock, (rates, _) = Clock(self.steps, self.place * self._timed, self._lr), read_rates(self.optimizers)
+        where = header(kind | TIMED * self._timed, 0, clock, rates, self._comm.rank)
         talks = {id(comm): Metered(comm) for part in self.parts for comm in part.communicators()}
         # On all communicators at once: a worker that is elsewhere waits on one of them.
         for comm, message in [(comm, comm.tell(where)) for comm in talks.values()]:

@@ -57,6 +57,7 @@ def share(part: Part, state: State) -> Shared:
             pairs = zip(air["mean"], states["update"]["sent"], strict=False)  # extras lie behind
             states["update"]["sent"] = [mean[: sent.numel()].clone() for mean, sent in pairs]
         air = {**air, "moments": None, "sent": _extras(part.payload, air), "bytes": [0, 0]}
+        air["seconds"] = [0.0, 0.0]
     inside = {**inside, "states": states, "air": air}
     tally = {**state["tally"], "samples": NO_WEIGHT}
     place = {"tally": tally, "ledger": {**state["ledger"], "loss": 0.0, "losses": 0}}

@@ -26,8 +26,9 @@ class Tally:
     divided by the sum of the shares when it lands. A worker that has run dry makes no steps.
     """
 
-    def __init__(self, *, early: bool, timed: bool) -> None:
+    def __init__(self, *, early: bool, timed: bool, rated: bool = False) -> None:
         self._early, self._timed = early, timed
+        self._flags = (TIMED | RATES * rated) * timed  # rated: the update depends on the learning rates
         self.dry = self.idle = False  # now; whether no round is planned
         self.ended, self.void_at = False, -1  # all were dry in a round; the step of a round without payload
         self.restart()
@@ -47,7 +48,7 @@ class Tally:
 
     def word(self, dropped: int = 0) -> tuple[float, int]:
         """Return the weight and the flags of this worker's header."""
-        flags = dropped | DRY * self.dry | COUNTED * (self._timed and self.samples < 0)
+        flags = self._flags | dropped | DRY * self.dry | COUNTED * (self._timed and self.samples < 0)
         if self.samples >= 0 or self._timed:
             weight = self.samples if self.samples >= 0 else float(self.made)
             return (0.0 if dropped else weight), flags

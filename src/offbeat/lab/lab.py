@@ -39,10 +39,7 @@ class Lab:
             raise BadArgument("hosts", hosts, "hosts must be at least 1.", call="Lab")
         if hosts > MOST_HOSTS:
             raise BadArgument("hosts", hosts, f"a bridge has {MOST_HOSTS} ports, one per host.", call="Lab")
-        self._bits = None if rate is None else parse_rate(rate)
-        # Outside these bounds tbf silently uses another rate.
-        if self._bits is not None and not 8_000 <= self._bits <= 100 * 10**9:
-            raise BadArgument("rate", rate, "rate must be from 8kbit to 100gbit, or None.", call="Lab")
+        self._bits = None if rate is None else _check_rate(rate, "Lab")
         self.hosts, self.rate, self._started, self._closing = hosts, rate, 0, ExitStack()
         self._network: Network | None = None
         self._jobs: list[Job] = []
@@ -112,6 +109,11 @@ class Lab:
         finally:
             job.close()
 
+    def set_rate(self, rate: str) -> None:
+        """Limit every link to another rate from now on, also while a job runs."""
+        self._open().shape(_check_rate(rate, "lab.set_rate"))
+        self.rate = rate
+
     def _open(self) -> Network:
         if self._network is None:
             raise RuntimeError(f"{self!r} is not open: use it in a `with` block.")
@@ -127,6 +129,14 @@ class Lab:
             finally:
                 self._network.remove()
                 self._network, self._jobs = None, []
+
+
+def _check_rate(rate: str, call: str) -> int:
+    """Return bits per second."""
+    bits = parse_rate(rate)
+    if not 8_000 <= bits <= 100 * 10**9:  # outside these bounds tbf silently uses another rate
+        raise BadArgument("rate", rate, "rate must be from 8kbit to 100gbit, or None.", call=call)
+    return bits
 
 
 @contextmanager

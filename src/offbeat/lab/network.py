@@ -57,8 +57,8 @@ class Network:
         """Limit every link to `rate` bits per second in each direction."""
         shaper = f"root tbf rate {rate}bit burst 256kb latency 200ms"
         for rank, host in enumerate(self._hosts):
-            _call("tc", "-n", self._switch, batch=[f"qdisc add dev port{rank} {shaper}"])
-            _call("tc", "-n", host, batch=[f"qdisc add dev {INTERFACE} {shaper}"])
+            _call("tc", "-n", self._switch, batch=[f"qdisc replace dev port{rank} {shaper}"])
+            _call("tc", "-n", host, batch=[f"qdisc replace dev {INTERFACE} {shaper}"])
 
     def prefix(self, rank: int) -> list[str]:
         """The words to put before a command to run it on a host."""

@@ -240,7 +240,7 @@ class _World:
         """Record the second round: the first one may create state."""
         for step in (2, 3):
             clock = Clock(step=step, round=0, lr=1e-3)
-            part.observe(1.0)
+            part.ledger.observe([1.0])
             part.snapshot_rates()
             self._log.take()
             part.begin(clock)

@@ -148,6 +148,7 @@ class SlowMo(Anchored):
     v ← β v and a ← a − α (a − mean(x)). β is `momentum`, α is `lr`; `ramp` is that of `SGD`.
     """
 
+    rated = True
     unset = ("rates",)
     zeros = ("momentum",)
     lr: float = 1.0
@@ -264,7 +265,7 @@ class Overlap(Anchored):
     closer together.
     """
 
-    anchors, sends, guards = "own", "weights", False
+    anchors, sends, guards, rated = "own", "weights", False, True
     unset = ("rates",)
     zeros = ("momentum",)
     pull: float = 0.4

@@ -10,21 +10,28 @@ from offbeat.base.checks import is_whole
 from offbeat.base.clock import Clock, State
 from offbeat.base.errors import show
 
+LATER = 0  # in place of a step: a period has begun, and when it ends is not known yet
+
 
 class Schedule:
     """When the next round begins. A frozen value; equal clocks give equal answers on all ranks."""
 
-    least: ClassVar[str | None] = None  # the field that holds the shortest regular period
+    floor: ClassVar[str | None] = None  # the field that holds the shortest regular period
 
     @property
     def shortest(self) -> int | None:
         """The shortest regular period, or None if it is not known in advance. A longer delay is refused."""
-        return None if self.least is None else getattr(self, self.least)
+        return None if self.floor is None else getattr(self, self.floor)
 
     @property
     def needs(self) -> frozenset[str]:
-        """Which of "drift" and "loss" the schedule depends on."""
+        """Which of "drift", "loss" and "cost" the schedule depends on."""
         return frozenset()
+
+    @property
+    def timed(self) -> bool:
+        """Whether a period ends by the clock, so that workers make different numbers of steps."""
+        return False
 
     def init(self) -> State:
         return {}
@@ -32,12 +39,13 @@ class Schedule:
     def next(self, clock: Clock, state: State) -> int | None:
         """Return the number of completed iterations after which the next round begins; above `clock.step`.
 
-        Called once per period, before its first step. After None it is called again before the next step.
+        Called once per period, before its first step. After None it is called again before the next step, and
+        after LATER, too: then the period has begun.
         """
         raise NotImplementedError
 
 
-def _check_whole(value: Schedule, **least: int) -> None:
+def check_whole(value: Schedule, **least: int) -> None:
     """Refuse a value unless the named fields are whole numbers, each at least the given number."""
     for name, low in least.items():
         given = getattr(value, name)
@@ -57,10 +65,10 @@ class Every(Schedule):
     steps: int
     offset: int = 0
     skip: int | None = None
-    least = "steps"
+    floor = "steps"
 
     def __post_init__(self) -> None:
-        _check_whole(self, steps=1)
+        check_whole(self, steps=1)
         if not 0 <= self.offset < self.steps:
             raise ValueError(f"{self!r}: offset must be between 0 and steps - 1.")
         if self.skip is not None and (self.skip < 1 or self.skip % self.steps):
@@ -99,7 +107,7 @@ class Then(Schedule):
     second: Schedule
 
     def __post_init__(self) -> None:
-        _check_whole(self, switch=0)
+        check_whole(self, switch=0)
         for name in ("first", "second"):
             if not isinstance(getattr(self, name), Schedule):
                 raise TypeError(f"{self!r}: {name} must be a schedule, such as Every(8).")
@@ -113,6 +121,10 @@ class Then(Schedule):
     def needs(self) -> frozenset[str]:
         return self.first.needs | self.second.needs
 
+    @property
+    def timed(self) -> bool:
+        return self.first.timed or self.second.timed
+
     def init(self) -> State:
         return {"first": self.first.init(), "second": self.second.init()}
 
@@ -121,7 +133,7 @@ class Then(Schedule):
             return self.first.next(clock, state["first"])
         later = replace(clock, step=clock.step - self.switch, origin=clock.origin + self.switch)
         due = self.second.next(later, state["second"])
-        return None if due is None else due + self.switch
+        return due + self.switch if due else due
 
 
 @dataclass(frozen=True)
@@ -142,16 +154,16 @@ class QSR(Schedule):
     peak: float | None = None
     total: int | None = None
     power: float = 2.0
-    least = "base"
+    floor = "base"
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.alpha) and self.alpha >= 0):
             raise ValueError(f"{self!r}: alpha must be a finite number, at least 0.")
-        _check_whole(self, base=1, warmup=0)
+        check_whole(self, base=1, warmup=0)
         if self.peak is not None and not self.peak > 0:
             raise ValueError(f"{self!r}: peak must be positive.")
         if self.total is not None:
-            _check_whole(self, total=1)
+            check_whole(self, total=1)
         if not self.power > 0:
             raise ValueError(f"{self!r}: power must be positive.")
 
@@ -174,10 +186,10 @@ class Adaptive(Schedule):
     start: int
     sample: int
     warmup: int = 0
-    least, needs = "start", frozenset({"drift"})
+    floor, needs = "start", frozenset({"drift"})
 
     def __post_init__(self) -> None:
-        _check_whole(self, start=1, sample=1, warmup=0)
+        check_whole(self, start=1, sample=1, warmup=0)
         if self.warmup >= self.sample:
             raise ValueError(f"{self!r}: warmup must be below sample.")
 
@@ -207,10 +219,10 @@ class AdaComm(Schedule):
     start: int
     interval: int
     warmup: int = 0
-    least, needs = "start", frozenset({"loss"})
+    floor, needs = "start", frozenset({"loss"})
 
     def __post_init__(self) -> None:
-        _check_whole(self, start=1, interval=1, warmup=0)
+        check_whole(self, start=1, interval=1, warmup=0)
 
     def init(self) -> State:
         return {"period": self.start, "seen": 0, "at": 0, "total": 0.0, "steps": 0, "ended": 0, "first": None}

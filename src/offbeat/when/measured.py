@@ -1,0 +1,84 @@
+"""Schedules that follow the time that steps and messages take."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from statistics import mean, median
+
+from offbeat.base.clock import Clock, State
+from offbeat.when.schedule import LATER, Schedule, check_whole
+
+_ROUNDS = 4  # whose times are averaged
+_GROWTH = 4  # a period is at most so many times as long as the one before
+
+
+@dataclass(frozen=True)
+class Seconds(Schedule):
+    """A round when so many seconds are over. Until then each worker makes as many steps as it can.
+
+    The round begins after the first step that ends when the time is over, so that a fast worker does not wait
+    for a slow one. Workers count by their steps, or by `samples` if these are given. Every worker measures
+    with its own clock, from the end of the last round.
+    """
+
+    seconds: float
+    timed = True
+
+    def __post_init__(self) -> None:
+        given = self.seconds
+        if isinstance(given, bool) or not isinstance(given, int | float) or not 0 < given < math.inf:
+            raise ValueError(f"{self!r}: seconds must be a positive number.")
+
+    def next(self, clock: Clock, state: State) -> int | None:
+        return clock.step + 1 if clock.dry or clock.elapsed >= self.seconds else LATER
+
+
+@dataclass(frozen=True)
+class Budget(Schedule):
+    """The shortest period whose exposed communication takes at most this `share` of the time.
+
+        H = ⌈T (1 − share) / (share · t)⌉        without a delay
+
+    T is the time of a round on the worker that begins it last, the mean of the last four rounds. t is the
+    time of a local step on the slowest worker, their median. All workers agree on both. A delay hides part of
+    T. The period is at least `least`, with which the run begins, at most `most`, and at most four times as
+    long as the one before.
+    """
+
+    share: float
+    least: int = 1
+    most: int = 500
+    needs = frozenset({"cost"})
+
+    def __post_init__(self) -> None:
+        check_whole(self, least=1)
+        check_whole(self, most=self.least)
+        share = self.share
+        if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share < 1:
+            raise ValueError(f"{self!r}: share must be above 0 and below 1.")
+
+    @property
+    def shortest(self) -> int:
+        return self.least
+
+    def init(self) -> State:
+        return {"period": self.least, "seen": 0, "flights": [], "paces": []}
+
+    def next(self, clock: Clock, state: State) -> int | None:
+        if clock.cost is not None and clock.round > state["seen"]:
+            state["seen"] = clock.round
+            for name, seconds in zip(("flights", "paces"), clock.cost, strict=True):
+                state[name] = [*state[name], seconds][-_ROUNDS:]
+            wanted = self.period(mean(state["flights"]), median(state["paces"]), clock.delay)
+            state["period"] = min(max(wanted, self.least), self.most, _GROWTH * state["period"])
+        return clock.step + int(state["period"])
+
+    def period(self, flight: float, pace: float, delay: float = 0) -> int:
+        """Return the period for a round of `flight` seconds, of which `delay` steps of `pace` hide a part."""
+        if flight <= 0 or pace <= 0:
+            return self.least if flight <= 0 else self.most
+        steps = flight * (1 - self.share) / pace  # if all of them hide it
+        if steps > delay:
+            steps = max(delay, (flight - delay * pace) * (1 - self.share) / (self.share * pace))
+        return math.ceil(min(steps, self.most))
