@@ -26,6 +26,9 @@ METHODS = [
     "qsr(alpha=0.5, base=2, warmup=2, total=10)",
     "adaptive(start=2, sample=4)",
     "adacomm(start=4, interval=3)",
+    # Simulated workers need no time, so these begin with the shortest period and stay there. On real workers
+    # the time decides: tests/test_budget.py and tests/test_seconds.py.
+    "local_sgd(every=Budget(0.05, least=3, most=3))",
     "dasgd(every=3, delay=2, keep=0.5)",
     "cocod(every=3, delay=1)",
     "slowmo(every=3, lr=1.0, momentum=0.625, ramp=1)",
@@ -162,6 +165,9 @@ LAWS = [
     Law("adaptive(start=3, sample=1000)", "local_sgd(every=3)", options=FLOATS),
     Law("adaptive(start=2, sample=4)", "local_sgd(every=Adaptive(start=2, sample=4))", options=FLOATS),
     Law("adacomm(start=3, interval=1000)", "local_sgd(every=3)", options=FLOATS),
+    # Workers that need no time have no communication to expose.
+    Law("local_sgd(every=Budget(0.05, least=3))", "local_sgd(every=3)", options=FLOATS),
+    Law("diloco(every=Budget(0.05, least=2))", "diloco(every=2)", options=FLOATS),
     Law("dasgd(every=3, delay=0, keep=0.0)", "local_sgd(every=3)", options=FLOATS),
     Law("cocod(every=3, delay=2)", "local_sgd(every=3, delay=2, gain=1.0)", options=FLOATS),
     Law("local_sgd(every=3, gain=0.25)", "local_sgd(every=3)", options=FLOATS),

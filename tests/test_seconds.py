@@ -224,8 +224,14 @@ def test_learning_rates_may_differ_unless_the_update_uses_them() -> None:
 REFUSED = [
     ("local_sgd(every=Seconds(0))", "Seconds(seconds=0): seconds must be a positive number."),
     ("local_sgd(every=Seconds(-1.0))", "Seconds(seconds=-1.0): seconds must be a positive number."),
-    ("eager_diloco(every=Seconds(5))", "delay='round' with Seconds(seconds=5): workers would be in different "),
-    ("local_sgd(every=Seconds(5), delay=2)", "delay=2 with Seconds(seconds=5): workers would be in different "),
+    (
+        "eager_diloco(every=Seconds(5))",
+        "delay='round' with Seconds(seconds=5): workers would be in different ",
+    ),
+    (
+        "local_sgd(every=Seconds(5), delay=2)",
+        "delay=2 with Seconds(seconds=5): workers would be in different ",
+    ),
     ("def_sgd(every=Seconds(5))", "Seconds(seconds=5) weighs workers by their steps, but Exchange("),
     ("a2sgd(every=Seconds(5))", "Seconds(seconds=5) lets workers make different numbers of steps, but "),
     ("streaming_diloco(every=Seconds(5), fragments=1)", "fragments take turns within a fixed period"),

@@ -220,7 +220,10 @@ class Ledger:
             except PeerLost:
                 if not report.members:
                     raise
-                rows, measured = torch.zeros(1, 4), False  # the round has been applied: its drift is not known
+                rows, measured = (
+                    torch.zeros(1, 4),
+                    False,
+                )  # the round has been applied: its drift is not known
             drift, loss = rows[:, :2].mean(0).tolist()
             if "cost" in self._needs:
                 cost = Cost(float(rows[:, 2].min()), float(rows[:, 3].max()))
@@ -241,10 +244,11 @@ class Ledger:
         return replace(clock, drift=drift, loss=loss, round_lr=lr, cost=self._cost, elapsed=elapsed)
 
     def state_dict(self) -> State:
+        watch = self._watch.state_dict(self._everyone.now())
         self.flush(wait=True)
+        self._watch.skip(self._everyone.now())  # a run that does not save would not have waited here
         last = None if self._last is None else list(self._last)
         cost = None if self._cost is None else list(self._cost)
-        watch = self._watch.state_dict(self._everyone.now())
         own = {"loss": float(self._loss), "losses": self._losses}
         return {"last": last, "cost": cost, "watch": watch, **own}
 

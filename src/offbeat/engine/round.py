@@ -71,7 +71,8 @@ class Rhythm:
         """Before a step, if no round is planned: ask the schedule for the next one."""
         delay = math.inf if self.delay == "round" else self.delay
         planned = self.when.next(replace(clock, round=self.round, delay=delay), self.memory)
-        self.running, self.planned = planned == LATER, planned or None
+        self.running = planned == LATER
+        self.planned = None if self.running else planned
         past = self.planned is not None and self.planned <= clock.step
         assert not past, f"{self.when!r} plans step {self.planned} after step {clock.step}"
         if self.in_air:

@@ -24,6 +24,10 @@ class Stopwatch:
         self._last = now
         return self._passed / _UNIT
 
+    def skip(self, now: float) -> None:
+        """Do not count the time since the last reading."""
+        self._last = now
+
     def begin(self, now: float, steps: int) -> None:
         """A round begins after so many steps."""
         computed = max(0.0, self.read(now) - self._waited)

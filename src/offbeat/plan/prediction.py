@@ -15,6 +15,7 @@ from offbeat.methods.expression import Call, method
 from offbeat.plan.forecast import Forecast, bytes_sent, unroll
 from offbeat.plan.job import Cluster, Job
 from offbeat.plan.overlap import find_buckets
+from offbeat.plan.periods import fix_period
 from offbeat.plan.probe import Seen, probe
 from offbeat.simulate import Network
 from offbeat.waitfree import CodedGradients
@@ -70,7 +71,11 @@ def one_thread() -> Iterator[None]:
 @one_thread()
 def predict(expression: str, job: Job, cluster: Cluster) -> Prediction:
     """Record the method on a small model, unroll its schedules, and run all clocks through it."""
-    seen, job, notes = _probe_or_sgd(method(expression), job, cluster)
+    call = method(expression)
+    if fixed := fix_period(call, cluster, lambda call: _exposed_share(call, job, cluster)):
+        found = predict(str(fixed[0]), job, cluster)
+        return replace(found, method=expression.strip(), notes=(*found.notes, fixed[1]))
+    seen, job, notes = _probe_or_sgd(call, job, cluster)
     if (load := max(part.load for part in seen.sync.parts)) > 1:
         cluster = replace(cluster, compute=cluster.compute.loaded(load))
     course, networks = unroll(seen.sync.parts, job), _vary(cluster)
@@ -103,6 +108,13 @@ def predict(expression: str, job: Job, cluster: Cluster) -> Prediction:
         curve=tuple(sorted(zip(map(varied_link, networks[1:]), totals[1:], strict=True))),
         notes=notes,
     )
+
+
+def _exposed_share(call: Call, job: Job, cluster: Cluster) -> float:
+    """Of the time of a run that is long enough to have rounds."""
+    every = call.arguments["every"]
+    found = predict(str(call), replace(job, steps=max(job.steps, 4 * every)), cluster)
+    return found.exposed / found.seconds
 
 
 def _probe_or_sgd(call: Call, job: Job, cluster: Cluster) -> tuple[Seen, Job, tuple[str, ...]]:

@@ -10,7 +10,7 @@ from offbeat.base.checks import is_whole
 from offbeat.base.clock import Clock, State
 from offbeat.base.errors import show
 
-LATER = 0  # in place of a step: a period has begun, and when it ends is not known yet
+LATER = -1  # in place of a step: a period has begun, and when it ends is not known yet
 
 
 class Schedule:
@@ -133,7 +133,7 @@ class Then(Schedule):
             return self.first.next(clock, state["first"])
         later = replace(clock, step=clock.step - self.switch, origin=clock.origin + self.switch)
         due = self.second.next(later, state["second"])
-        return due + self.switch if due else due
+        return due if due in (None, LATER) else due + self.switch
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,187 @@
+"""Periods by the share of time that exposed communication may take, from what the rounds measure."""
+
+from __future__ import annotations
+
+import io
+import math
+from typing import Any
+
+import pytest
+import torch
+from sentences import says
+from torch import nn
+
+import offbeat
+from offbeat import Budget, Clock, Network
+from offbeat.base.clock import Cost
+
+
+def periods(when: Budget, costs: list[tuple[float, float]], delay: float = 0) -> list[int]:
+    """The periods that it plans, first without a cost, then after each round of this flight and pace."""
+    state, step, found = when.init(), 0, []
+    for round, cost in enumerate([None, *costs]):
+        measured = None if cost is None else Cost(*cost)
+        due = when.next(Clock(step, round, 0.1, cost=measured, delay=delay), state)
+        assert due is not None
+        found.append(due - step)
+        step = due
+    return found
+
+
+def test_the_rule_by_hand() -> None:
+    # A round of 1 s at 0.1 s a step: 1·0.8/(0.2·0.1) = 40 steps, reached by factors of four.
+    assert periods(Budget(0.2), [(1.0, 0.1)] * 4) == [1, 4, 16, 40, 40]
+    # Then the round takes 1 s of 5 s in all: exactly a fifth.
+    assert 1.0 / (40 * 0.1 + 1.0) == pytest.approx(0.2)
+    # The link gets ten times slower: the mean of four rounds follows within four.
+    slower = periods(Budget(0.2, most=1000), [(1.0, 0.1)] * 4 + [(10.0, 0.1)] * 4)
+    assert slower[5:] == [130, 220, 310, 400]
+    # One slow step among four does not count: the median of the paces.
+    assert periods(Budget(0.2), [(1.0, 0.1)] * 4 + [(1.0, 9.0)])[-1] == 40
+    # Bounds.
+    assert periods(Budget(0.2, least=3, most=20), [(1.0, 0.1)] * 3) == [3, 12, 20, 20]
+    assert periods(Budget(0.2, least=3), [(0.001, 0.1)] * 3) == [3, 3, 3, 3]
+    # The same round is looked at once, and without a cost nothing changes.
+    state = Budget(0.2).init()
+    clock = Clock(0, 1, 0.1, cost=Cost(1.0, 0.1))
+    assert [Budget(0.2).next(clock, state) for _ in range(3)] == [4, 4, 4]
+
+
+def test_a_delay_hides_a_part() -> None:
+    when = Budget(0.2)
+    # Five of ten steps' time are hidden: 0.5·0.8/(0.2·0.1) = 20.
+    assert when.period(1.0, 0.1, 5) == 20
+    # All of it but a fifth of the period, or all: with delay="round" the period itself hides it.
+    assert when.period(1.0, 0.1, math.inf) == 8
+    assert (1.0 - 0.8) / 1.0 == pytest.approx(0.2)
+    # As soon as the delay is long enough, the share allows the rest.
+    assert when.period(1.0, 0.1, 8) == 8
+    assert when.period(1.0, 0.1, 7) == 12
+    assert when.period(0.0, 0.1) == when.period(0.0, 0.0) == 1
+    assert when.period(1.0, 0.0) == 500
+
+
+class Wide(nn.Module):
+    """8 kB, and a slope that differs by worker."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1000, dtype=torch.float64))
+
+
+def run(
+    comm: offbeat.Communicator, expression: str, steps: int, cut: int | None = None
+) -> tuple[list[float], list[int], list[float], float]:
+    """The first weight after each step; period and wait of each round; and the time."""
+    net, trace = Wide(), []
+    opt = torch.optim.SGD(net.parameters(), lr=0.125)
+    sync = offbeat.method(expression)(net, opt, group=comm)
+    for step in range(steps):
+        if step == cut:
+            file = io.BytesIO()
+            torch.save([net.state_dict(), sync.state_dict()], file)
+            file.seek(0)
+            weights, state = torch.load(file, weights_only=True)
+            net = Wide()
+            net.load_state_dict(weights)
+            opt = torch.optim.SGD(net.parameters(), lr=0.125)
+            sync = offbeat.method(expression)(net, opt, group=comm)
+            sync.load_state_dict(state)
+        opt.zero_grad()
+        (net.weight - comm.rank).square().sum().backward()
+        sync.step()
+        trace.append(net.weight[0].item())
+    reports = sync.reports
+    return trace, [r.period for r in reports], [r.seconds_waited for r in reports], comm.now()
+
+
+def simulate(expression: str, steps: int, bandwidth: float, cut: int | None = None, **options: Any) -> Any:
+    compute = options.get("compute", lambda rank, step: 0.01)
+    network = Network(latency=0.001, bandwidth=bandwidth)
+    worker = lambda comm: run(comm, expression, steps, cut)  # noqa: E731
+    return offbeat.simulate(worker, 2, compute=compute, network=network)
+
+
+@pytest.mark.parametrize("bandwidth", [1e5, 1e6, 1e7])
+@pytest.mark.parametrize(
+    "expression", ["diloco(every=Budget(0.1))", "local_sgd(every=Budget(0.1, least=3), delay=3)"]
+)
+def test_the_exposed_share_stays_within_the_budget(expression: str, bandwidth: float) -> None:
+    one, two = simulate(expression, 700, bandwidth)
+    assert one[1] == two[1]  # all workers agree
+    _, found, waited, _ = one
+    settled = found[8:] or found[-1:]
+    share = waited[-1] / (settled[-1] * 0.01 + waited[-1])
+    assert share <= 0.1001
+    # The shortest such period: one step less would not do, unless it is the least.
+    least, shorter = 3 if "least=3" in expression else 1, settled[-1] - 1
+    assert shorter < least or waited[-1] / (shorter * 0.01 + waited[-1]) > 0.0999
+
+
+def test_a_slow_worker_does_not_count_as_communication() -> None:
+    """Rank 0 waits for rank 1 all the time, but the link is fast."""
+    slow = {"compute": lambda rank, step: (0.01, 0.02)[rank]}
+    one, _ = simulate("diloco(every=Budget(0.1))", 100, 1e9, **slow)
+    assert set(one[1]) == {1}
+
+
+@pytest.mark.parametrize(
+    "expression",
+    [
+        "diloco(every=Budget(0.07))",
+        "local_sgd(every=Budget(0.07, least=2), delay=2)",
+        "cocod(every=Budget(0.07), delay='round')",
+    ],
+)
+@pytest.mark.parametrize("cut", [2, 5, 40])
+def test_it_resumes_exactly(expression: str, cut: int) -> None:
+    noisy = {"compute": lambda rank, step: 0.011 + 0.001 * ((step * 7 + rank) % 5)}
+    whole = simulate(expression, 120, 1.3e6, **noisy)
+    again = simulate(expression, 120, 1.3e6, cut, **noisy)
+    assert [found[0] for found in whole] == [found[0] for found in again]
+
+
+REFUSED = [
+    ("local_sgd(every=Budget(0))", "Budget(share=0, least=1, most=500): share must be above 0 and below 1."),
+    ("local_sgd(every=Budget(0.1, 0))", "Budget(share=0.1, least=0, most=500): least must be at least 1."),
+    ("local_sgd(every=Budget(0.1, 9, 8))", "Budget(share=0.1, least=9, most=8): most must be at least 9."),
+    (
+        "local_sgd(every=Budget(0.1), delay=2)",
+        "delay=2 with Budget(share=0.1, least=1, most=500): delay must not exceed the period, which can be "
+        "1.",
+    ),
+    (
+        "local_sgd(every=Budget(0.1), drift=False)",
+        "drift=False with Budget(share=0.1, least=1, most=500), which needs what rounds measure: leave drift "
+        "out.",
+    ),
+]
+
+
+@pytest.mark.parametrize(("expression", "sentence"), REFUSED)
+def test_bad_budgets(expression: str, sentence: str) -> None:
+    net = Wide()
+    with says(ValueError, sentence):
+        offbeat.method(expression)(net, torch.optim.SGD(net.parameters(), lr=1.0), group=offbeat.Solo())
+
+
+def test_the_planner_predicts_the_period() -> None:
+    from offbeat.plan import Cluster, Job, predict
+
+    network = Network(latency=0.001, bandwidth=1e7, reduce="ring")
+    cluster = Cluster(4, offbeat.Constant(0.05), network)
+    job = Job(steps=400, parameters=1_000_000)
+    found = predict("diloco(every=Budget(0.2))", job, cluster)
+    (note,) = [note for note in found.notes if "planned as every=" in note]
+    steps = int(note.rpartition("=")[2])
+    assert found.exposed / found.seconds <= 0.2
+    shorter = predict(f"diloco(every={steps - 1})", job, cluster)
+    assert shorter.exposed / shorter.seconds > 0.19
+    timed = predict("diloco(every=Seconds(5))", job, cluster)
+    assert timed.seconds == predict("diloco(every=100)", job, cluster).seconds
+    with pytest.raises(ValueError, match="these differ in speed: simulate it"):
+        predict(
+            "diloco(every=Seconds(5))",
+            job,
+            Cluster(4, offbeat.Uneven(offbeat.Constant(0.05), (1.0, 2.0)), network),
+        )
