@@ -95,9 +95,6 @@ class Run(ABC):
     @abstractmethod
     def finish(self) -> None: ...
 
-    @abstractmethod
-    def _leave(self, error: BaseException) -> None: ...
-
     def __repr__(self) -> str:
         return self.method
 
