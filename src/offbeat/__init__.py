@@ -7,7 +7,7 @@ in a terminal explains them, and `method` reads one from text. All other names, 
 
 A run: Synchronizer Report GroupReport CodedReport Totals flatten ddp_hook coded_sampler CodedSampler DataPart
 Errors: OffbeatError PeerLost Disagreement NotFinite CheckpointMismatch Deadlock
-When to communicate, `every=`: Schedule Every QSR Adaptive AdaComm Then Never Clock
+When to communicate, `every=`: Schedule Every QSR Adaptive AdaComm Seconds Budget Then Never Clock
 With whom, `group=`: Peers World Subgroups Pairs Butterfly Communicator Torch Solo Metered Throttled Pending
     Elastic
 What is sent, `reduce=`: Reducer Mean Quantized TopK RandomBlock LowRank TwoLevel ErrorFeedback Code Packed

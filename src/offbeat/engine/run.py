@@ -127,7 +127,7 @@ class Run(ABC):
         return sum(part.rhythm.round - part.rhythm.in_air for part in last)
 
     @property
-    def place(self) -> int:
+    def _place(self) -> int:
         """Where all workers are together: after this step, or after this round if rounds go by the clock."""
         return self.rounds if self._timed else self.steps
 
@@ -208,7 +208,7 @@ class Run(ABC):
             self._together(lambda: self._meet(SAVE))
         state = saving.capture(self, others)
         with self._costs.including(self._comm):
-            self._together(lambda: saving.Folder(folder, self._comm, self.model).write(self.place, state))
+            self._together(lambda: saving.Folder(folder, self._comm, self.model).write(self._place, state))
 
     def load(self, folder: str | Path, *, resize: bool = False, **others: Savable) -> bool:
         """Continue from the newest checkpoint that is whole on every rank. Return whether there is one.

@@ -128,7 +128,7 @@ class Synchronizer(Run):
         if self._watch is not None:
             self._watch = self._watch.look(self)
         self._inside_step = True
-        self._track.step = self.place if self._timed else self.steps + 1
+        self._track.step = self._place if self._timed else self.steps + 1
         self._worker.computed(self.steps, 0.0 if dry else 1.0)
         self._lr = learning_rate(self.optimizers)
         check_trained(self._trained)
@@ -159,7 +159,7 @@ class Synchronizer(Run):
         again = True
         while again:
             self.steps += 1
-            self._track.step = self.place
+            self._track.step = self._place
             clock = Clock(self.steps, 0, self._lr)
             for part in self.parts:
                 if landing := part.after(clock):
@@ -238,7 +238,7 @@ class Synchronizer(Run):
         weights = agreement.weights_checksum(self.model) if self._started else None
         place = {
             "steps": self.steps,
-            "place": self.place,
+            "place": self._place,
             "lr": self._lr,
             "started": self._started,
             "run": self._run,
@@ -281,8 +281,11 @@ class Synchronizer(Run):
 
     def _meet(self, kind: int) -> None:
         """Raise on every rank unless all workers are at the same place."""
-        self._track.meet(KINDS[kind], self.place)
-        clock, (rates, _) = Clock(self.steps, self.place * self._timed, self._lr), read_rates(self.optimizers)
+        self._track.meet(KINDS[kind], self._place)
+        clock, (rates, _) = (
+            Clock(self.steps, self._place * self._timed, self._lr),
+            read_rates(self.optimizers),
+        )
         where = header(kind | TIMED * self._timed, 0, clock, rates, self._comm.rank)
         talks = {id(comm): Metered(comm) for part in self.parts for comm in part.communicators()}
         # On all communicators at once: a worker that is elsewhere waits on one of them.
