@@ -236,14 +236,9 @@ class Synchronizer(Run):
                 self._start()
             parts = [part.state_dict() for part in self.parts]
         weights = agreement.weights_checksum(self.model) if self._started else None
-        place = {
-            "steps": self.steps,
-            "place": self._place,
-            "lr": self._lr,
-            "started": self._started,
-            "run": self._run,
-        }
-        return {**agreement.origin(self.method, self._comm), **place, "weights": weights, "parts": parts}
+        place = {"steps": self.steps, "place": self._place, "lr": self._lr, "started": self._started}
+        origin = {**agreement.origin(self.method, self._comm), "run": self._run}
+        return {**origin, **place, "weights": weights, "parts": parts}
 
     def load_state_dict(self, state: State, *, resize: bool = False) -> None:
         """Continue from a checkpoint. Every rank loads its own; the caller loads model and optimizer.
