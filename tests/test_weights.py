@@ -17,7 +17,17 @@ from torch import Tensor, nn
 import offbeat
 from offbeat import Exchange, Subgroups, params
 
-UNWEIGHED = ("ssd_sgd", "od_sgd", "wagma", "eager_sgd", "gradient_code", "eager_diloco", "def_sgd", "a2sgd")
+UNWEIGHED = (
+    "ssd_sgd",
+    "od_sgd",
+    "wagma",
+    "eager_sgd",
+    "gradient_code",
+    "eager_diloco",
+    "def_sgd",
+    "a2sgd",
+    "coda",
+)
 WEIGHED = [row for row in METHODS if not row.startswith(UNWEIGHED)]
 ROWS = [pytest.param(row, marks=pytest.mark.slow if i % 3 else []) for i, row in enumerate(WEIGHED)]
 
