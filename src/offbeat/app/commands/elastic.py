@@ -103,7 +103,7 @@ def _crew(url: str, place: Path, workers: int) -> Iterator[list[subprocess.Popen
 
 
 def _watch(crew: list[subprocess.Popen[bytes]], place: Path, setting: Setting, url: str) -> None:
-    """Wait until the run is over, whoever has trained it. Say once of each worker that it has ended early."""
+    """Wait until the run is over. Say once of each worker that it has ended early."""
     said, since = set[int](), time.monotonic()
     while True:
         time.sleep(LOOK)
