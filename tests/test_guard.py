@@ -209,3 +209,65 @@ def test_guards_that_cannot_be(expression: str, sentence: str) -> None:
     net = Line()
     with says(ValueError, sentence):
         offbeat.method(expression)(net, torch.optim.SGD(net.parameters(), lr=1.0), group=offbeat.Solo())
+
+
+class Counting(Line):
+    """With a buffer that rounds average."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.full((1,), 5.0, dtype=torch.float64))
+
+
+def counted(comm: offbeat.Communicator, expression: str, steps: list[list[float]], **sgd: Any) -> list[float]:
+    """The first weight and the buffer in the end. A step of NaN makes the buffer NaN as well."""
+    net = Counting()
+    opt = torch.optim.SGD(net.parameters(), lr=1.0, **sgd)
+    sync = offbeat.method(expression)(net, opt, group=comm)
+    for size in steps[comm.rank]:
+        opt.zero_grad()
+        (-size * (0.6 * net.weight + 0.8 * net.other).sum()).backward()
+        if math.isnan(size):
+            net.seen.fill_(math.nan)
+        sync.step()
+    sync.join()
+    return [round(net.weight.item() / 0.6, 5), net.seen.item()]
+
+
+def test_buffers_stay_if_everyone_is_left_out() -> None:
+    rows = [[1.0] * 9 + [100.0]] * 2
+    for method in ("local_sgd(every=1, guard=3.0)", "diloco(every=1, lr=1.0, momentum=0.0, guard=3.0)"):
+        assert offbeat.simulate(lambda comm, m=method: counted(comm, m, rows), 2) == [[9.0, 5.0]] * 2
+
+
+@pytest.mark.parametrize("delay", [0, 1])
+def test_buffers_of_a_broken_worker_do_not_spread(delay: int) -> None:
+    """Worker 0 makes six steps; worker 1 makes NaN of its weights and buffer in the third."""
+    rows = [[1.0] * 6, [1.0, 1.0, math.nan, 1.0, 1.0, 1.0]]
+    method = f"local_sgd(every=2, delay={delay}, guard=3.0)"
+    for weight, seen in offbeat.simulate(lambda comm: counted(comm, method, rows), 2):
+        assert math.isfinite(weight)
+        assert seen == 5.0
+
+
+def test_a_broken_worker_while_the_others_are_dry() -> None:
+    """Worker 1 is dry from the third step on: nobody counts, and worker 0 takes the weights of worker 1."""
+    rows = [[1.0, 1.0, math.nan, 1.0], [1.0, 1.0]]
+    found = offbeat.simulate(lambda comm: counted(comm, "local_sgd(every=2, guard=3.0)", rows), 2)
+    assert found == [[2.0, 5.0]] * 2
+
+
+def test_a_broken_worker_begins_with_fresh_moments() -> None:
+    """SGD creates its momentum at the first step: a reset deletes it, after the mean has arrived."""
+    rows = [[1.0] * 6, [1.0, 1.0, math.nan, 1.0, 1.0, 1.0]]
+    method = "local_sgd(every=2, guard=3.0, moments='average')"
+    for weight, _ in offbeat.simulate(
+        lambda comm: counted(comm, method, rows, momentum=0.5, dampening=0.1), 2
+    ):
+        assert math.isfinite(weight)
+
+
+def test_buffers_of_rank_0_are_not_followed() -> None:
+    net = Counting()
+    with pytest.raises(ValueError, match=r'guard=3\.0 with buffers="follow": all workers would take'):
+        offbeat.local_sgd(net, torch.optim.SGD(net.parameters(), lr=1.0), guard=3.0, buffers="follow")

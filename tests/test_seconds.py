@@ -169,6 +169,24 @@ def test_a_worker_that_runs_dry_begins_its_rounds_at_once() -> None:
         assert rounds == 3
 
 
+def test_a_worker_that_runs_dry_has_no_samples_either() -> None:
+    """Worker 0 climbs by 3 in the first period, worker 1 by 4 in its only step, then it has no data."""
+
+    def worker(comm: offbeat.Communicator) -> float:
+        net = Line()
+        opt = torch.optim.SGD(net.parameters(), lr=1.0)
+        sync = offbeat.local_sgd(net, opt, every=Seconds(2), group=comm)
+        for _ in range((6, 1)[comm.rank]):
+            opt.zero_grad()
+            (-(4.0**comm.rank) * net.weight.sum()).backward()
+            sync.step(samples=4)
+        sync.join()
+        return net.weight.item()
+
+    # (12·3 + 4·4)/16, and then three steps of worker 0 alone.
+    assert offbeat.simulate(worker, 2, compute=uneven) == [3.25 + 3] * 2
+
+
 def test_places_are_compared_by_rounds() -> None:
     """Rank 0 evaluates after its first round, rank 1 after its second."""
 

@@ -29,6 +29,11 @@ class Arrival:
     ) -> None:
         self.payload, self.update, self.reduce, self.late, self.drift = payload, update, reduce, late, drift
         self.guard = None if guard is None else Guard(guard, update, reduce, payload.live)
+        if guard is not None and payload.buffers.rule == "follow":
+            raise ValueError(
+                f'guard={guard!r} with buffers="follow": all workers would take the buffers of rank 0 even '
+                'if it is left out: use buffers="average" or "keep".'
+            )
         self.plain = is_plain(update, reduce)
 
     def __str__(self) -> str:
@@ -61,8 +66,7 @@ class Arrival:
             assert self.guard is not None
             self.guard.land(live.tensors(), own, clock, states, nobody=round.nobody)
             self.note_start(states)
-            for optimizer in payload.moments.optimizers if round.dropped == BROKEN else ():
-                reset(optimizer, live.parameters)
+            round.sent = None  # it takes the extras as they arrive, since its own may not be finite
         elif self.plain and self.drift:
             distances = (own.write_and_measure(live.tensors()),) * 2
         else:
@@ -73,6 +77,8 @@ class Arrival:
         if live.early:
             # With a delay or a residual, the mean may be nonzero where no worker has a gradient now.
             live.land_notes(notes.views, late=self.reduce.remembers or self.late)
-        if payload.has_extras:
+        if payload.has_extras and not round.nobody:
             payload.land_extras(buffers.views, round)
+        for optimizer in payload.moments.optimizers if round.dropped == BROKEN else ():
+            reset(optimizer, live.parameters)
         return distances

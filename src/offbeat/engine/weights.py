@@ -90,7 +90,7 @@ class Weights:
         self._shares = [1.0 if word in (NO_WEIGHT, AGAIN) else max(word, SHARE - word) for word in words]
         # Whether nobody has anything to send, because all are dry and have made no step.
         self.void = self.all_dry and not any(self._shares) and not self.dropped
-        if self._known and not any(self._shares):
+        if (self._known or self.dropped) and not any(self._shares):
             self._shares = [float(not head[0] & DROPPED) for head in heads]
         # Workers that are all dry also know the shares of all others before they send.
         self._even = len(set(self._shares)) == 1 and (self.all_dry or self._known) and not self.nobody
@@ -118,7 +118,7 @@ Unit = Literal["none", "samples", "steps"]
 def unit(head: Sequence[int], word: float) -> Unit | None:
     """Return what a worker's weight counts; None if it is nothing in any unit."""
     if head[0] & COUNTED:
-        return "steps"
+        return "steps" if word or not head[0] & (DRY | DROPPED) else None
     if word == SHARE and head[0] & (DRY | DROPPED):
         return None
     return "samples" if word >= 0 else "none"

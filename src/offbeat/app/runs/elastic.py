@@ -21,7 +21,7 @@ from offbeat.tasks import Task
 
 
 class ElasticLoop:
-    """Trains on the data of one seat, with the other workers that are there, until the run has made all its steps."""
+    """Trains on the data of one seat, with the workers that are there, until all steps are made."""
 
     def __init__(self, setting: Setting, task: Task, folder: Path, seat: int) -> None:
         origin = origin_of(folder)
