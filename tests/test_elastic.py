@@ -331,7 +331,7 @@ def test_a_state_travels_as_tensors_and_json() -> None:
     tensors: list[torch.Tensor] = []
     text = describe(state, tensors)
     again: list[torch.Tensor] = []
-    copy = rebuild(text, again)
+    copy = rebuild(text, again, 2**20)
     for one, other in zip(again, tensors, strict=True):
         one.copy_(other)
     assert same(state, copy)

@@ -30,10 +30,21 @@ def test_every_method_trains_behind_a_link(tmp_path: Path, where: str) -> None:
     """All in one comparison, for which workers are started once."""
     methods = [*one_of_each(), *(["torch_ddp()"] if where == "processes" else [])]
     words = ["--task", "digits", "--model", "tiny", "--workers", "2", "--steps", str(STEPS)]
-    words += ["--evaluations", "1", "--link", "1gbit,10us", "--out", str(tmp_path / "runs"), "--json"]
+    words += [
+        "--evaluations",
+        "1",
+        "--link",
+        "1gbit,10us",
+        "--out",
+        str(tmp_path / "runs"),
+        "--json",
+        "--quiet",
+    ]
     words += ["--simulate"] if where == "simulation" else []
     done = warm.run("-m", "offbeat", "compare", *methods, *words, timeout=540)
-    assert (done.returncode, done.stderr) == (0, "")
+    # DES-LOC says that SGD has no second moments.
+    said = [line for line in done.stderr.splitlines() if not line.startswith("moments('exp_avg_sq'")]
+    assert (done.returncode, said) == (0, [])
     rows: list[dict[str, Any]] = json.loads(done.stdout)
     assert [row["method"] for row in rows] == methods
     for row in rows:

@@ -187,7 +187,7 @@ def test_another_runs_checkpoint(change: dict[str, Any], sentence: str) -> None:
 
 def test_checkpoints_of_different_steps() -> None:
     def worker(comm: offbeat.Communicator) -> None:
-        load(comm, "local_sgd(every=3)", {"steps": 4 + comm.rank // 2})
+        load(comm, "local_sgd(every=3)", dict.fromkeys(("steps", "place"), 4 + comm.rank // 2))
 
     with pytest.raises(offbeat.Disagreement, match="rank 0 loads step 4, rank 2 step 5"):
         offbeat.simulate(worker, 3)

@@ -71,13 +71,14 @@ def _lineage(card: Card, committed: set[str]) -> tuple[int, str]:
 
 
 def _of_one_method(seats: Sequence[Seat], me: str) -> list[Seat]:
-    """Those with the method of the run: of the worker that is furthest, or of the first one."""
-    first = min(seats, key=lambda seat: (-seat.card.rounds, seat.name))
+    """Those with the method of the run: of the worker that is furthest, or of most workers."""
+    often = Counter(seat.card.method for seat in seats)
+    first = min(seats, key=lambda seat: (-seat.card.rounds, -often[seat.card.method], seat.name))
     mine = next(seat.card for seat in seats if seat.name == me)
     if mine.method != first.card.method:
         what = f"the method {mine.call}, the run has {first.card.call}"
         if mine.call == first.card.call:
-            what = f"another model than the run, for the same method {mine.call}"
+            what = f"the method of the run, {mine.call}, but another model"
         raise Disagreement(
             f"This worker has {what}: build the same model and method as the others, or name another "
             "lighthouse."

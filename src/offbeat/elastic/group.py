@@ -114,9 +114,12 @@ class Elastic(Gathering):
             fields = dict(told["card"])
             place = inf if fields["place"] is None else float(fields["place"])
             card = Card(**{**fields, "place": place})
+            texts = (card.method, card.call, card.lineage, card.prepared)
+            if not all(isinstance(text, str) for text in texts) or not is_whole(card.rounds, -1):
+                raise ValueError(card)
             return Seat(name, card, address, int(told["attempt"]), str(told["key"]))
         except (KeyError, TypeError, ValueError):
-            logger.warning("%s asks to take part with words that cannot be read: it is ignored.", name)
+            logger.warning("%s asks to take part with a message that cannot be read: it is ignored.", name)
             return None
 
     def _prove(self, *words: Any) -> str:

@@ -20,7 +20,7 @@ logger = logging.getLogger("offbeat")
 _BEAT = 0.25  # seconds between two signs of life
 _PATIENCE = 5.0  # seconds in which a lighthouse must accept a connection
 _PAUSE = 0.5  # seconds before the next attempt
-_LONG = 20.0  # seconds of one call for a quorum: a lighthouse that was restarted has forgotten it
+_LONG = 120.0  # seconds of one call for a quorum; asking again restarts the lighthouse's join timeout
 
 
 def load_torchft() -> ModuleType:

@@ -15,7 +15,7 @@ from offbeat.comm.communicator import Communicator
 
 _KINDS = (
     torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16,
-    torch.int8, torch.uint8, torch.bool,
+    torch.int8, torch.uint8, torch.bool, torch.complex64, torch.complex128,
 )  # fmt: skip
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in _KINDS}
 _MOST = 2**26  # bytes of a description
@@ -33,25 +33,31 @@ def describe(value: Any, tensors: list[Tensor]) -> Any:
         return {"tuple": [describe(item, tensors) for item in value]}
     if isinstance(value, list):
         return [describe(item, tensors) for item in value]
-    if value is None or type(value) in (bool, int, float, str):
+    if value is None or isinstance(value, bool | int | float | str):
         return value
     raise TypeError(f"A state holds a {type(value).__name__}, which cannot be sent to a worker that joins.")
 
 
-def rebuild(text: Any, tensors: list[Tensor]) -> Any:
-    """Return the value again, and append its tensors, still empty, to the list."""
+def rebuild(text: Any, tensors: list[Tensor], most: int) -> Any:
+    """Return the value again, and append its tensors, still empty, of at most so many bytes, to the list."""
     if isinstance(text, list):
-        return [rebuild(item, tensors) for item in text]
+        return [rebuild(item, tensors, most) for item in text]
     if not isinstance(text, dict):
         return text
     ((kind, inside),) = text.items()
     if kind == "dict":
-        return {rebuild(key, tensors): rebuild(item, tensors) for key, item in inside}
+        return {rebuild(key, tensors, most): rebuild(item, tensors, most) for key, item in inside}
     if kind == "tuple":
-        return tuple(rebuild(item, tensors) for item in inside)
+        return tuple(rebuild(item, tensors, most) for item in inside)
     dtype, shape, device = inside
     if kind != "tensor" or not all(isinstance(n, int) and n >= 0 for n in shape):
         raise ValueError(kind)
+    if device != "cpu" and not (
+        torch.accelerator.is_available() and device in str(torch.accelerator.current_accelerator())
+    ):
+        raise ValueError(device)
+    if math.prod(shape) * _DTYPES[dtype].itemsize > most - sum(tensor.nbytes for tensor in tensors):
+        raise ValueError(shape)
     tensors.append(torch.empty(shape, dtype=_DTYPES[dtype], device=device))
     return tensors[-1]
 
@@ -77,7 +83,7 @@ def receive_state(pair: Communicator, most: int) -> State:
     _pass(text, pair)
     tensors: list[Tensor] = []
     try:
-        state: State = rebuild(json.loads(bytes(text.tolist())), tensors)
+        state: State = rebuild(json.loads(bytes(text.tolist())), tensors, size)
         sizes = sum(math.prod(tensor.shape) * tensor.element_size() for tensor in tensors)
         if not isinstance(state, dict) or sizes != size:
             raise ValueError(size)

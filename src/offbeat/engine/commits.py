@@ -108,7 +108,7 @@ class Commits:
         run, everyone = self._run, self._everyone
         run.agree()
         if run._started:
-            self.lineage, self.rounds = _extend("load", f"{run._run} {run.steps}"), run.steps
+            self.lineage, self.rounds = _extend("load", f"{run._run} {run.steps}"), _count_landed(run)
         while True:
             self._ask()
             members = self._answer()
@@ -189,6 +189,8 @@ class Commits:
         with self.breaking(round):
             if not round.broken:
                 messages.send(part, round, share)
+        if round.broken:  # perhaps before all weights were known; a repeat puts them back
+            part.tally.restart()
 
     @contextmanager
     def breaking(self, round: Round) -> Iterator[None]:
@@ -259,14 +261,12 @@ class Commits:
             self._ask(can_heal=self._heals(part))
 
     def attempt(self, call: Callable[[], T]) -> T:
-        """Make a call in which all members meet. If one is lost, the others make it again.
-
-        A worker is done when all have what they need, so that nobody has to make it alone.
-        """
+        """Make a call in which all members meet, and again if one is lost before all are done."""
         while True:
             try:
                 result = call()
-                break
+                self._everyone.comm.tell([]).wait()
+                return result
             except PeerLost as error:
                 logger.warning("%s", error)
                 self._everyone.fail(error)
@@ -277,13 +277,10 @@ class Commits:
             while self._ready is None:
                 self._ask(place=float(self._run.steps))
                 members = self._answer()
+                if members.state is not None:
+                    raise PeerLost("The others have gone on without this worker: start it again.")
                 if not members.broken and members.lineage == self.lineage:
                     self._ready = members
-        try:
-            self._everyone.comm.tell([]).wait()
-        except PeerLost as error:  # all have what they need: who is lost now is noticed in the next round
-            self._everyone.fail(error)
-        return result
 
     def close(self) -> None:
         """This worker takes part in no further round."""
@@ -291,6 +288,11 @@ class Commits:
             self._over = True
             self._busy.release()
             self._everyone.close()
+
+
+def _count_landed(run: Synchronizer) -> int:
+    """How many rounds a checkpoint has applied: comparable with those of runs under way."""
+    return sum(p.rhythm.round - p.rhythm.in_air for p in run.parts if isinstance(p, Exchange))
 
 
 def _extend(lineage: str, more: str) -> str:

@@ -82,7 +82,7 @@ def capture(run: Synchronizer, commits: Commits) -> State:
         "run": run._run,
         "lineage": commits.lineage,
         "rounds": commits.rounds,
-        "rates": [[group["lr"] for group in optimizer.param_groups] for optimizer in run.optimizers],
+        "rates": [[float(group["lr"]) for group in optimizer.param_groups] for optimizer in run.optimizers],
         "parts": [share(part, part.state_dict()).state for part in run.parts],
         "weights": {name: value.clone() for name, value in weights.items()},
         "buffers": {name: local(b).clone() for name, b in named(run.model.named_buffers()).items()},
@@ -114,7 +114,9 @@ def adopt(run: Synchronizer, commits: Commits, state: State) -> None:
     commits.keep()
     for optimizer, rates in zip(run.optimizers, state["rates"], strict=True):
         for group, lr in zip(optimizer.param_groups, rates, strict=True):
-            if not torch.is_tensor(group["lr"]):
+            if torch.is_tensor(group["lr"]):
+                group["lr"].fill_(lr)
+            else:
                 group["lr"] = lr
     parts = [part for part in run.parts if isinstance(part, Exchange)]
     due = [part.rhythm.planned for part in parts if part.rhythm.planned is not None]

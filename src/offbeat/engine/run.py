@@ -269,7 +269,6 @@ class Run(ABC):
             self._commits.close()
 
     def _follow_members(self, everyone: Communicator) -> None:
-        """The workers are others than before."""
         self._comm.rank, self._comm.size, self._track.rank = everyone.rank, everyone.size, everyone.rank
 
     def _drop_gradients(self) -> None:
@@ -289,6 +288,7 @@ class Run(ABC):
             part.release()
         for part in self.parts:
             part.leave(Departure.of(error))
+        self._close()
 
     @contextmanager
     def _failing(self) -> Iterator[None]:

@@ -109,8 +109,8 @@ def _watch(crew: list[subprocess.Popen[bytes]], place: Path, setting: Setting, u
         time.sleep(LOOK)
         over = folders.finished(place)
         taken = count_taken(place, setting.workers)
-        if over and not taken:
-            return
+        if over and (not taken or all(process.poll() is not None for process in crew)):
+            return  # one that joined too late may still wait for others
         if taken or any(process.poll() is None for process in crew):
             since = time.monotonic()
         for index, process in enumerate(crew):

@@ -79,7 +79,8 @@ def _read_workers(text: str | None, *, elastic: bool) -> tuple[int | None, int |
     numbers = [low, high] if colon else [low, low]
     if text is None:
         return (2, 4) if elastic else (None, None)
-    if not all(n.removeprefix("-").isdecimal() and n.isascii() for n in numbers) or (colon and not elastic):
+    plain = all(n.removeprefix("-").isdecimal() and n.isascii() and len(n) < 20 for n in numbers)
+    if not plain or (colon and not elastic):
         advice = "a whole number, such as 4; with --elastic, also the fewest and the most, such as 2:6."
         raise BadArgument("workers", text, f"workers must be {advice}")
     fewest, most = map(int, numbers)
