@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import os
 import queue
 import socket
@@ -10,6 +11,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from conftest import processes
@@ -23,6 +25,7 @@ from offbeat.elastic.decision import Seat, decide
 from offbeat.elastic.lighthouse import load_torchft
 from offbeat.elastic.scripted import Attempt, Scripted
 from offbeat.elastic.wire import describe, rebuild
+from offbeat.engine.commits import count_landed
 
 A = Attempt
 EVERY = 4
@@ -324,6 +327,44 @@ def test_another_method_is_refused_by_the_one_that_has_it() -> None:
     assert decide(seats, "b").members.names == ("b", "c")
     with pytest.raises(offbeat.Disagreement, match="another model"):
         decide(seats, "a")
+
+
+def test_at_the_start_most_workers_decide_about_the_method() -> None:
+    seats = [seat("a", method="other"), seat("b"), seat("c")]
+    assert decide(seats, "b").members.names == ("b", "c")
+    with pytest.raises(offbeat.Disagreement, match="another model"):
+        decide(seats, "a")
+
+
+@pytest.mark.parametrize(
+    ("expression", "landed"),
+    [
+        ("local_sgd(every=2)", 3),
+        ("cocod(every=3, delay=2)", 1),
+        ("post_local_sgd(switch=2, every=2)", 4),
+    ],
+)
+def test_a_checkpoint_counts_the_rounds_that_it_has_applied(expression: str, landed: int) -> None:
+    """Not its steps: a worker that loads an old one would seem to be ahead of a run that goes on."""
+    net = nn.Linear(2, 2)
+    sync = offbeat.method(expression)(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    for _ in range(7):
+        net(torch.ones(1, 2)).sum().backward()
+        sync.step()
+    assert count_landed(sync) == landed
+
+
+def test_what_arrives_is_checked() -> None:
+    """Complex tensors and numbers of NumPy travel; other devices and more bytes than announced do not."""
+    state = {"angles": torch.ones(3, dtype=torch.complex64), "lr": np.float64(0.5)}
+    tensors, again = list[torch.Tensor](), list[torch.Tensor]()
+    text = json.loads(json.dumps(describe(state, tensors)))
+    assert rebuild(text, again, 24) == {"angles": again[0], "lr": 0.5}
+    with pytest.raises(ValueError, match="3"):
+        rebuild(text, [], 23)
+    for device in ("meta", "cuda", "nowhere"):
+        with pytest.raises(ValueError, match=device):
+            rebuild({"tensor": ["float32", [1], device]}, [], 99)
 
 
 def test_a_state_travels_as_tensors_and_json() -> None:

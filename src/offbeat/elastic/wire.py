@@ -52,9 +52,8 @@ def rebuild(text: Any, tensors: list[Tensor], most: int) -> Any:
     dtype, shape, device = inside
     if kind != "tensor" or not all(isinstance(n, int) and n >= 0 for n in shape):
         raise ValueError(kind)
-    if device != "cpu" and not (
-        torch.accelerator.is_available() and device in str(torch.accelerator.current_accelerator())
-    ):
+    own = torch.accelerator.current_accelerator()
+    if device != "cpu" and (own is None or device != own.type):
         raise ValueError(device)
     if math.prod(shape) * _DTYPES[dtype].itemsize > most - sum(tensor.nbytes for tensor in tensors):
         raise ValueError(shape)

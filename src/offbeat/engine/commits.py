@@ -108,7 +108,7 @@ class Commits:
         run, everyone = self._run, self._everyone
         run.agree()
         if run._started:
-            self.lineage, self.rounds = _extend("load", f"{run._run} {run.steps}"), _count_landed(run)
+            self.lineage, self.rounds = _extend("load", f"{run._run} {run.steps}"), count_landed(run)
         while True:
             self._ask()
             members = self._answer()
@@ -290,7 +290,7 @@ class Commits:
             self._everyone.close()
 
 
-def _count_landed(run: Synchronizer) -> int:
+def count_landed(run: Synchronizer) -> int:
     """How many rounds a checkpoint has applied: comparable with those of runs under way."""
     return sum(p.rhythm.round - p.rhythm.in_air for p in run.parts if isinstance(p, Exchange))
 
