@@ -336,6 +336,20 @@ def test_at_the_start_most_workers_decide_about_the_method() -> None:
         decide(seats, "a")
 
 
+def test_rounds_of_several_exchanges_must_not_overlap() -> None:
+    def worker(comm: Communicator) -> None:
+        net, group = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), Scripted(comm, [Attempt([0])])
+        halves = [["0.weight", "0.bias"], ["1.weight", "1.bias"]]
+        parts = [
+            offbeat.Exchange(offbeat.params(net, only=half), when=when, among=group, delay=4)
+            for half, when in zip(halves, (offbeat.Every(16), offbeat.Every(24, offset=8)), strict=True)
+        ]
+        offbeat.Synchronizer(torch.optim.SGD(net.parameters(), lr=0.1), parts)
+
+    with pytest.raises(ValueError, match="give all of them the same period, or no delay"):
+        offbeat.simulate(worker, 1)
+
+
 @pytest.mark.parametrize(
     ("expression", "landed"),
     [

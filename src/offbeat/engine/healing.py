@@ -59,7 +59,12 @@ def check_elastic(parts: Sequence[Part], everyone: Changing) -> None:
     moving = [part for part in exchanges if not part.live.early]
     offsets = sorted(part.when.offset for part in moving if isinstance(part.when, Every))
     periods = [part.when.steps for part in moving if isinstance(part.when, Every)]
-    if len(moving) > 1 and len(offsets) == len(moving):
+    if len(moving) > 1 and any(part.delay for part in moving):
+        if len(periods) < len(moving) or len(set(periods)) > 1:
+            raise ValueError(
+                f"delay={moving[0].delay!r} with group={everyone!r}: rounds of several exchanges may be in "
+                "flight at once: give all of them the same period, or no delay."
+            )
         gap = min(after - before for before, after in pairwise([*offsets, offsets[0] + periods[0]]))
         if any(part.delay == "round" or (part.delay and part.delay >= gap) for part in moving):
             raise ValueError(
