@@ -323,7 +323,10 @@ def a_sidecar_works_beside(comm: Communicator) -> None:
             sidecar.announce(6, to=0)
             sidecar.announce(7)
         sidecar.until(lambda: len(found) == 2, "the call")
-        assert [sidecar.heard_from(rank) for rank in range(comm.size)] == [-1] * (comm.size - 1) + [7]
+        heard = [sidecar.heard_from(rank) for rank in range(comm.size)]
+        if comm.rank == comm.size - 1 and heard[0] == 9:
+            heard[0] = -1  # rank 0 may have called already, below
+        assert heard == [-1] * (comm.size - 1) + [7]
         if comm.rank == 0:
             sidecar.announce(9, to=comm.size - 1)
         if comm.rank == comm.size - 1:
