@@ -90,7 +90,7 @@ class Clusters:
         return replace(self, ranks=tuple(tuple(islice(seats, len(cluster))) for cluster in self.ranks))
 
     def reform(self, late: Collection[int]) -> Clusters:
-        """Spread the late workers evenly, moving as few as possible: they change seats with others."""
+        """Spread late workers evenly by swapping seats, and move as few workers as possible."""
         ranks = [list(cluster) for cluster in self.ranks]
 
         def count(cluster: list[int]) -> int:
