@@ -96,6 +96,18 @@ def test_a_method_is_explained(call: Call) -> None:
     assert "not in the table of losses" in call("methods", "wagma")[1]
 
 
+@pytest.mark.parametrize("width", ["60", "100", "140"])
+def test_the_explanations_of_methods_read_well_at_any_width(
+    call: Call, monkeypatch: pytest.MonkeyPatch, width: str
+) -> None:
+    monkeypatch.setenv("COLUMNS", width)
+    for name in offbeat.methods.__all__:
+        lines = call("methods", name)[1].splitlines()
+        assert not [line for line in lines if line.endswith("(")], name
+        assert not [line for line in lines if line.strip() in ("options.", "options,")], name
+        assert not [word for word in ("as above", "below)", "](") if word in " ".join(lines)], name
+
+
 @pytest.mark.parametrize(
     ("words", "meant"),
     [
@@ -274,6 +286,13 @@ def test_a_folder_has_one_run_at_a_time(call: Call, tmp_path: Path) -> None:
     with folders.lock(tmp_path / "run"):
         assert call(*words)[0] == 2
     assert call(*words)[0] == 0
+    small = ["--model", "tiny", "--workers", "2", "--every", "2", "--samples", "128"]
+    with folders.lock(tmp_path / "grid"):
+        code, out, error = call("study", "local_sgd", *small, "--out", "grid")
+    assert (code, out) == (2, "")
+    assert error == "offbeat: Another process is training in this folder: 'grid'.\n"
+    assert [path.name for path in (tmp_path / "grid").iterdir()] == [".lock"]
+    assert call("study", "local_sgd", *small, "--out", "grid")[0] == 0
 
 
 def test_a_full_disk_is_one_sentence(tmp_path: Path) -> None:
@@ -621,6 +640,15 @@ def test_a_log_that_is_cut_is_read_from_the_beginning(tmp_path: Path) -> None:
     record.close()
     assert tail.replaced()
     assert [entry["step"] for entry in tail.read()] == list(range(1, 9))
+
+
+def test_little_is_imported_before_ctrl_c_is_one_line() -> None:
+    """Until the handler is set, Ctrl-C is a traceback of Python's own."""
+    slow = {"typing", "re", "threading", "contextlib", "pathlib", "typer", "rich", "torch"}
+    code = "import sys; before = set(sys.modules); import offbeat.app.cli\n"
+    code += f"print(sorted({slow!r} & set(sys.modules) - before))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=PLAIN)
+    assert (done.stdout, done.stderr) == ("[]\n", "")
 
 
 @pytest.mark.slow

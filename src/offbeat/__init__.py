@@ -23,16 +23,16 @@ offbeat.lab and offbeat.tasks. docs/reference.md has the same groups with every 
 """
 
 import sys as _sys
-from importlib import import_module as _import_module
-from types import ModuleType as _ModuleType
-from typing import TYPE_CHECKING as _TYPE_CHECKING
 
 __version__ = "0.1.0"
 
-if _TYPE_CHECKING:
+TYPE_CHECKING = False  # as in typing, whose import would take longer than the rest of this file
+if TYPE_CHECKING:
     from offbeat.names import *  # noqa: F403
     from offbeat.names import __all__ as __all__
 else:
+    del TYPE_CHECKING
+    _ModuleType = type(_sys)
 
     class _Package(_ModuleType):
         def __setattr__(self, name: str, value: object) -> None:
@@ -45,7 +45,9 @@ else:
     def __getattr__(name: str) -> object:
         """Import all names once one of them is used, so that `offbeat --version` need not wait for torch."""
         if name == "__all__" or not name.startswith("__"):
-            names = _import_module("offbeat.names")
+            from importlib import import_module
+
+            names = import_module("offbeat.names")
             public = getattr(names, "__all__", [])  # nothing while it is being imported
             globals().update({each: getattr(names, each) for each in public})
             if name == "__all__":
@@ -56,5 +58,7 @@ else:
 
     def __dir__() -> list[str]:
         """The public names and the packages, without what this file needs itself."""
+        from importlib import import_module
+
         here = [name for name in globals() if not name.startswith("_") or name.startswith("__")]
-        return [*here, *getattr(_import_module("offbeat.names"), "__all__", [])]
+        return [*here, *getattr(import_module("offbeat.names"), "__all__", [])]

@@ -1,11 +1,15 @@
 """The command line. It is an extra: the library needs only torch."""
 
-import atexit
+# As little as possible is imported before `main` takes over Ctrl-C, which Python answers with a traceback.
 import os
 import signal
 import sys
 
-from offbeat.app.cli.interrupt import end_at_once
+
+def end_at_once(*_: object) -> None:
+    """Answer Ctrl-C while there is nothing to clean up: one line, the terminal's cursor, and the end."""
+    os.write(2, b"\x1b[?25h\noffbeat: stopped\n" if os.isatty(2) else b"offbeat: stopped\n")
+    os._exit(130)
 
 
 def main() -> None:
@@ -22,6 +26,8 @@ def main() -> None:
 
     code = run(sys.argv[1:])
     if code == 130:  # threads of a simulation may still run, and would abort a normal exit
+        import atexit
+
         atexit._run_exitfuncs()
         sys.stdout.flush()
         sys.stderr.flush()

@@ -1,16 +1,11 @@
-"""Ctrl-C. It ends the process at once, except where something has to be cleaned up."""
+"""Ctrl-C where something has to be cleaned up. Elsewhere it ends the process at once."""
 
-import os
 import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-
-def end_at_once(*_: object) -> None:
-    """Answer Ctrl-C while there is nothing to clean up: one line, the terminal's cursor, and the end."""
-    os.write(2, b"\x1b[?25h\noffbeat: stopped\n" if os.isatty(2) else b"offbeat: stopped\n")
-    os._exit(130)
+from offbeat.app.cli import end_at_once
 
 
 @contextmanager

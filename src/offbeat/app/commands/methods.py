@@ -12,7 +12,8 @@ from offbeat.app.commands import show
 from offbeat.app.commands.catalogue import read_catalogue
 from offbeat.base.errors import suggest
 
-HEADINGS = {"use": "Use it", "costs": "Costs", "limits": "Limits"}
+HEADINGS = {"use": "Use it", "costs": "Costs", "limits": "Limits:"}
+OPTIONS = "options that most methods share, such as `buffers=` and `moments=` (docs/methods.md)"
 FOOT = """`offbeat methods NAME` shows one of them: rule, arguments, costs, and measured losses.
 `offbeat methods --verbose` shows the parts of each method, with its bytes and memory."""
 SETTING = (
@@ -64,7 +65,8 @@ def _describe(console: Console, name: str, about: dict[str, Any], losses: list[l
     show.say(console, f"\n{about['rule']}\n")
     show.say(console, "Arguments")
     for argument in about["arguments"]:
-        paragraph(f"  {argument}", indent=4)
+        own = f"{OPTIONS}{argument.removeprefix('options')}" if argument.startswith("options") else argument
+        paragraph(f"  {own}", indent=4)
     for kind, heading in HEADINGS.items():
         if kind in about:
             paragraph(f"\n{heading} {about[kind]}")

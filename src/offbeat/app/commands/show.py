@@ -120,11 +120,11 @@ def _list(columns: Columns, rows: Rows, room: int) -> list[str]:
 
 
 def wrap(text: str, room: int, *, indent: int = 0) -> list[str]:
-    """Break text at blanks or after an opening parenthesis, and indent all lines but the first."""
+    """Break text at blanks, and longer words after a parenthesis. Indent all lines but the first."""
     lines: list[str] = []
     for given in text.splitlines():
         line = ""
-        for piece in _pieces(given):
+        for piece in _pieces(given, room - indent):
             if line.strip() and len(line) + len(piece.rstrip()) > room:
                 lines.append(line.rstrip())
                 line, piece = " " * indent, piece.lstrip()
@@ -133,9 +133,15 @@ def wrap(text: str, room: int, *, indent: int = 0) -> list[str]:
     return lines or [""]
 
 
-def _pieces(line: str) -> list[str]:
-    """The unbreakable pieces of a line, each with the blanks before it."""
-    return re.findall(r"\s*[^\s(]*\(+|\s*[^\s(]+", line)
+def _pieces(line: str, room: int = 0) -> list[str]:
+    """The pieces of a line that stay whole, each with the blanks before it. Words that do not fit may be
+    broken after an opening parenthesis."""
+    words = re.findall(r"\s*\S+", line)
+    broken = [
+        re.findall(r"\s*[^\s(]*\(+|\s*[^\s(]+", word) if len(word.strip()) > room else [word]
+        for word in words
+    ]
+    return [piece for pieces in broken for piece in pieces]
 
 
 def _length(cell: str) -> int:

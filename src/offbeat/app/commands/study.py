@@ -2,6 +2,7 @@
 
 import statistics
 import sys
+from contextlib import ExitStack
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -42,20 +43,30 @@ def run(given: SimpleNamespace) -> int:
         cells = _cells(first, found, given.methods, counts, periods, given.samples)
         with waiting("checking the methods", quiet=given.quiet):
             runs = {name: (check(setting, found), found) for name, (setting, *_) in cells.items()}
-        prepared = folders.prepare_all(place, runs)
-    missing = [folder for folder in prepared if not folders.finished(folder)]
-    try:
-        with interruptible():
-            for folder in track(missing, "runs", quiet=given.quiet):
-                launch([folder])
-                if given.verbose:
-                    print(f"offbeat: {folder.name}: loss {read(folder).loss:.4f}", file=sys.stderr)
-    except KeyboardInterrupt:
-        print("offbeat: stopped; repeat the command to run the rest", file=sys.stderr)
-        return 130
+    with ExitStack() as stack:
+        with reading():
+            stack.enter_context(folders.lock(place))
+            prepared = folders.prepare_all(place, runs)
+        if not _launch(prepared, quiet=given.quiet, verbose=given.verbose):
+            print("offbeat: stopped; repeat the command to run the rest", file=sys.stderr)
+            return 130
     named = [(method, every) for _, method, every in cells.values()]
     _show(named, [read(folder) for folder in prepared], place / "report.html", json=given.json)
     return 0
+
+
+def _launch(prepared: list[Path], *, quiet: bool, verbose: bool) -> bool:
+    """Make the runs that are missing; False after Ctrl-C."""
+    missing = [folder for folder in prepared if not folders.finished(folder)]
+    try:
+        with interruptible():
+            for folder in track(missing, "runs", quiet=quiet):
+                launch([folder])
+                if verbose:
+                    print(f"offbeat: {folder.name}: loss {read(folder).loss:.4f}", file=sys.stderr)
+    except KeyboardInterrupt:
+        return False
+    return True
 
 
 def _parse_list(name: str, text: str, most: int) -> list[int]:
