@@ -21,7 +21,7 @@ from offbeat.lab import Lab, Run, unavailable
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results.jsonl"
-RATES = (1e-3, 3e-3, 6e-3)  # the learning rates that every rule is tried with
+RATES = (5e-4, 1e-3, 2e-3)  # the learning rates that every rule is tried with
 SEARCH_SEEDS = (0,)
 
 Row = dict[str, Any]
@@ -139,7 +139,7 @@ def loss(setting: Setting, names: list[str], *, seeds: int | None = None, first:
 
 
 def search(setting: Setting, names: list[str]) -> None:
-    """Every rule with every rate, on the small model."""
+    """Every rule with every rate, with the first seed."""
     rules = dict.fromkeys(c.losses for c in chosen(names) if c.losses)
     for rule in rules:
         for rate in RATES:

@@ -98,10 +98,10 @@ class Result:
 
 
 def best_rate(rows: Sequence[Row], rule: str | None) -> float | None:
-    """The rate with the lowest mean loss in the search, which uses the small model."""
+    """The rate with the lowest loss in the search, which uses the first seed."""
     losses: dict[float, list[float]] = {}
     for row in rows:
-        if row["kind"] == "loss" and (row["rule"], row["size"]) == (rule, SEARCHED):
+        if row["kind"] == "loss" and (row["rule"], row["size"], row["seed"]) == (rule, SEARCHED, 0):
             losses.setdefault(row["lr"], []).append(row["loss"])
     return min(losses, key=lambda rate: statistics.mean(losses[rate])) if losses else None
 
@@ -176,8 +176,8 @@ def checks(rows: Sequence[Row]) -> list[str]:
 
 
 def rates(rows: Sequence[Row]) -> list[str]:
-    """The search: mean loss on the small model, by learning rate."""
-    searched = [row for row in rows if row["kind"] == "loss" and row["size"] == SEARCHED]
+    """The search: the loss with the first seed, by learning rate."""
+    searched = [row for row in rows if row["kind"] == "loss" and (row["size"], row["seed"]) == (SEARCHED, 0)]
     tried = sorted({row["lr"] for row in searched})
     lines = [
         "| rule | " + " | ".join(f"{rate:g}" for rate in tried) + " | best |",

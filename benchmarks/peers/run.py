@@ -1,7 +1,7 @@
 """Offbeat against torch DDP, torch's averager, torchft and Accelerate on slow links: time, loss and bytes.
 
     sudo python benchmarks/peers/run.py --data tinyshakespeare.txt          # everything, or:
-    python benchmarks/peers/run.py search --data tinyshakespeare.txt        # learning rates, on a small model
+    python benchmarks/peers/run.py search --data tinyshakespeare.txt        # learning rates, with one seed
     python benchmarks/peers/run.py loss --data tinyshakespeare.txt          # losses, in simulation
     sudo python benchmarks/peers/run.py timing --link 50mbit --data tinyshakespeare.txt
     sudo python benchmarks/peers/run.py real --link 50mbit --data tinyshakespeare.txt

@@ -24,7 +24,7 @@ from offbeat.engine.extras import Payload
 from offbeat.engine.report import logger
 from offbeat.engine.round import Delay, Rhythm, Round
 from offbeat.engine.sender import Heads, Sender
-from offbeat.engine.weights import AGAIN, NO_WEIGHT, SHARE
+from offbeat.engine.weights import AGAIN, NO_WEIGHT, SHARE, read_words
 from offbeat.reduce import Mean, Reducer
 from offbeat.update.update import Replace, Update
 
@@ -154,10 +154,9 @@ class Buckets(Sender):
         self, round: Round, share: Share, factor: float, heads: Heads, states: dict[str, State]
     ) -> Pending[Packed]:
         notes, live = share
-        if (
-            factor != 1
-        ):  # this worker has waited for all weights; a dry one may not know that others have some
-            self._weighed = max(weight for _, weight in heads.wait()) >= 0
+        # This worker has waited for all weights. A dry one may not know that others have some.
+        if factor != 1:
+            self._weighed = max(read_words(heads.wait())) >= 0
         if self._clock is not None:  # some may have left, here or elsewhere
             self.payload.packed.cut(len(live))[1].scale(factor)
             mean = self._send_rest(round, live, states)
@@ -173,7 +172,7 @@ class Buckets(Sender):
     def _has_changed(self, round: Round, heads: Heads) -> bool:
         """Wait for all workers' headers: do all buckets have to be sent again?"""
         with round.waiting():
-            weights = [weight for _, weight in heads.wait()]
+            weights = read_words(heads.wait())
         if max(weights) < 0 and AGAIN not in weights:
             return False
         self._times, self._pause = self._times + 1, 2**self._times

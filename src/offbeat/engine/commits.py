@@ -18,7 +18,7 @@ from offbeat.base.errors import PeerLost
 from offbeat.base.tensors import Share
 from offbeat.comm.changing import Card, Changing, Members
 from offbeat.comm.communicator import Communicator, arrived
-from offbeat.engine import agreement, messages
+from offbeat.engine import agreement
 from offbeat.engine.exchange import Exchange
 from offbeat.engine.healing import Undo, adopt, capture, check_elastic, find_mean
 from offbeat.engine.report import logger
@@ -188,9 +188,9 @@ class Commits:
         self._undo[part.index] = Undo(agreement.copy_state(changed), part.tally.state_dict(), kept)
         with self.breaking(round):
             if not round.broken:
-                messages.send(part, round, share)
+                part.send(round, share)
         if round.broken:  # perhaps before all weights were known; a repeat puts them back
-            part.tally.restart()
+            part.tally.restart(round.clock.step)
 
     @contextmanager
     def breaking(self, round: Round) -> Iterator[None]:
@@ -220,7 +220,7 @@ class Commits:
                     self._repeat(part, clock, round)
                     continue
                 self._ready = members
-            if part.arrival.plain:
+            if part.plain:
                 self._landed[part.index] = round  # its memory holds the mean until the next round
             elif part.update.anchors == "none" and not part.live.early:
                 self.consensus |= find_mean(part, round)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from offbeat.among import World
 from offbeat.base.tensors import Gradients
 from offbeat.engine.exchange import Exchange
 from offbeat.engine.part import Part
@@ -26,7 +25,7 @@ def check_dry(parts: Sequence[Part], call: str) -> None:
 
 def _find_common(parts: Sequence[Part]) -> list[Exchange]:
     """The exchanges whose rounds have all workers."""
-    return [part for part in parts if isinstance(part, Exchange) and isinstance(part.peers, World)]
+    return [part for part in parts if isinstance(part, Exchange) and part.common]
 
 
 def are_all_dry(parts: Sequence[Part]) -> bool:
@@ -34,11 +33,11 @@ def are_all_dry(parts: Sequence[Part]) -> bool:
     return all(part.tally.ended or part.tally.idle for part in _find_common(parts))
 
 
-def revive(parts: Sequence[Part]) -> None:
+def revive(parts: Sequence[Part], step: int) -> None:
     """All workers have run dry. They may go on together, with new data."""
     for part in parts:
         if isinstance(part, Exchange):
-            part.tally.revive()
+            part.tally.revive(step)
 
 
 def takes_mean(parts: Sequence[Part], step: int) -> bool:

@@ -2,42 +2,26 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING, cast
 
 import torch
-from torch import Tensor
-from torch.optim import Optimizer
 
-from offbeat.among import Group, Peers, World
-from offbeat.base.clock import Clock, State
-from offbeat.base.tensors import Gradients, Live, Share
-from offbeat.comm.communicator import Communicator
-from offbeat.comm.presence import Departure
-from offbeat.engine import messages
-from offbeat.engine.agreement import OWN, copy_state
-from offbeat.engine.arrival import Arrival, is_plain
-from offbeat.engine.buckets import choose_sender
-from offbeat.engine.extras import BufferRule, MomentRule, Payload
+from offbeat.base.clock import Clock
+from offbeat.base.tensors import Gradients, Share
+from offbeat.comm.communicator import arrived
 from offbeat.engine.optimizers import read_rates
-from offbeat.engine.part import Landing, Part, check_drift, check_reducer, check_update, find_unshared
-from offbeat.engine.report import Emit, Ledger
-from offbeat.engine.round import Delay, Rhythm, Round
-from offbeat.engine.sender import Sender
-from offbeat.engine.weights import Tally
-from offbeat.reduce import Reducer
+from offbeat.engine.part import EVERYONE, Landing
+from offbeat.engine.rest import AtRest
+from offbeat.engine.round import Round
+from offbeat.engine.weights import NO_WEIGHT
 from offbeat.reduce.code import Staged
-from offbeat.update.update import Anchor, Update
-from offbeat.when import Schedule
+from offbeat.reduce.rounded import send
 
-if TYPE_CHECKING:
-    from offbeat.engine.commits import Commits
+Distances = tuple[float | None, float | None]
 
 
-class Exchange(Part):
+class Exchange(AtRest):
     """Tensors that are reduced among peers from time to time.
 
     `delay` is the number of local steps between sending and applying. With "round", or if the next round
@@ -49,87 +33,21 @@ class Exchange(Part):
         Exchange(params(model), when=Every(8), update=Correct(), delay=4)
     """
 
-    def __init__(
-        self,
-        live: Live,
-        *,
-        when: Schedule,
-        among: Peers | Group = None,
-        reduce: Reducer | None = None,
-        update: Update | None = None,
-        delay: Delay = 0,
-        buffers: BufferRule = "average",
-        moments: MomentRule = "keep",
-        drift: bool | None = None,
-        guard: float | None = None,
-    ) -> None:
-        self.live, self.model, self.delay = live, live.model, delay
-        self.when: Schedule = when
-        self.peers: Peers = World(among) if isinstance(among, Group) else among
-        self.rhythm = Rhythm(when, delay)
-        self.update: Update = check_update(update, delay, live, self.peers)
-        self.reduce = check_reducer(reduce, self.update, live)
-        self.drift = check_drift(drift, when, self.reduce, live)
-        in_place = is_plain(self.update, self.reduce) and delay == 0 and not self.drift and not live.early
-        self.payload = Payload(live, buffers, moments, in_place=in_place)
-        self.sender: Sender = choose_sender(self.payload, self.update, self.reduce, delay, self.peers)
-        self.index, self.ledger = 0, Ledger(when, drift=self.drift)
-        self._states: dict[str, State] = {"update": self.update.init()}
-        if not isinstance(self.update, Reducer):
-            self._states["reduce"] = self.sender.init()
-        self.arrival = Arrival(self.payload, self.update, self.reduce, guard, delay != 0, self.drift)
-        self._states |= self.arrival.init()
-        self._round: Round | None = None  # the one in the air
-        self.commits: Commits | None = None  # if workers come and go
-        self.landed_at, self.opened, self._rates_digest = -1, False, 0
-        self._rates: tuple[float, ...] = ()  # of every live tensor in the last step, that of its own group
-        self.tally = Tally(early=live.early, timed=when.timed, rated=self.update.rated)
-        self.weighs = self.reduce.agrees and self.update.weighs
-        self.unshared = find_unshared(self.update, self.reduce, delay, self.peers, when)
-
-    def __repr__(self) -> str:
-        return (
-            f"Exchange({self.live!r}, when={self.when!r}, among={self.peers!r}, reduce={self.reduce!r}, "
-            f"update={self.update!r}, delay={self.delay!r}, buffers={self.payload.buffers.rule!r}, "
-            f"moments={self.payload.moments.rule!r}, drift={self.drift}{self.arrival})"
-        )
-
-    def bind(self, index: int, optimizers: Sequence[Optimizer], report: Emit) -> None:
-        self.index, self._everyone = index, self.peers.everyone
-        self.ledger.bind(self._everyone, report)
-        self.payload.moments.bind(optimizers)
-
-    def _peers_at(self, round: int) -> Communicator:
-        return self._everyone if isinstance(self.peers, World) else self.peers.at(round)
-
-    def communicators(self) -> list[Communicator]:
-        self.outside = self.sender.connect(self._everyone)
-        return [self._everyone, self._peers_at(self.rhythm.round)]
-
-    def send_whole(self) -> None:
-        """Send each payload as a whole when its round begins. Call it before the first round."""
-        self.sender = Sender(self.payload, self.update, self.reduce)
-        self._states |= {"reduce": self.sender.init()} if "reduce" in self._states else {}
-
     def plan(self, clock: Clock) -> None:
-        self.ledger.observe(clock.observed)
-        self.tally.add(clock)
-        rhythm = self.rhythm
+        rhythm, tally = self.rhythm, self.tally
+        if clock.observed:
+            self.ledger.observe(clock.observed)
+        if tally.special or clock.dry or clock.samples is not None:
+            tally.add(clock)
         if rhythm.planned is None:
             rhythm.plan(self.ledger.update(clock, opened=self.opened))
             if (rhythm.planned is not None or rhythm.running) and not self.opened:
                 self.open()
-                self.tally.restart(clock)  # what the warm-up did does not count
-        self.tally.idle = rhythm.planned is None and not rhythm.running
+                tally.restart(clock.step)  # what the warm-up did does not count
+                tally.add(clock)
+        tally.idle = rhythm.planned is None and not rhythm.running
         if clock.step + 1 in (rhythm.planned, rhythm.lands):
             self.snapshot_rates()
-
-    @torch.no_grad()
-    def open(self) -> None:
-        """The first period begins: the update takes its anchor."""
-        self.update.open(list(self.live.like().values()), self.payload.own, self._states["update"])
-        self.arrival.note_start(self._states)
-        self.opened = True
 
     def snapshot_rates(self) -> None:
         """Note the learning rates of the coming step: a scheduler may step before the round begins."""
@@ -147,7 +65,9 @@ class Exchange(Part):
         if self.live.early:
             return None
         self.tick(clock)
-        return Landing(frozenset(self.live.names), self._scope) if self.landed_at == clock.step else None
+        if self.landed_at != clock.step:
+            return None
+        return Landing(frozenset(self.live.names), EVERYONE if self.common else self._last_peers.size)
 
     def tick(self, clock: Clock) -> None:
         """Do what the rhythm says for this step: land, advance, begin, and land at once without a delay."""
@@ -164,22 +84,58 @@ class Exchange(Part):
                 self.begin(clock, share)
             else:
                 self.land(clock) if act == "land" else self.advance()
-        if "begin" in acts:
-            self.arrival.note_start(self._states, self._round)
+        if self.guard is not None and "begin" in acts:
+            self.guard.note(self._states, self._round)
 
     @torch.no_grad()
     def begin(self, clock: Clock, share: Share | None = None) -> None:
         """Send this worker's share of the round: the live tensors, unless it was taken earlier."""
         rhythm, commits = self.rhythm, self.commits
-        comm = self._peers_at(rhythm.round) if commits is None else commits.gather()
+        if commits is not None:
+            comm = commits.gather()
+        else:
+            comm = self._everyone if self.common else self.peers.at(rhythm.round)
         clock = replace(clock, round=rhythm.round, workers=comm.size, rates=self._rates)
         round = self._round = Round(clock, comm, since=rhythm.began)
-        self.ledger.begin(clock.step - rhythm.began)
+        if self.ledger.watch is not None:
+            self.ledger.watch.begin(self._everyone.now(), clock.step - rhythm.began)
         if commits is None:
-            messages.send(self, round, share)
+            self.send(round, share)
         else:
             commits.send(self, round, share)
         rhythm.begin(clock.step, 1 + len(round.mean.stages) if isinstance(round.mean, Staged) else 1)
+
+    def send(self, round: Round, share: Share | None) -> None:
+        """Compare the workers by their headers, then send the live tensors and what travels with them."""
+        payload, sender, tally, step = self.payload, self.sender, self.tally, round.clock.step
+        with round.phase("offbeat.begin"):
+            moments, digest = payload.moments.collect(step) if payload.moments.travel else ({}, 0)
+            weight, flags, factor = NO_WEIGHT, 0, 1.0
+            if special := tally.special or self.guard is not None:
+                out = self.guard is not None and tally.made(step) and self.guard.judge(self._states)
+                weight, flags = tally.word(step, int(out))
+            weight = sender.check_unchanged(round, weight) if sender.parts else weight
+            waited = self.totals.seconds_waited
+            place = (self.index, self._rates_digest, self._everyone.rank)
+            heads = round.compare(*place, digest, weight, waited, flags)
+            if special:
+                factor = round.weigh(weight, flags)
+                tally.restart(step)
+            tally.since = step
+            round.mean = arrived(payload.packed)
+            if round.void:
+                return
+            moments = payload.moments.choose(moments, heads, round) if payload.moments.travel else {}
+            notes, live = share or (self.live.notes() if self.live.early else {}, self.live.tensors())
+            if len(payload.packed.names) > len(live):
+                payload.pack_extras(notes)
+            if self.plain and factor == 1 and not sender.parts and payload.packed.names:
+                round.mean = send(payload.packed, round.comm, live)
+            elif payload.packed.names:  # otherwise it is a round of moments alone
+                round.mean = sender.start(round, (notes, live), factor, heads, self._states)
+            round.messages.append(round.mean)
+            if payload.has_extras:
+                payload.send_extras(moments, round, factor, late=self.delay != 0)
 
     @torch.no_grad()
     def advance(self) -> None:
@@ -198,92 +154,39 @@ class Exchange(Part):
         with round.phase("offbeat.land"):
             round.wait()
             clock = replace(clock, round=round.clock.round, workers=round.comm.size, rates=self._rates)
-            distances = self.arrival.apply(round, clock, self._states)
+            distances = self._apply(round, clock)
         if self.sender.parts:
             self.sender.landed(clock, self.rhythm, self._states)
         stepped = clock.step > self.landed_at
         self.landed_at = self.landed_at if round.void else clock.step
-        self.tally.land(clock, void=round.void, all_dry=round.all_dry)
+        if not round.alike:
+            self.tally.land(clock.step, void=round.void, all_dry=round.all_dry)
         self.ledger.close(round, *distances, stepped=stepped, late=self.delay != 0)
         if self.commits is not None and lineage is not None:
             self.commits.commit(self, round, lineage)
 
-    def flush_reports(self, *, wait: bool) -> None:
-        self.ledger.flush(wait=wait)
-
-    @property
-    def _last_peers(self) -> Communicator:
-        """Those of the last round that began; before the first round, those of the first."""
-        return self._peers_at(max(self.rhythm.round - 1, 0))
-
-    @torch.no_grad()
-    def shown(self) -> dict[str, Tensor]:
-        if self.live.early:
-            return {}
-        shown = self.update.shown(self.live.tensors(), self.payload.own, self._states["update"])
-        return {} if shown is None else dict(zip(self.live.names, shown, strict=True))
-
-    @torch.no_grad()
-    def flush(self, clock: Clock) -> None:
-        self.sender.drain(self._states)
-        if self._round is not None:
-            self.snapshot_rates()
-            # No step is left for gradients in the air: only the extras are applied.
-            with self.live.aside() if isinstance(self.live, Gradients) else nullcontext():
-                self.land(clock)
-        self.ledger.flush(wait=True)
-        self.sender.close(wait=True)
-        if self.live.early:
-            return
-        round = Round(replace(clock, round=self.rhythm.round), self._last_peers, since=self.rhythm.began)
-        with round.waiting():
-            self.update.close(self.live.tensors(), self.payload.own, round.comm, self._states["update"])
-        if round.comm.sent:
-            self.ledger.emit(round.report())
-
-    @property
-    def anchor(self) -> Anchor | None:
-        """The weights that workers set out from; None without an anchor, or before the first period."""
-        flats = self._states["update"].get("anchor")
-        workers = self._scope if self.update.anchors == "shared" else 0
-        return None if flats is None else Anchor(self.payload.own.over(flats), workers)
-
-    @property
-    def _scope(self) -> int:
-        """How many workers a landing covers. Everyone counts for more than any group of that size."""
-        return sys.maxsize if isinstance(self.peers, World) else self._last_peers.size
-
-    @torch.no_grad()
-    def follow(self, landing: Landing) -> None:
-        """A message in the air still belongs to the old anchor, which then stays."""
-        if self._round is None and (anchor := self.anchor) is not None:
-            anchor.follow(self.live.tensors(), landing.names, landing.workers)
-
-    def leave(self, departure: Departure) -> None:
-        super().leave(departure)
-        self.sender.close(wait=False)
-
-    def state_dict(self) -> State:
-        air = None if self._round is None else self._round.state_dict()  # first: arrivals change states
-        own = {"states": copy_state(self.sender.settled(self._states)), "air": air}
-        place = {"landed_at": self.landed_at, "opened": self.opened, "tally": self.tally.state_dict()}
-        inside = {"rhythm": copy_state(self.rhythm.state_dict()), "ledger": self.ledger.state_dict()}
-        if self.when.timed:  # workers are in the same round, after different steps
-            return {"round": self.rhythm.round, OWN: {**place, **inside, **own}}
-        # Groups of different sizes may hold different tensors: a worker alone in its group sends nothing.
-        return {**place, **inside, **(own if isinstance(self.peers, World) else {OWN: own})}
-
-    @torch.no_grad()
-    def load_state_dict(self, state: State) -> None:
-        state = cast(State, state[OWN]) if self.when.timed else state
-        self.rhythm.load_state_dict(copy_state(state["rhythm"]))
-        self.landed_at, self.opened = state["landed_at"], state["opened"]
-        self.tally.load_state_dict(state["tally"])
-        self.ledger.load_state_dict(state["ledger"])
-        own = state.get(OWN, state)
-        self.sender.check(own["states"])
-        self.sender.drain(self._states)
-        self._states, self._round = copy_state(own["states"]), None
-        if own["air"] is not None:
-            comm = self._peers_at(own["air"]["round"])
-            self._round = Round.resume(own["air"], comm, self.payload.packed)
+    def _apply(self, round: Round, clock: Clock) -> Distances:
+        """Write what has arrived. Return |x − x̄|² and the squared length of the change, as far as known."""
+        mean, payload, live = round.take(), self.payload, self.live
+        if round.void:
+            return None, None
+        own, notes, buffers = mean.cut(*payload.lengths)
+        if round.dropped:
+            distances: Distances = (0.0, None)
+            assert self.guard is not None
+            self.guard.land(own, clock, self._states, round)
+        elif self.plain and self.drift:
+            distances = (own.write_and_measure(live.tensors()),) * 2
+        else:
+            tensors, state, distances = live.tensors(), self._states["update"], (None, None)
+            if self.drift and not self.reduce.lossy:
+                distances = self.update.distances(tensors, own, state)
+            self.update.incoming(tensors, own, clock, state)
+        if live.early:
+            # With a delay or a residual, the mean may be nonzero where no worker has a gradient now.
+            live.land_notes(notes.views, late=self.reduce.remembers or self.delay != 0)
+        if payload.has_extras and not round.nobody:
+            payload.land_extras(buffers.views, round)
+        if round.dropped and self.guard is not None:
+            self.guard.forget(round)
+        return distances

@@ -77,6 +77,7 @@ class Moments:
         if self._keys and rule == "reset":
             raise ValueError(f"moments={rule!r} with {live!r}: an exchange of moments averages them.")
         self.rule: MomentRule = "average" if self._keys else rule
+        self.travel = self.rule == "average"
         self._live, self._owners = live, live.owners()
         self._missed = False  # whether a round has found none of the keys
         self.optimizers: Sequence[Optimizer] = ()
@@ -88,8 +89,6 @@ class Moments:
 
     def collect(self, step: int) -> tuple[dict[str, Tensor], int]:
         """Return the moments that travel, and a digest of their names. Warn once if none has a given key."""
-        if self.rule != "average":
-            return {}, 0
         found = self.find()
         if self._keys and not found and not self._missed:
             self._missed = True
@@ -104,16 +103,14 @@ class Moments:
         return found, digest_names(found)
 
     def choose(
-        self, mine: dict[str, Tensor], heads: Pending[list[tuple[int, float]]], round: Round
+        self, mine: dict[str, Tensor], heads: Pending[list[list[int]]], round: Round
     ) -> dict[str, Tensor]:
         """Return the moments that all workers have. A worker that skipped its first step may lack some.
 
         `heads` brings all digests. If they differ, one more message says which parameters have the same ones.
         """
-        if self.rule != "average":
-            return {}
         with round.waiting():
-            if len({digest for digest, _ in heads.wait()}) == 1:
+            if len({head[6] >> 31 for head in heads.wait()}) == 1:
                 return mine
         own: dict[str, list[str]] = {name: [] for name in self._owners}
         for key in mine:

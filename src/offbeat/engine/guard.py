@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
 from offbeat.base.clock import Clock, State
 from offbeat.base.packed import Packed
-from offbeat.base.tensors import Live
+from offbeat.engine.extras import Payload
+from offbeat.engine.optimizers import reset
 from offbeat.engine.report import logger
 from offbeat.engine.weights import BROKEN, OUTLIER
 from offbeat.reduce import Reducer
 from offbeat.update.update import Update, square_distance
+
+if TYPE_CHECKING:
+    from offbeat.engine.round import Round
 
 _NEW = 0.1  # weight of the newest round in the history
 _ROUNDS = 8  # that must be known before one can be an outlier
@@ -33,8 +37,8 @@ class Guard:
     last round. An outlier enters the history as m + limit·s, so that a lasting change is accepted in time.
     """
 
-    def __init__(self, limit: float, update: Update, reduce: Reducer, live: Live) -> None:
-        call = f"guard={limit!r}"
+    def __init__(self, limit: float, update: Update, reduce: Reducer, payload: Payload) -> None:
+        call, live = f"guard={limit!r}", payload.live
         if isinstance(limit, bool) or not isinstance(limit, int | float) or not 0 < limit < math.inf:
             raise ValueError(f"{call}: guard is the limit of z, a positive number, such as 3.0.")
         if live.early or not (reduce.agrees and update.weighs and update.guards):
@@ -42,26 +46,34 @@ class Guard:
                 f"{call} with {live!r} and update={update!r}: a worker can only be left out of a round that "
                 "averages parameters, or steps an anchor along displacements: omit guard."
             )
-        self.limit, self.update = limit, update
+        if payload.buffers.rule == "follow":
+            raise ValueError(
+                f'{call} with buffers="follow": all workers would take the buffers of rank 0 even if it is '
+                'left out: use buffers="average" or "keep".'
+            )
+        self.limit, self.update, self._payload = limit, update, payload
 
     def init(self) -> State:
         return dict(EMPTY)
 
-    def note(self, live: Sequence[Tensor], room: Packed, state: State) -> None:
-        """A period begins: without an anchor, keep where it begins."""
-        if self.update.anchors == "none":
-            if state["start"] is None:
-                state["start"] = [torch.empty_like(flat) for flat in room.flats]
-            room.over(state["start"]).read(live)
+    def note(self, states: Mapping[str, State], round: Round | None = None) -> None:
+        """A period begins, with this round in the air, if there is one. Without an anchor, keep where."""
+        if self.update.anchors != "none" or (round is not None and round.dropped == BROKEN):
+            return
+        room, state = self._payload.own, states["guard"]
+        if state["start"] is None:
+            state["start"] = [torch.empty_like(flat) for flat in room.flats]
+        room.over(state["start"]).read(self._payload.live.tensors())
 
     def _origin(self, room: Packed, states: Mapping[str, State]) -> Packed | None:
         """Where the period began; None if another worker's state was loaded since."""
         flats = states["update"].get("anchor") or states["guard"]["start"]
         return None if flats is None else room.over(flats)
 
-    def judge(self, live: Sequence[Tensor], room: Packed, states: Mapping[str, State]) -> int:
+    def judge(self, states: Mapping[str, State]) -> int:
         """Return why this worker is left out of the round that begins; 0 if it is not."""
-        origin, history = self._origin(room, states), states["guard"]
+        live, origin = self._payload.live.tensors(), self._origin(self._payload.own, states)
+        history = states["guard"]
         starts = live if origin is None else origin.views
         moved = math.sqrt(square_distance((a.to(x.device) for a, x in zip(starts, live, strict=True)), live))
         if not math.isfinite(moved) or origin is None:
@@ -75,12 +87,10 @@ class Guard:
         history["rounds"] += 1
         return OUTLIER if out else 0
 
-    def land(
-        self, live: Sequence[Tensor], mean: Packed, clock: Clock, states: Mapping[str, State], *, nobody: bool
-    ) -> None:
+    def land(self, mean: Packed, clock: Clock, states: Mapping[str, State], round: Round) -> None:
         """Let a worker that was left out take the whole result. If all were, they return to the beginning."""
-        update, state = self.update, states["update"]
-        if nobody and update.sends == "weights" and (origin := self._origin(mean, states)) is not None:
+        update, state, live = self.update, states["update"], self._payload.live.tensors()
+        if round.nobody and update.sends == "weights" and (origin := self._origin(mean, states)) is not None:
             for flat, start in zip(mean.flats, origin.flats, strict=True):
                 flat.copy_(start)
         if update.anchors == "none":
@@ -89,6 +99,14 @@ class Guard:
         else:
             update.incoming(live, mean, clock, state)
             mean.over(state["anchor"]).write(live)
+        self.note(states)
+        round.sent = None  # it takes the extras as they arrive, since its own may not be finite
+
+    def forget(self, round: Round) -> None:
+        """Make the moments of a worker whose weights were not finite those of a new optimizer."""
+        if round.dropped == BROKEN:
+            for optimizer in self._payload.moments.optimizers:
+                reset(optimizer, self._payload.live.parameters)
 
 
 def name_dropped(clock: Clock, dropped: Mapping[int, int]) -> None:

@@ -5,14 +5,12 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 
-from offbeat.base.clock import Clock
 from offbeat.base.errors import Disagreement
 from offbeat.comm.presence import BATCHES
-from offbeat.engine.weights import COUNTED, NO_WEIGHT, RATES, TIMED, unit
+from offbeat.engine.weights import COUNTED, PLACE, RATES, ROUND, TIMED, Heads, read_words, unit
 
 KINDS = ("round {round}", "averaged()", "finish()", "save()", "load()")
-ROUND, AVERAGED, FINISH, SAVE, LOAD = range(5)
-_PART = 16  # bits of a header's word that number the part
+AVERAGED, FINISH, SAVE, LOAD = range(ROUND + 1, 5)
 
 # One sentence for each word of a header in which all ranks must agree.
 _SENTENCES = (
@@ -32,27 +30,15 @@ _SENTENCES = (
 )
 
 
-def header(
-    kind: int, part: int, clock: Clock, rates: int, rank: int, digest: int = 0, weight: float = NO_WEIGHT,
-    waited: float = 0.0,
-) -> list[int]:  # fmt: skip
-    """Return what a worker is about to do. `rank` is that among all workers; the digest goes above it, and
-    the microseconds that the worker has waited go above the part."""
-    words = struct.unpack("<2q", struct.pack("<2d", clock.lr, weight))
-    place = part + (int(waited * 1e6) << _PART)
-    return [kind, place, clock.round, clock.step, words[0], rates, rank + (digest << 31), words[1]]
-
-
-def compare_headers(headers: Sequence[Sequence[int]]) -> list[tuple[int, float]]:
-    """Raise unless all ranks are at the same point. Return the digest and the weight of each."""
-    weights = struct.unpack(f"<{len(headers)}d", struct.pack(f"<{len(headers)}q", *[h[7] for h in headers]))
-    units = [unit(head, weight) for head, weight in zip(headers, weights, strict=True)]
+def compare_headers(headers: Heads) -> None:
+    """Raise unless all ranks are at the same point."""
+    units = [unit(head, weight) for head, weight in zip(headers, read_words(headers), strict=True)]
     known = next((i for i, found in enumerate(units) if found is not None), 0)
     for other, own in zip(headers, units, strict=True):
         odd = own is not None and own != units[known]  # a worker that counts for nothing fits any unit
         first = headers[known] if odd else headers[0]
         different = [other[i] != first[i] for i in range(6)] + [odd]
-        different[0], different[1] = (other[0] - first[0]) % 8 != 0, (other[1] - first[1]) % 2**_PART != 0
+        different[0], different[1] = (other[0] - first[0]) % 8 != 0, (other[1] - first[1]) % 2**PLACE != 0
         if first[0] & TIMED:  # workers may make different numbers of steps
             different[3:6] = [False, *[rate and bool(first[0] & RATES) for rate in different[4:6]]]
         if True in different:
@@ -61,17 +47,11 @@ def compare_headers(headers: Sequence[Sequence[int]]) -> list[tuple[int, float]]
                 field = 0  # both in finish(), but not after the same step
             words = _name_words(first) | {f"o_{name}": word for name, word in _name_words(other).items()}
             raise Disagreement(_SENTENCES[field].format(**words))
-    return list(zip([words[6] >> 31 for words in headers], weights, strict=True))
 
 
 def _name_words(header: Sequence[int]) -> dict[str, object]:
     kind, part, round, step, lr, _, rank, weight = header
     rate, samples = struct.unpack("<2d", struct.pack("<2q", lr, weight))
     given = None if samples < 0 or kind & COUNTED else samples
-    words = (KINDS[kind % 8].format(round=round), part % 2**_PART, round, step, rate, rank % 2**31, given)
+    words = (KINDS[kind % 8].format(round=round), part % 2**PLACE, round, step, rate, rank % 2**31, given)
     return dict(zip(("kind", "part", "round", "step", "lr", "rank", "weight"), words, strict=True))
-
-
-def read_waits(headers: Sequence[Sequence[int]]) -> list[float]:
-    """Return the seconds that each worker had waited in all when the round began."""
-    return [(words[1] >> _PART) / 1e6 for words in headers]

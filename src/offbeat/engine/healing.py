@@ -127,7 +127,7 @@ def adopt(run: Synchronizer, commits: Commits, state: State) -> None:
     due = [part.rhythm.planned for part in parts if part.rhythm.planned is not None]
     run.steps = min(due) - 1 if due else state["steps"]
     for part in parts:  # it has made none of the steps of this period
-        part.tally.made, part.tally.passed = 0, part.tally.passed + run.steps - state["steps"]
+        part.tally.skip(run.steps)
     logger.info("%r joins after %d rounds, before step %d", run, commits.rounds, run.steps + 1)
     if run.on_join is not None:
         run.on_join(run)

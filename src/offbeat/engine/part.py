@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple
@@ -23,6 +24,9 @@ from offbeat.when import Never, Schedule, Then
 
 if TYPE_CHECKING:
     from offbeat.engine.sender import Sender
+
+
+EVERYONE = sys.maxsize  # workers of a landing; more than those of any group of that size
 
 
 class Landing(NamedTuple):

@@ -144,7 +144,7 @@ class Costs:
 
 
 @contextmanager
-def naming(when: Clock | Report) -> Iterator[None]:
+def naming(when: Clock) -> Iterator[None]:
     """Name the round in which a worker was lost, if one is lost inside."""
     try:
         yield
@@ -158,7 +158,8 @@ class Ledger:
     def __init__(self, when: Schedule, *, drift: bool) -> None:
         self._when, self._needs, self._drift = when, when.needs, drift
         self.emit: Emit = lambda report: None
-        self._watch = Stopwatch()
+        # A schedule that does not look at the time needs none.
+        self.watch = Stopwatch() if when.timed or "cost" in when.needs else None
         self.open: deque[tuple[Report, float, bool, Pending[list[Tensor]]]] = deque()
         self._last: tuple[float, float, float] | None = None  # drift, loss, lr of the last known round
         self._cost: Cost | None = None  # of the last known round
@@ -167,10 +168,6 @@ class Ledger:
 
     def bind(self, everyone: Communicator, emit: Emit) -> None:
         self._everyone, self.emit = everyone, emit
-
-    def begin(self, steps: int) -> None:
-        """A round begins after so many steps."""
-        self._watch.begin(self._everyone.now(), steps)
 
     def observe(self, losses: Sequence[float | Tensor]) -> None:
         for loss in losses if "loss" in self._needs else ():
@@ -187,7 +184,8 @@ class Ledger:
         self, round: Round, drift: float | None, norm: float | None, *, stepped: bool, late: bool
     ) -> None:
         """Report a landed round, with drift or loss once the means are here. Without a step, none is due."""
-        self._watch.land(self._everyone.now(), round.waited, late=late)
+        if self.watch is not None:
+            self.watch.land(self._everyone.now(), round.waited, late=late)
         loss = self.mean_loss() if "loss" in self._needs else 0.0
         if not self._drift or (loss is None and not stepped):
             self.flush(wait=True)  # reports come in the order of their rounds
@@ -202,7 +200,8 @@ class Ledger:
         own = torch.tensor([drift or 0.0, loss], dtype=torch.float64)
         if "cost" in self._needs:
             flight = round.report().seconds_in_air
-            scalars = comm.gather(torch.cat([own, own.new_tensor([flight, self._watch.pace])]))
+            assert self.watch is not None
+            scalars = comm.gather(torch.cat([own, own.new_tensor([flight, self.watch.pace])]))
         else:
             scalars = comm.mean([own])
         length = None if norm is None else math.sqrt(norm)
@@ -215,15 +214,12 @@ class Ledger:
         while self.open and (wait or self.open[0][3].done()):
             report, lr, measured, scalars = self.open.popleft()
             try:
-                with naming(report):
-                    rows = torch.stack(scalars.wait())
-            except PeerLost:
+                rows = torch.stack(scalars.wait())
+            except PeerLost as error:
                 if not report.members:
-                    raise
-                rows, measured = (
-                    torch.zeros(1, 4),
-                    False,
-                )  # the round has been applied: its drift is not known
+                    raise error.during(report.round, report.step) from error.__cause__
+                # The round has been applied: its drift is not known.
+                rows, measured = torch.zeros(1, 4), False
             drift, loss = rows[:, :2].mean(0).tolist()
             if "cost" in self._needs:
                 cost = Cost(float(rows[:, 2].min()), float(rows[:, 3].max()))
@@ -236,17 +232,21 @@ class Ledger:
 
         The time runs from the first period on, which is `opened` by the first answer of the schedule.
         """
-        if not opened:
-            self._watch.restart(self._everyone.now())
-        elapsed = self._watch.read(self._everyone.now())
-        self.flush(wait=bool(self._needs))
+        elapsed = 0.0
+        if self.watch is not None:
+            if not opened:
+                self.watch.restart(self._everyone.now())
+            elapsed = self.watch.read(self._everyone.now())
+        if self.open:
+            self.flush(wait=bool(self._needs))
         drift, loss, lr = self._last or (None, None, None)
         return replace(clock, drift=drift, loss=loss, round_lr=lr, cost=self._cost, elapsed=elapsed)
 
     def state_dict(self) -> State:
-        watch = self._watch.state_dict(self._everyone.now())
+        watch = None if self.watch is None else self.watch.state_dict(self._everyone.now())
         self.flush(wait=True)
-        self._watch.skip(self._everyone.now())  # a run that does not save would not have waited here
+        if self.watch is not None:
+            self.watch.skip(self._everyone.now())  # a run that does not save would not have waited here
         last = None if self._last is None else list(self._last)
         cost = None if self._cost is None else list(self._cost)
         own = {"loss": float(self._loss), "losses": self._losses}
@@ -254,7 +254,8 @@ class Ledger:
 
     def load_state_dict(self, state: State) -> None:
         self._last = None if state["last"] is None else tuple(state["last"])
-        self._watch.load_state_dict(state["watch"], self._everyone.now())
+        if self.watch is not None:
+            self.watch.load_state_dict(state["watch"], self._everyone.now())
         self._cost = None if state["cost"] is None else Cost(*state["cost"])
         self._loss, self._losses = state["loss"], state["losses"]
         self.open.clear()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import struct
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -19,14 +20,15 @@ from offbeat.base.packed import Packed
 from offbeat.comm.communicator import Communicator, Metered, Pending, arrived
 from offbeat.engine.agreement import copy_state
 from offbeat.engine.guard import name_dropped
-from offbeat.engine.headers import ROUND, compare_headers, header, read_waits
+from offbeat.engine.headers import compare_headers
 from offbeat.engine.report import Report
-from offbeat.engine.weights import DROPPED, DRY, NO_WEIGHT, Weights, factor_of
+from offbeat.engine.weights import DROPPED, DRY, NO_WEIGHT, PLACE, Weights, factor_of
 from offbeat.reduce.code import Staged
 from offbeat.when import LATER, Every, Schedule, Then
 
 Delay = int | Literal["round"]
 Act = Literal["land", "advance", "begin"]
+_ONE = struct.unpack("<q", struct.pack("<d", NO_WEIGHT))[0]  # as a word of a header
 
 
 class Rhythm:
@@ -132,10 +134,11 @@ class Round:
         self.waited = 0.0  # seconds this worker has waited for it
         self.flown = 0.0  # seconds until its messages arrived, if it was loaded from a checkpoint
         self.messages: list[Pending[Any]] = []
-        self.heads: Pending[list[list[int]]] | None = None  # as they were sent
+        self.heads: Pending[list[list[int]]] | None = None  # of all workers; raises unless all are here
+        self.alike = False  # whether all workers count for one, without any flag
         self.void = self.all_dry = self.nobody = False  # see `Weights`
         self.dropped = 0  # why the guard leaves this worker out
-        self._words: Pending[list[tuple[int, float]]] | None = None  # the weights, until the mean is taken
+        self._weighed = False  # whether the mean still has to be divided by the weights
         self.mean: Pending[Packed]
         self.followed: Pending[list[Tensor]] | None = None  # rank 0's buffers
         self.moments: Pending[Packed] | None = None
@@ -147,16 +150,26 @@ class Round:
     def compare(
         self, part: int, rates: int, rank: int, digest: int = 0, weight: float = NO_WEIGHT,
         waited: float = 0, flags: int = 0,
-    ) -> Pending[list[tuple[int, float]]]:  # fmt: skip
+    ) -> Pending[list[list[int]]]:  # fmt: skip
         """Send a header. The answer raises unless all workers are in this round, and holds what they sent.
 
         `part` is the place in the method, `rates` a digest of the learning rates, `rank` that among everyone,
         `waited` the seconds that this worker has waited in all.
         """
-        words = header(ROUND | flags, part, self.clock, rates, rank, digest, weight, waited)
-        self.heads = self.comm.tell(words)
-        heads = self.heads.then(lambda rows: compare_headers(self._excuse(rows)))
+        clock, place = self.clock, part + (int(waited * 1e6) << PLACE)
+        lr, word = struct.unpack("<2q", struct.pack("<2d", clock.lr, weight))
+        words = (flags, place, clock.round, clock.step, lr, rates, rank + (digest << 31), word)
+        self.heads = heads = self.comm.tell(words).then(self._check)
         self.messages.append(heads)
+        return heads
+
+    def _check(self, heads: list[list[int]]) -> list[list[int]]:
+        """Raise unless all workers are in the same place. Most of the time, all words of theirs are equal."""
+        words = [(head[0], head[1] % 2**PLACE, *head[2:6], head[7]) for head in heads]
+        if words != words[:1] * len(words):
+            compare_headers(self._excuse(heads))
+        else:
+            self.alike = words[0][0] == 0 and words[0][6] == _ONE
         return heads
 
     def _excuse(self, rows: list[list[int]]) -> list[list[int]]:
@@ -167,26 +180,22 @@ class Round:
         rates = rows[fresh.index(False)][4:6]
         return [[*row[:4], *rates, *row[6:]] if new else row for row, new in zip(rows, fresh, strict=True)]
 
-    def weigh(self, heads: Pending[list[tuple[int, float]]], word: float, flags: int) -> float:
+    def weigh(self, word: float, flags: int) -> float:
         """Return the factor of this worker's payload. Wait for all weights if it depends on them."""
-        self._words, self.dropped = heads, flags & DROPPED
+        self.dropped = flags & DROPPED
         if word < 0 and not flags & DRY:
             return factor_of(word)
+        assert self.heads is not None
         with self.waiting():
-            weights = self._read_weights()
+            weights = Weights(self.heads.wait())
         self.void = weights.void
         return weights.before(self.comm.rank)
-
-    def _read_weights(self) -> Weights:
-        assert self.heads is not None
-        assert self._words is not None
-        return Weights(self.heads.wait(), [weight for _, weight in self._words.wait()])
 
     def take(self) -> Packed:
         """Return the mean Σ w x / Σ w, once all messages have arrived."""
         mean = self.mean.wait()
-        if self._words is not None:
-            weights, self._words = self._read_weights(), None
+        if self.heads is not None and not self.alike and not self._weighed:
+            weights, self._weighed = Weights(self.heads.wait()), True
             self.all_dry, self.nobody, factor = weights.all_dry, weights.nobody, weights.after()
             name_dropped(self.clock, weights.dropped)
             mean.scale(factor)
@@ -223,9 +232,13 @@ class Round:
     def advance(self) -> None:
         """Run the next stage of the mean, if one is left."""
         if isinstance(self.mean, Staged) and self.mean.stages:
-            with self.phase("offbeat.advance"), self.waiting():
-                self.messages[0].wait()  # the header: nobody sends a stage of another round
-                self.mean.advance()
+            with self.phase("offbeat.advance"):
+                start = self._now()
+                try:
+                    self.messages[0].wait()  # the header: nobody sends a stage of another round
+                    self.mean.advance()
+                finally:
+                    self.waited += self._now() - start
 
     def report(self, kind: type[Report] = Report, **fields: Any) -> Report:
         """What the round cost, after `wait`. `fields` replace what it measured, or add to it."""
@@ -236,8 +249,9 @@ class Round:
         rest: State = {"workers": comm.size, "seconds_in_air": in_air, "drift": None, "norm": None}
         if self.heads is not None:
             heads = self.heads.wait()
-            rest["dropped"] = tuple(head[6] % 2**31 for head in heads if head[0] & DROPPED)
-            waits = read_waits(heads)
+            if not self.alike:
+                rest["dropped"] = tuple([head[6] % 2**31 for head in heads if head[0] & DROPPED])
+            waits = [(head[1] >> PLACE) / 1e6 for head in heads]
             rest |= {"waited_mean": sum(waits) / len(waits), "waited_max": max(waits)}
             if self.members:
                 joined = sum(head[0] & DRY != 0 for head in heads)

@@ -151,7 +151,7 @@ class Run(ABC):
             over = dry.are_all_dry(self.parts)
             if each is not None:
                 each()
-        dry.revive(self.parts)
+        dry.revive(self.parts, self.steps)
 
     def batches(self, loader: Iterable[T], each: Callable[[], object] | None = None) -> Iterator[T]:
         """Yield the batches of a loader, then `join()`: the loop ends when all workers are done.

@@ -13,7 +13,7 @@ from offbeat.engine.round import Rhythm, Round
 from offbeat.reduce import Reducer
 from offbeat.update.update import Update
 
-Heads = Pending[list[tuple[int, float]]]
+Heads = Pending[list[list[int]]]
 
 
 class Sender:

@@ -17,11 +17,12 @@ from offbeat.comm.communicator import Metered
 from offbeat.comm.presence import Track
 from offbeat.engine import agreement
 from offbeat.engine.commits import Commits, Rejoin
-from offbeat.engine.headers import AVERAGED, FINISH, KINDS, compare_headers, header
+from offbeat.engine.headers import AVERAGED, FINISH, KINDS
 from offbeat.engine.loading import Loaded, may_resize
 from offbeat.engine.optimizers import check_trained, learning_rate, list_optimizers, read_rates, replace_steps
 from offbeat.engine.part import Landing, Part, check_parts, check_samples, check_timed
 from offbeat.engine.report import Costs, Emit, Report, logger
+from offbeat.engine.round import Round
 from offbeat.engine.run import Run
 from offbeat.engine.watch import DriftWatch, Watch
 from offbeat.engine.weights import TIMED
@@ -88,14 +89,18 @@ class Synchronizer(Run):
         `scaler.update()`. It is always called, and its result is returned. Without it the optimizers step.
         `samples` weighs this worker: rounds take Σ w x / Σ w, where w adds up the samples since the last one.
         """
-        self._must_be_open("step()")
-        with self._failing():
+        if self.finished or self._inside_averaged or self._inside_step:
+            self._must_be_open("step()")
+        try:
             theirs = self._before(samples)
             with nullcontext() if theirs else replace_steps(self.optimizers, self._stepped):
                 result = None if local is None else local()
                 for optimizer in self.optimizers if local is None else ():
                     optimizer.step()
             self._after()
+        except BaseException as error:
+            self._leave(error)
+            raise
         return result
 
     def observe(self, loss: float | Tensor) -> None:
@@ -150,25 +155,22 @@ class Synchronizer(Run):
         self._inside_step = False
         for part in self._releasing:
             part.release()
+        again = True
         try:
-            self._move_on()
+            while again:
+                self.steps += 1
+                self._track.step = self._place if self._timed else self.steps
+                clock = Clock(self.steps, 0, self._lr)
+                for part in self.parts:
+                    if landing := part.after(clock):
+                        for other in self.parts:
+                            if other is not part:
+                                other.follow(landing)
+                again = bool(self._repeating) and True in [part.again(clock) for part in self._repeating]
+                for part in self.parts if again else ():
+                    part.plan(clock)
         except Rejoin as late:
             late.adopt()
-
-    def _move_on(self) -> None:
-        again = True
-        while again:
-            self.steps += 1
-            self._track.step = self._place
-            clock = Clock(self.steps, 0, self._lr)
-            for part in self.parts:
-                if landing := part.after(clock):
-                    for other in self.parts:
-                        if other is not part:
-                            other.follow(landing)
-            again = bool(self._repeating) and True in [part.again(clock) for part in self._repeating]
-            for part in self.parts if again else ():
-                part.plan(clock)
 
     def _stepped(self, optimizer: Optimizer) -> None:
         for part in self.parts:
@@ -277,16 +279,14 @@ class Synchronizer(Run):
     def _meet(self, kind: int) -> None:
         """Raise on every rank unless all workers are at the same place."""
         self._track.meet(KINDS[kind], self._place)
-        clock, (rates, _) = (
-            Clock(self.steps, self._place * self._timed, self._lr),
-            read_rates(self.optimizers),
-        )
-        where = header(kind | TIMED * self._timed, 0, clock, rates, self._comm.rank)
-        talks = {id(comm): Metered(comm) for part in self.parts for comm in part.communicators()}
-        # On all communicators at once: a worker that is elsewhere waits on one of them.
-        for comm, message in [(comm, comm.tell(where)) for comm in talks.values()]:
-            compare_headers(message.wait())
-            self._costs.count(comm)
+        clock, rates = Clock(self.steps, self._place * self._timed, self._lr), read_rates(self.optimizers)[0]
+        talks = {id(comm): comm for part in self.parts for comm in part.communicators()}
+        meetings = [Round(clock, comm, since=self.steps) for comm in talks.values()]
+        for meeting in meetings:  # all at once: a worker that is elsewhere waits for one of them
+            meeting.compare(0, rates, self._comm.rank, flags=kind | TIMED * self._timed)
+        for meeting in meetings:
+            meeting.wait()
+            self._costs.count(meeting.comm)
         self._track.met()
 
     def _emit(self, report: Report) -> None:

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import math
+import struct
 from collections.abc import Sequence
 from typing import Literal
 
 from offbeat.base.clock import Clock, State
+
+Heads = Sequence[Sequence[int]]  # the headers of a round, in the order of ranks
 
 # The weight in a header. From 0 on, it is a number of samples or steps. Below, the word says what is sent.
 NO_WEIGHT = -1.0  # all of it
 AGAIN = -2.0  # all of it, once more: gradients of this worker have changed since they left
 SHARE = -3.0  # SHARE − s: the payload times s, which is below 1
 
-# Flags above the kind of a header, which is a number below 8.
+ROUND = 0  # the kind of a header, a number below 8; `headers` has the others
+PLACE = 16  # bits of the word that numbers the part; the time that the worker has waited goes above them
+
+# Flags above the kind.
 DRY, OUTLIER, BROKEN, COUNTED, TIMED, RATES = (8 << i for i in range(6))
 DROPPED = OUTLIER | BROKEN
 
@@ -31,58 +37,70 @@ class Tally:
         self._flags = (TIMED | RATES * rated) * timed  # rated: the update depends on the learning rates
         self.dry = self.idle = False  # now; whether no round is planned
         self.ended, self.void_at = False, -1  # all were dry in a round; the step of a round without payload
-        self.restart()
+        self.restart(0)
 
-    def restart(self, clock: Clock | None = None) -> None:
-        """Begin to count, with an iteration that has just begun, if there is one."""
-        self.samples, self.made, self.passed = NO_WEIGHT, 0, 0
-        if clock is not None:
-            self.add(clock)
+    def restart(self, step: int) -> None:
+        """Begin to count after this step."""
+        self.samples, self.missed, self.since = NO_WEIGHT, 0, step
+        self.special = self._timed or self.dry  # whether its word may be other than that of most workers
 
     def add(self, clock: Clock) -> None:
-        """An iteration begins."""
+        """An iteration begins. It need not be called for one with a gradient, unless `special`."""
         self.dry = clock.dry
-        self.made, self.passed = self.made + (not clock.dry), self.passed + 1
+        self.missed += clock.dry
         if clock.samples is not None:
             self.samples = max(self.samples, 0.0) + clock.samples
+        self.special = self._timed or self.dry or self.missed > 0 or self.samples >= 0
 
-    def word(self, dropped: int = 0) -> tuple[float, int]:
-        """Return the weight and the flags of this worker's header."""
+    def made(self, step: int) -> int:
+        """Return how many steps this worker has made."""
+        return step - self.since - self.missed
+
+    def word(self, step: int, dropped: int = 0) -> tuple[float, int]:
+        """Return the weight and the flags of this worker's header, after this step."""
         flags = self._flags | dropped | DRY * self.dry | COUNTED * (self._timed and self.samples < 0)
+        made, passed = self.made(step), step - self.since
         if self.samples >= 0 or self._timed:
-            weight = self.samples if self.samples >= 0 else float(self.made)
+            weight = self.samples if self.samples >= 0 else float(made)
             return (0.0 if dropped else weight), flags
         # A gradient is that of one step.
-        share = float(not self.dry) if self._early else (self.made / self.passed if self.passed else 1.0)
+        share = float(not self.dry) if self._early else (made / passed if passed else 1.0)
         share = 0.0 if dropped else share
         return (NO_WEIGHT if share == 1 else SHARE - share), flags
 
-    def land(self, clock: Clock, *, void: bool, all_dry: bool) -> None:
-        """A round has landed."""
-        self.void_at, self.ended = clock.step if void else -1, self.ended or all_dry
+    def land(self, step: int, *, void: bool, all_dry: bool) -> None:
+        """A round has landed, in which not all workers counted alike."""
+        self.void_at, self.ended = step if void else -1, self.ended or all_dry
 
-    def revive(self) -> None:
+    def revive(self, step: int) -> None:
         """All workers had run dry, and go on together."""
         self.ended = False
-        self.restart()
+        self.restart(step)
 
     def put_back(self, before: State) -> None:
         """The round whose beginning restarted the count is repeated: count what came before it, too."""
-        self.made, self.passed = self.made + before["made"], self.passed + before["passed"]
+        self.since, self.missed = before["since"], self.missed + before["missed"]
         if before["samples"] >= 0:
             self.samples = before["samples"] + max(self.samples, 0.0)
+        self.special = True
+
+    def skip(self, step: int) -> None:
+        """This worker has made none of the steps until this one."""
+        self.missed, self.special = step - self.since, True
 
     def state_dict(self) -> State:
-        return {name: getattr(self, name) for name in ("samples", "made", "passed", "ended", "void_at")}
+        return {name: getattr(self, name) for name in ("samples", "since", "missed", "ended", "void_at")}
 
     def load_state_dict(self, state: State) -> None:
         vars(self).update(state)
+        self.special = True  # until the next round begins
 
 
 class Weights:
     """The weights of all workers of a round, from their headers."""
 
-    def __init__(self, heads: Sequence[Sequence[int]], words: Sequence[float]) -> None:
+    def __init__(self, heads: Heads) -> None:
+        words = read_words(heads)
         self.size, self._known = len(words), max(words) >= 0  # by all, before anybody sends
         self.all_dry = all(head[0] & DRY for head in heads)
         self.dropped = {head[6] % 2**31: head[0] & DROPPED for head in heads if head[0] & DROPPED}
@@ -110,6 +128,11 @@ class Weights:
 def factor_of(word: float) -> float:
     """Return the factor of a payload whose worker does not wait for the weights of others."""
     return 1.0 if word in (NO_WEIGHT, AGAIN) else SHARE - word
+
+
+def read_words(heads: Heads) -> tuple[float, ...]:
+    """Return the weight in each header."""
+    return struct.unpack(f"<{len(heads)}d", struct.pack(f"<{len(heads)}q", *[head[7] for head in heads]))
 
 
 Unit = Literal["none", "samples", "steps"]

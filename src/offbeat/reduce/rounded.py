@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from offbeat.comm.communicator import Communicator, Pending
 from offbeat.reduce.code import Code, Messages, Residual, Vector
 from offbeat.reduce.wire import BlockCodec, CastCodec
 
+_codec = functools.cache(BlockCodec)  # which remembers its width
 _HEAD, _GROWTH = 2**18, 64  # values of the first piece of a payload; how much longer the next one is
 _NARROW = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 _BLOCKS = {8: 256, 4: 32, 3: 32, 2: 32}  # values that share a scale, by bits
@@ -124,7 +126,7 @@ class Quantized(Code):
 
     def carry(self, vector: Vector, comm: Communicator, clock: Clock, state: State) -> Messages:
         assert self.block is not None
-        codec = BlockCodec(self.bits, self.block)
+        codec = _codec(self.bits, self.block)
         if not self.stochastic:
             return mean_in_two_phases(vector, comm, codec)
         key = (self.seed, clock.step, clock.round, vector.spans[0].name, comm.rank)

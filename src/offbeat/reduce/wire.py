@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -61,15 +62,15 @@ class BlockCodec:
     bits: int
     unit: int
 
-    @property
+    @cached_property
     def width(self) -> int:
         return self.unit * self.bits // 8 + 2
 
     def encode(
         self, values: Tensor, wire: Tensor, rng: torch.Generator | None = None, left: Tensor | None = None
     ) -> None:
-        rows, (codes, scales) = split_last(values, -1, self.unit), self._open(wire)
-        losses = None if left is None else split_last(left, -1, self.unit)
+        rows, (codes, scales) = torch.unflatten(values, -1, (-1, self.unit)), self._open(wire)
+        losses = None if left is None else torch.unflatten(left, -1, (-1, self.unit))
         scale = find_scales(rows, self.bits, at_random=rng is not None)
         scales.copy_(scale.squeeze(-1))
         inverse = scale.reciprocal()
@@ -86,13 +87,16 @@ class BlockCodec:
             pack(numbers.to(torch.int8), codes[at], self.bits)
 
     def decode(self, wire: Tensor, out: Tensor) -> None:
-        rows, (codes, scales) = split_last(out, -1, self.unit), self._open(wire)
+        rows, (codes, scales) = torch.unflatten(out, -1, (-1, self.unit)), self._open(wire)
         factors = scales.float().unsqueeze(-1)
         for at in _tiles(rows):
             torch.mul(unpack(codes[at], self.bits), factors[at], out=rows[at])
 
     def add(self, wires: Sequence[Tensor], out: Tensor, factor: float) -> None:
-        rows, (codes, scales) = split_last(out, -1, self.unit), self._open(torch.stack(list(wires)))
+        rows, (codes, scales) = (
+            torch.unflatten(out, -1, (-1, self.unit)),
+            self._open(torch.stack(list(wires))),
+        )
         factors = scales.float().mul_(factor).unsqueeze(-1)
         for at in _tiles(rows, len(wires)):
             for numbers, own in zip(unpack(codes[at], self.bits), factors[at], strict=True):
@@ -102,13 +106,8 @@ class BlockCodec:
         """The bytes of the numbers, in planes (see `pack`), and the scales."""
         blocks, planes = wire.shape[-1] // self.width, 3 if self.bits == 3 else 1
         cut = wire.shape[-1] - 2 * blocks
-        codes = split_last(wire[..., :cut], planes, blocks, -1).movedim(-3, 0)
+        codes = torch.unflatten(wire[..., :cut], -1, (planes, blocks, -1)).movedim(-3, 0)
         return codes, wire[..., cut:].view(torch.bfloat16)
-
-
-def split_last(tensor: Tensor, *sizes: int) -> Tensor:
-    """The last dimension as several, without a copy."""
-    return tensor.view(*tensor.shape[:-1], *sizes)
 
 
 def _tiles(rows: Tensor, copies: int = 1) -> list[Any]:
