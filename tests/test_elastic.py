@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import logging
 import os
 import queue
 import socket
@@ -451,6 +452,10 @@ def work(
     url: str, rank: int, name: str, steps: int, pause: float, said: Any, options: dict[str, Any]
 ) -> None:
     torch.set_num_threads(1)
+    slow, fault = options.pop("slow", {}), options.pop("fault", 0)
+    log = logging.Handler(logging.WARNING)
+    log.emit = lambda record: said.put((rank, "log", record.getMessage()))  # type: ignore[method-assign]
+    logging.getLogger("offbeat").addHandler(log)
     try:
         group = offbeat.Elastic(url, name=f"{rank:04}", timeout=20, **options)
         model, sync = build(name, group, rank)
@@ -459,12 +464,29 @@ def work(
             sync.start()
             said.put((rank, "started", sync.steps))
             while sync.steps < steps:
-                time.sleep(pause)
+                time.sleep(slow.get(sync.steps, pause))
                 train(model, sync, rank, sync.steps + 1)
+            if fault:
+                lose_after_telling(sync, fault)
         said.put((rank, "end", [p.detach().tolist() for p in model.parameters()]))
     except BaseException as error:
         said.put((rank, "failed", f"{type(error).__name__}: {error}"))
         raise
+
+
+def lose_after_telling(sync: offbeat.Synchronizer, number: int) -> None:
+    """Lose a worker just after the others have passed the end of a call, counted from now."""
+    tell, ends = sync._comm.tell, [0]
+
+    def faulty(words: Any) -> Any:
+        message = tell(words)
+        ends[0] += not words
+        if not words and ends[0] == number:
+            message.wait()
+            raise offbeat.PeerLost("The test has lost a worker.")
+        return message
+
+    sync._comm.tell = faulty  # type: ignore[method-assign]
 
 
 @pytest.fixture
@@ -520,7 +542,9 @@ def test_strangers_and_garbage_do_no_harm(jobs: Any) -> None:
     assert "Disagreement: This worker has the method diloco(" in error
     run.start(6, token="wrong")
     time.sleep(3)
-    for port in ports(run.all[0].pid):
+    own = [ports(run.all[rank].pid) for rank in (0, 1)]
+    assert all(len(found) >= 2 for found in own)  # a store and gloo
+    for port in (*own[0], *own[1], int(run.port)):
         with socket.create_connection(("127.0.0.1", port), timeout=5) as link:
             link.sendall(os.urandom(2**12))
     last = max(report.round for rank, kind, report in run.heard if kind == "round")
@@ -564,5 +588,10 @@ def test_too_few_workers_wait_and_a_lighthouse_may_start_again(jobs: Any) -> Non
         run.heard.append(run.said.get())
     alone = [report for _, kind, report in run.heard if kind == "round" and report.workers == 1]
     assert not alone
+    said = [text for rank, kind, text in run.heard if (rank, kind) == (0, "log")]
+    assert [text for text in said if "at least 2 workers" in text] == [
+        "1 of at least 2 workers are here: waiting for more."
+    ]
+    assert sum("does not answer" in text for text in said) == 1
     run.start(2)
     assert run.round(2, last + 1, workers=2).workers == 2

@@ -6,7 +6,7 @@ Most scripts need one method and no other name. `offbeat.methods.__all__` lists 
 in a terminal explains them, and `method` reads one from text. All other names, by what you do with them:
 
 A run: Synchronizer Report GroupReport CodedReport Totals flatten ddp_hook coded_sampler CodedSampler DataPart
-Errors: OffbeatError PeerLost Disagreement NotFinite CheckpointMismatch Deadlock
+Errors: OffbeatError PeerLost Disagreement NotFinite CheckpointMismatch Deadlock RunFinished
 When to communicate, `every=`: Schedule Every QSR Adaptive AdaComm Seconds Budget Then Never Clock
 With whom, `group=`: Peers World Subgroups Pairs Butterfly Communicator Torch Solo Metered Throttled Pending
     Elastic

@@ -4,7 +4,15 @@
 from offbeat import methods as _methods
 from offbeat.among import Butterfly, Pairs, Peers, Subgroups, World
 from offbeat.base.clock import Clock
-from offbeat.base.errors import CheckpointMismatch, Deadlock, Disagreement, NotFinite, OffbeatError, PeerLost
+from offbeat.base.errors import (
+    CheckpointMismatch,
+    Deadlock,
+    Disagreement,
+    NotFinite,
+    OffbeatError,
+    PeerLost,
+    RunFinished,
+)
 from offbeat.base.packed import Packed
 from offbeat.base.tensors import flatten, grads, moments, params
 from offbeat.comm.background import Solo
@@ -40,8 +48,8 @@ __all__ += ["Gossip", "GroupAverage", "GroupReport", "HeavyTailed", "Jittered", 
 __all__ += ["LocalStep", "LowRank", "Mean", "Metered", "Network", "Never", "NotFinite", "OffbeatError"]
 __all__ += ["Outer", "Overlap", "Packed", "Pairs", "Part", "PeerLost", "Peers", "Pending", "PseudoSync"]
 __all__ += ["PushPull", "Quantized", "RandomBlock", "Rebase", "Recorded", "Reducer", "Replace"]
-__all__ += ["Report", "Schedule", "Seconds", "SlowMo", "Solo", "Stages", "Stragglers", "Subgroups"]
-__all__ += ["Synchronizer"]
+__all__ += ["Report", "RunFinished", "Schedule", "Seconds", "SlowMo", "Solo", "Stages", "Stragglers"]
+__all__ += ["Subgroups", "Synchronizer"]
 __all__ += ["Then", "Throttled", "TopK", "Torch", "Totals", "TwoLevel", "Uneven", "Update", "Virtual"]
 __all__ += ["World"]
 __all__ += ["coded_sampler", "ddp_hook", "flatten", "grads", "method", "moments", "params", "simulate"]

@@ -4,6 +4,7 @@ OffbeatError (a RuntimeError)
 ├── Disagreement        workers differ in model, method, step or learning rate
 ├── NotFinite           a worker would send NaN or infinity through a code that cannot represent them
 ├── PeerLost            a worker left, failed or stopped responding while others waited for it
+├── RunFinished         the others have finished the run, in which workers come and go, without this one
 ├── Deadlock            in a simulation, no worker can continue
 └── CheckpointMismatch  a checkpoint is damaged, or belongs to another run, method, rank or world size
 
@@ -38,6 +39,10 @@ class PeerLost(OffbeatError):
     def during(self, round: int, step: int) -> PeerLost:
         """The same error with the round in front, unless it names one already."""
         return self if str(self).startswith("Round ") else PeerLost(f"Round {round} (step {step}): {self}")
+
+
+class RunFinished(OffbeatError):
+    """Where workers come and go: the others have finished the run without this one."""
 
 
 class Deadlock(OffbeatError):

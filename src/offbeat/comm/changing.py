@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import inf
+
+import torch
 
 from offbeat.base.clock import State
 from offbeat.base.errors import OffbeatError
@@ -23,9 +26,11 @@ class Card:
     call: str  # the method as one would type it, for errors
     lineage: str = ""  # empty if the worker has no state yet
     rounds: int = -1  # in that lineage
+    entered: int = 0  # how many of them were over when the worker came
     prepared: str = ""  # the lineage with one more round, which has arrived here but may be committed nowhere
     place: float = inf  # the step of the call that the worker waits in; ∞: of the next round
     open: bool = False  # a worker that joins now can receive the state of this one
+    over: bool = False  # the run is finished on this worker
 
 
 @dataclass(frozen=True)
@@ -37,6 +42,8 @@ class Members:
     lineage: str = ""  # of all members, once those that lack a round have got it
     broken: bool = False  # a worker was lost before all were connected and healed
     starts: bool = False  # nobody has a state: all begin with that of rank 0
+    partial: bool = False  # others wait in a later call, which these must reach first
+    entered: tuple[int, ...] = ()  # how many rounds were over when each of them came
     state: State | None = field(default=None, repr=False)  # what this worker has received
 
 
@@ -48,6 +55,13 @@ class Changing(Wrapped):
     """
 
     members: Members
+    device = torch.device("cpu")  # of the model: where a state is received
+    finished = False  # whether the run has come to its end here
+    may_end = False  # whether this worker lacks nothing, so that it may end without the others
+
+    def __init__(self, comm: Communicator) -> None:
+        super().__init__(comm)
+        self.healed: deque[tuple[int, int]] = deque()  # bytes sent and received, for each state passed on
 
     @abstractmethod
     def ask(self, card: Card, give: Give) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from math import inf
@@ -43,6 +43,7 @@ class Lookout:
     stopped: threading.Event = field(default_factory=threading.Event)  # ends every wait
     patience: float = inf  # seconds for all ranks to connect, if that is less than the timeout
     gloo: list[Any] = field(default_factory=list)  # backends that can tell which ranks are connected
+    is_alive: Callable[[int], bool] | None = None  # whether a rank's process runs, before it is connected
     _tracks: WeakSet[Track] = field(default_factory=WeakSet)
     _runs: int = 0
 
@@ -122,6 +123,9 @@ class Lookout:
         gone = {}
         # A communicator that is not yet connected asks the one it was made from.
         level = next((level for level in self._levels() if level.gloo), self)
+        if not level.gloo and (is_alive := level.is_alive) is not None:
+            dead = [name for name in level.names if name != level.name and not is_alive(name)]
+            return {name: RuntimeError(f"the process of rank {name} is gone") for name in dead}
         for name in [name for name in self.names if name != self.name]:
             try:
                 rank = level.names.index(name)

@@ -6,11 +6,18 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import permutations
 
-from offbeat.base.errors import CheckpointMismatch, Disagreement, NotFinite, OffbeatError, PeerLost
+from offbeat.base.errors import (
+    CheckpointMismatch,
+    Disagreement,
+    NotFinite,
+    OffbeatError,
+    PeerLost,
+    RunFinished,
+)
 
 BATCHES = "Do all workers have the same number of batches?"
 # The errors that all ranks raise:
-_KINDS: tuple[type[OffbeatError], ...] = (CheckpointMismatch, Disagreement, NotFinite, PeerLost)
+_KINDS: tuple[type[OffbeatError], ...] = (CheckpointMismatch, Disagreement, NotFinite, PeerLost, RunFinished)
 _SHARED = {kind.__name__: kind for kind in _KINDS}
 
 

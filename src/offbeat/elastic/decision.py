@@ -9,8 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
 
-from offbeat.base.errors import Disagreement
+from offbeat.base.errors import Disagreement, RunFinished
 from offbeat.comm.changing import Card, Members
+
+FINISHED = "The others have finished the run: take its weights from them, or start a new run on all workers."
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,7 @@ class Decision:
 
     members: Members
     host: str
+    addresses: tuple[str, ...]  # of the stores of all members, in the order of ranks
     donors: dict[str, str]  # by the name of the worker that receives the state
     keeps: bool  # the connections of the last round
 
@@ -49,8 +52,9 @@ def decide(seats: Sequence[Seat], me: str) -> Decision:
     starts = rounds < 0
     current = [seat for seat in seats if lineages[seat.name] == (rounds, lineage)]
     first = min(seat.card.place for seat in current)
-    joining = [seat for seat in seats if seat not in current]
+    joining, partial = [seat for seat in seats if seat not in current], False
     if first < inf or not all(seat.card.open for seat in current):
+        partial = any(seat.card.place > first for seat in current)
         current, joining = [seat for seat in current if seat.card.place == first], []
     members = sorted([*current, *joining], key=lambda seat: seat.name)
     donors = {seat.name: current[i % len(current)].name for i, seat in enumerate(joining)}
@@ -59,8 +63,17 @@ def decide(seats: Sequence[Seat], me: str) -> Decision:
     keeps = len(keys) == 1 and "" not in keys and not joining
     attempts = json.dumps([(seat.name, seat.attempt) for seat in members])
     key = keys.pop() if keeps else hashlib.sha256(attempts.encode()).hexdigest()[:16]
-    found = Members(names, key, lineage, starts=starts)
-    return Decision(found, current[0].address, donors, keeps)
+    entered = tuple(rounds if seat in joining else seat.card.entered for seat in members)
+    found = Members(names, key, lineage, starts=starts, partial=partial, entered=entered)
+    addresses = tuple(seat.address for seat in members)
+    return Decision(found, current[0].address, addresses, donors, keeps)
+
+
+def check_going(seats: Sequence[Seat], me: str) -> None:
+    """Raise if a worker with the method of this one has finished the run."""
+    mine = next((seat.card for seat in seats if seat.name == me), None)
+    if mine is not None and any(seat.card.over and seat.card.method == mine.method for seat in seats):
+        raise RunFinished(FINISHED)
 
 
 def _lineage(card: Card, committed: set[str]) -> tuple[int, str]:

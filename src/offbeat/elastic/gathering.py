@@ -7,12 +7,12 @@ from abc import abstractmethod
 from dataclasses import replace
 
 from offbeat.base.clock import State
-from offbeat.base.errors import OffbeatError, PeerLost
+from offbeat.base.errors import OffbeatError, PeerLost, RunFinished
 from offbeat.comm.background import Solo
 from offbeat.comm.changing import Card, Changing, Give, Members
 from offbeat.comm.communicator import Communicator
 from offbeat.comm.presence import Departure
-from offbeat.elastic.decision import Decision, Seat, decide
+from offbeat.elastic.decision import FINISHED, Decision, Seat, check_going, decide
 from offbeat.elastic.wire import receive_state, send_state
 
 logger = logging.getLogger("offbeat")
@@ -46,6 +46,7 @@ class Gathering(Changing):
         while True:
             self._attempt += 1
             seats = self._list(card)
+            check_going(seats, self.name)
             if not self._enough(seats):
                 continue
             decision = decide(seats, self.name)
@@ -58,9 +59,12 @@ class Gathering(Changing):
                 comm = self._connect(decision)
                 return comm, replace(decision.members, state=self._heal(decision, comm, give))
             except OffbeatError as error:
-                logger.warning("%s: these members have lost a worker: %s", self.name, error)
+                over = isinstance(error, RunFinished)
                 if comm is not None:
-                    comm.worker.leave(Departure(str(error), PeerLost.__name__))
+                    comm.worker.leave(Departure(str(error), (RunFinished if over else PeerLost).__name__))
+                if over:
+                    raise
+                logger.warning("%s: these members have lost a worker: %s", self.name, error)
                 return Solo(), replace(decision.members, broken=True)
 
     def _heal(self, decision: Decision, comm: Communicator, give: Give) -> State | None:
@@ -73,12 +77,13 @@ class Gathering(Changing):
             others = [[rank] for rank in range(len(names)) if rank not in pair]
             between = comm.split([pair, *others])
             if self.name == joining:
-                received = receive_state(between, self.most_bytes)
+                received, size = receive_state(between, self.most_bytes, self.device)
+                self.healed.append((0, size))
             elif (state := give()) is None:
-                raise PeerLost(f"Worker {donor} has ended its run.")
+                raise RunFinished(FINISHED) if self.finished else PeerLost(f"Worker {donor} has left.")
             else:
                 logger.info("%s sends its state to %s", donor, joining)
-                send_state(state, between)
+                self.healed.append((send_state(state, between), 0))
         return received
 
     def _use(self, comm: Communicator, members: Members) -> Members:

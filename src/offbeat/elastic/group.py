@@ -10,31 +10,36 @@ import os
 import socket
 import time
 import uuid
-from concurrent.futures import Future
-from dataclasses import asdict
+from concurrent.futures import Future, wait
+from concurrent.futures import TimeoutError as Late
+from contextlib import suppress
+from dataclasses import asdict, replace
 from datetime import timedelta
 from math import inf
-from typing import Any
+from typing import Any, ClassVar
 from urllib.parse import urlsplit
 
 from torch._C._distributed_c10d import TCPStore
 
 from offbeat.base.checks import is_whole
-from offbeat.base.errors import PeerLost
+from offbeat.base.errors import OffbeatError, PeerLost, RunFinished
 from offbeat.comm.background import Solo
 from offbeat.comm.changing import Card, Give, Members
 from offbeat.comm.communicator import Communicator
 from offbeat.comm.lookout import Lookout
+from offbeat.comm.presence import Departure
 from offbeat.comm.store import Bulletin, start
 from offbeat.comm.torch_backend import Torch
-from offbeat.elastic.decision import Decision, Seat
+from offbeat.elastic.decision import FINISHED, Decision, Seat
 from offbeat.elastic.gathering import Gathering
 from offbeat.elastic.lighthouse import Lighthouse
 
 logger = logging.getLogger("offbeat")
 
 _REACH = 5.0  # seconds to connect to others, one of which may be dead before anybody can tell
+_KNOCK = 1.0  # seconds in which a machine that runs says whether a process listens
 _AGAIN = 0.3  # seconds before the next look for enough workers
+_FAREWELL = 6.0  # seconds to tell workers that still come that the run is finished: usually a tenth of one
 
 
 class Elastic(Gathering):
@@ -48,6 +53,8 @@ class Elastic(Gathering):
         elastic = offbeat.Elastic(lighthouse="http://host:29510", least=2)
         sync = offbeat.diloco(model, optimizer, every=16, group=elastic)
     """
+
+    _ended: ClassVar[set[str]] = set()  # lineages of runs that this process has finished
 
     def __init__(
         self, lighthouse: str, *, least: int = 2, token: str | None = None, timeout: float = 60.0,
@@ -69,6 +76,7 @@ class Elastic(Gathering):
         self._client: Lighthouse | None = None
         self._stores: dict[str, Bulletin] = {}  # by address
         self._asked: Future[tuple[Communicator, Members]] | None = None
+        self._card: Card | None = None  # the last one
         self._waits = self._closed = False
 
     def __repr__(self) -> str:
@@ -81,17 +89,35 @@ class Elastic(Gathering):
             host = _find_address(self.lighthouse)
             self._store = TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False)
             self._address = f"{host}:{self._store.port}"
+        self._card = card
         self._asked = start(lambda: self._gather(card, give), "offbeat-members")
 
     def answer(self) -> Members:
         assert self._asked is not None
         asked, self._asked = self._asked, None
-        return self._use(*asked.result())
+        try:
+            return self._use(*asked.result(self.timeout if self.may_end else None))
+        except Late:
+            raise RunFinished(FINISHED) from None
 
     def close(self) -> None:
-        self._closed = True
-        if self._client is not None:
+        if self._client is not None and not self._closed:
+            if self.finished:
+                wait([start(self._say_finished, "offbeat-finished")], _FAREWELL)
             self._client.close()
+        self._closed = True
+
+    def _say_finished(self) -> None:
+        """Tell workers that still come that the run is finished: they would wait for it."""
+        assert self._card is not None
+        self._ended.add(self._card.lineage)
+        if self._asked is not None:
+            with suppress(OffbeatError):
+                comm, _ = self._asked.result()
+                if comm is not self.comm:
+                    comm.worker.leave(Departure(FINISHED, RunFinished.__name__))
+        self._attempt += 1
+        self._list(replace(self._card, over=True))
 
     def _list(self, card: Card) -> list[Seat]:
         assert self._client is not None
@@ -99,7 +125,9 @@ class Elastic(Gathering):
         told = {"card": own, "attempt": self._attempt, "key": "" if self.broken else self.members.key}
         proof = self._prove(self.name, self._address, told)
         answer = self._client.quorum(self._address, {"told": told, "proof": proof})
-        return [seat for found in answer if (seat := self._read(*found)) is not None]
+        seats = [seat for found in answer if (seat := self._read(*found)) is not None]
+        # A run that this process has finished does not end the next one.
+        return [seat for seat in seats if not (seat.card.over and seat.card.lineage in self._ended)]
 
     def _read(self, name: str, address: str, data: dict[str, Any]) -> Seat | None:
         """A worker that has asked; None if it does not know the token, or tells what cannot be read."""
@@ -115,7 +143,10 @@ class Elastic(Gathering):
             place = inf if fields["place"] is None else float(fields["place"])
             card = Card(**{**fields, "place": place})
             texts = (card.method, card.call, card.lineage, card.prepared)
-            if not all(isinstance(text, str) for text in texts) or not is_whole(card.rounds, -1):
+            numbers, flags = (card.rounds, card.entered), (card.open, card.over)
+            if not all(isinstance(text, str) for text in texts):
+                raise ValueError(card)
+            if not all(is_whole(n, -1) for n in numbers) or not all(isinstance(f, bool) for f in flags):
                 raise ValueError(card)
             return Seat(name, card, address, int(told["attempt"]), str(told["key"]))
         except (KeyError, TypeError, ValueError):
@@ -131,7 +162,7 @@ class Elastic(Gathering):
         if not any(seat.name == self.name for seat in seats):
             time.sleep(_AGAIN)
             return False
-        if len(seats) >= self.least:
+        if len(seats) >= self.least or self.may_end:
             if self._waits:
                 logger.info("%d workers are here: going on.", len(seats))
             self._waits = False
@@ -149,19 +180,37 @@ class Elastic(Gathering):
         logger.info("%s connects to %d workers: %s", self.name, len(names), ", ".join(names))
         bulletin = self._reach(decision.host)
         place = f"offbeat/{key}/{self._prove(key, 'connections')[:16]}"
-        own, timeout = names.index(self.name), self.timeout
-        return Torch.among(Lookout(place, range(len(names)), own, bulletin, timeout, patience=_REACH))
+        own, ranks, addresses = names.index(self.name), range(len(names)), decision.addresses
+        lookout = Lookout(place, ranks, own, bulletin, self.timeout, patience=_REACH)
+        lookout.is_alive = lambda rank: listens(addresses[rank])
+        return Torch.among(lookout)
 
     def _reach(self, address: str) -> Bulletin:
+        """The store at an address. Those of earlier members are closed: their workers may be dead."""
+        self._stores = {known: store for known, store in self._stores.items() if known == address}
         if address not in self._stores:
             host, _, port = address.rpartition(":")
             patience = timedelta(seconds=_REACH)
             try:
+                if not listens(address):  # torch would try again until its time is over
+                    raise ValueError(address)
                 store = TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=patience)
             except (RuntimeError, ValueError) as error:
                 raise PeerLost(f"The store of a worker at {address} cannot be reached.") from error
             self._stores[address] = Bulletin(store)
         return self._stores[address]
+
+
+def listens(address: str) -> bool:
+    """Whether a process listens at an address, as each worker does as long as it lives. True if unsure."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), timeout=_KNOCK).close()
+    except ConnectionRefusedError:
+        return False
+    except (OSError, ValueError, OverflowError):
+        return True
+    return True
 
 
 def _find_address(lighthouse: str) -> str:

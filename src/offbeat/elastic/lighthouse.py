@@ -14,6 +14,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
 
+from offbeat.base.errors import RunFinished
+from offbeat.elastic.decision import FINISHED
+
 T = TypeVar("T")
 logger = logging.getLogger("offbeat")
 
@@ -56,7 +59,7 @@ class Lighthouse:
         while True:
             answer = self._call("quorum", ask)
             if self._closed.is_set():
-                raise RuntimeError("The run is over.")
+                raise RunFinished(FINISHED)
             if answer is not None:
                 found = [(p.replica_id, p.store_address, _read(p.data)) for p in answer.participants]
                 return [(name, at, told) for name, at, told in found if told is not None]

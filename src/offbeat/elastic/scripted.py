@@ -79,7 +79,13 @@ class Scripted(Gathering):
             {} if starts else {"lineage": card.lineage or "of the others", "rounds": max(card.rounds, 0)}
         )
         cards = [replace(card, prepared="", open=True, **(one if w in joining else others)) for w in workers]
+        cards = [replace(own, entered=self._entered(w)) for w, own in zip(workers, cards, strict=True)]
         return [Seat(f"{w:04}", own, "", self._next) for w, own in zip(workers, cards, strict=True)]
+
+    def _entered(self, worker: int) -> int:
+        """The last attempt for which a worker has joined."""
+        attempts = enumerate(self._script[: self._next + 1], start=1)
+        return max((number for number, attempt in attempts if worker in attempt.joining), default=0)
 
     def _enough(self, seats: list[Seat]) -> bool:
         return True

@@ -18,6 +18,7 @@ _KINDS = (
     torch.int8, torch.uint8, torch.bool, torch.complex64, torch.complex128,
 )  # fmt: skip
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in _KINDS}
+_CPU = torch.device("cpu")
 _MOST = 2**26  # bytes of a description
 _PIECE = 2**22  # bytes of one message
 
@@ -38,43 +39,53 @@ def describe(value: Any, tensors: list[Tensor]) -> Any:
     raise TypeError(f"A state holds a {type(value).__name__}, which cannot be sent to a worker that joins.")
 
 
-def rebuild(text: Any, tensors: list[Tensor], most: int) -> Any:
-    """Return the value again, and append its tensors, still empty, of at most so many bytes, to the list."""
+def rebuild(text: Any, tensors: list[Tensor], most: int, place: torch.device = _CPU) -> Any:
+    """Return the value again, and append its tensors, still empty, of at most so many bytes, to the list.
+
+    Tensors that were on a device of another worker are made on `place`, the device of this one's model.
+    """
     if isinstance(text, list):
-        return [rebuild(item, tensors, most) for item in text]
+        return [rebuild(item, tensors, most, place) for item in text]
     if not isinstance(text, dict):
         return text
     ((kind, inside),) = text.items()
     if kind == "dict":
-        return {rebuild(key, tensors, most): rebuild(item, tensors, most) for key, item in inside}
+        pairs = ([rebuild(part, tensors, most, place) for part in pair] for pair in inside)
+        return {key: item for key, item in pairs}  # noqa: C416  # dict() would take any sequence
     if kind == "tuple":
-        return tuple(rebuild(item, tensors, most) for item in inside)
+        return tuple(rebuild(item, tensors, most, place) for item in inside)
     dtype, shape, device = inside
     if kind != "tensor" or not all(isinstance(n, int) and n >= 0 for n in shape):
         raise ValueError(kind)
-    own = torch.accelerator.current_accelerator()
-    if device != "cpu" and (own is None or device != own.type):
+    if device not in ("cpu", place.type):
         raise ValueError(device)
     if math.prod(shape) * _DTYPES[dtype].itemsize > most - sum(tensor.nbytes for tensor in tensors):
         raise ValueError(shape)
-    tensors.append(torch.empty(shape, dtype=_DTYPES[dtype], device=device))
+    # With its index: this is not the thread in which the caller has chosen a device.
+    where = _CPU if device == "cpu" else place
+    tensors.append(torch.empty(shape, dtype=_DTYPES[dtype], device=where))
     return tensors[-1]
 
 
-def send_state(state: State, pair: Communicator) -> None:
-    """Send a state to the other worker of a pair."""
+def send_state(state: State, pair: Communicator) -> int:
+    """Send a state to the other worker of a pair. Return how many bytes it had."""
     tensors: list[Tensor] = []
     text = json.dumps(describe(state, tensors)).encode()
-    pair.tell([len(text), sum(tensor.nbytes for tensor in tensors)]).wait()
+    size = sum(tensor.nbytes for tensor in tensors)
+    pair.tell([len(text), size]).wait()
     _pass(torch.frombuffer(bytearray(text), dtype=torch.uint8), pair)
     for tensor in tensors:
         flat = tensor.cpu().contiguous().view(-1)
         _pass(flat.view(torch.uint8) if flat.dtype != torch.bool else flat.to(torch.uint8), pair)
     pair.tell([]).wait()  # a worker that goes on at once would not notice that the other has none of it
+    return len(text) + size
 
 
-def receive_state(pair: Communicator, most: int) -> State:
-    """Receive the state of the other worker of a pair, whose tensors have at most so many bytes."""
+def receive_state(pair: Communicator, most: int, place: torch.device = _CPU) -> tuple[State, int]:
+    """Receive the state of the other worker of a pair, whose tensors have at most `most` bytes.
+
+    Return it and how many bytes it had. `place` is the device of this worker's model.
+    """
     length, size = next(words[:2] for rank, words in enumerate(pair.tell([]).wait()) if rank != pair.rank)
     if not 0 < length <= _MOST or not 0 <= size <= most:
         raise OffbeatError(f"The state that was offered has {size:,} bytes, which this model cannot have.")
@@ -82,7 +93,7 @@ def receive_state(pair: Communicator, most: int) -> State:
     _pass(text, pair)
     tensors: list[Tensor] = []
     try:
-        state: State = rebuild(json.loads(bytes(text.tolist())), tensors, size)
+        state: State = rebuild(json.loads(bytes(text.tolist())), tensors, size, place)
         sizes = sum(math.prod(tensor.shape) * tensor.element_size() for tensor in tensors)
         if not isinstance(state, dict) or sizes != size:
             raise ValueError(size)
@@ -95,7 +106,7 @@ def receive_state(pair: Communicator, most: int) -> State:
         _pass(room.view(torch.uint8), pair)
         flat.copy_(room)
     pair.tell([]).wait()
-    return state
+    return state, length + size
 
 
 def _pass(flat: Tensor, pair: Communicator) -> None:

@@ -6,7 +6,7 @@ import hashlib
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, TypeVar
@@ -14,13 +14,14 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 
 from offbeat.base.clock import Clock, State
-from offbeat.base.errors import PeerLost
+from offbeat.base.errors import OffbeatError, PeerLost
 from offbeat.base.tensors import Share
 from offbeat.comm.changing import Card, Changing, Members
 from offbeat.comm.communicator import Communicator, arrived
 from offbeat.engine import agreement
 from offbeat.engine.exchange import Exchange
-from offbeat.engine.healing import Undo, adopt, capture, check_elastic, find_mean
+from offbeat.engine.healing import Undo, adopt, capture, check_elastic, find_device, find_mean
+from offbeat.engine.meetings import GONE_ON, Meetings
 from offbeat.engine.report import logger
 from offbeat.engine.round import Round
 
@@ -31,10 +32,11 @@ T = TypeVar("T")
 _GLANCE = 0.001  # seconds between two looks whether the state has been read
 
 
-class Rejoin(Exception):
-    """The others have gone on without this worker, which has received their state."""
+class Rejoin(OffbeatError):
+    """The others have gone on without this worker, which has received their state. A step adopts it."""
 
     def __init__(self, commits: Commits, state: State) -> None:
+        super().__init__(GONE_ON)
         self._commits, self._state = commits, state
 
     def adopt(self) -> None:
@@ -51,11 +53,14 @@ class Commits:
 
     def __init__(self, run: Synchronizer, everyone: Changing) -> None:
         check_elastic(run.parts, everyone)
-        self._run, self._everyone = run, everyone
+        self._run, self._everyone, self.meetings = run, everyone, Meetings(run, everyone, self)
+        everyone.device = find_device(run.model)
         self.lineage, self.rounds, self._method = "", -1, ""
+        self._entered = 0  # how many rounds were over when this worker came
         self._landed: dict[int, Round] = {}  # by part: those whose memory still holds the mean
         self.consensus: dict[str, torch.Tensor] = {}  # the last means of parts without an anchor, by name
-        self._ready: Members | None = None  # the next members, if they are known
+        self.ready: Members | None = None  # the next members, if they are known
+        self.asked = False  # for the next members, who are not known yet
         self._undo: dict[int, Undo] = {}  # by part, while its round is in the air
         self._waited = 0.0  # seconds for the next members
         self.joined = False  # whether this worker has received a state, and the gradients of its step are old
@@ -68,14 +73,16 @@ class Commits:
                 part.payload.renew()
                 part.commits = self
 
-    def _ask(self, prepared: str = "", place: float = math.inf, *, can_heal: bool = False) -> None:
+    def ask(self, prepared: str = "", place: float = math.inf, *, can_heal: bool = False) -> None:
         if not self._method:
             self._method = _extend("\n".join(agreement.describe(self._run.method, self._run.model)), "")
-        card = Card(self._method, self._run.method, self.lineage, self.rounds, prepared, place, can_heal)
-        self._everyone.ask(card, self._give)
+        own = (self._run.method, self.lineage, self.rounds, self._entered, prepared, place, can_heal)
+        self._everyone.ask(Card(self._method, *own), self._give)
+        self.asked = True
 
-    def _answer(self) -> Members:
+    def answer(self) -> Members:
         """Wait for the next members. Meanwhile this worker's state may be read."""
+        self.asked = False
         self._busy.release()
         try:
             members = self._everyone.answer()
@@ -109,11 +116,12 @@ class Commits:
         run.agree()
         if run._started:
             self.lineage, self.rounds = _extend("load", f"{run._run} {run.steps}"), count_landed(run)
+            self._entered = self.rounds
         while True:
-            self._ask()
-            members = self._answer()
+            self.ask()
+            members = self.answer()
             if members.state is not None:
-                self._ready = members
+                self.ready = members
                 self.adopt(members.state)
                 return True
             if not members.broken and self.rounds >= 0 and members.lineage == self.lineage:
@@ -121,8 +129,9 @@ class Commits:
             if members.broken or not members.starts:
                 continue
             try:
-                agreement.exchange(agreement.list_all(run.model), everyone.comm.broadcast)
-                everyone.comm.tell([]).wait()
+                with run._costs.including(run._comm):
+                    agreement.exchange(agreement.list_all(run.model), run._comm.broadcast)
+                    run._comm.tell([]).wait()
             except PeerLost as error:
                 everyone.fail(error)
                 continue
@@ -131,14 +140,15 @@ class Commits:
             break
         logger.info("%r on %d workers starts at step %d", run, everyone.size, run.steps)
         self.keep()
-        self._ask(can_heal=self._heals(None))
+        self.ask(can_heal=self._heals(None))
         return True
 
     def adopt(self, state: State) -> None:
         """Continue from the state of another worker, and enter the next round with it."""
         self.lineage, self.rounds, self.joined = state["lineage"], state["rounds"], True
-        if self._ready is not None:
-            self._ready = replace(self._ready, lineage=self.lineage, state=None)
+        self._entered = self.rounds
+        if self.ready is not None:
+            self.ready = replace(self.ready, lineage=self.lineage, state=None)
         adopt(self._run, self, state)
 
     def find_consensus(self) -> dict[str, torch.Tensor]:
@@ -166,13 +176,14 @@ class Commits:
         """A round begins: return the communicator of its members."""
         start = self._everyone.now()
         while True:
-            members, self._ready = self._ready or self._answer(), None
+            if self.ready is None and not self.asked:
+                self.ask()  # the last members were not all, or were ahead, and could not give their state yet
+            members, self.ready = self.ready or self.answer(), None
             if members.lineage == self.lineage:
                 break
             if members.state is not None:
-                self._ready = members
+                self.ready = members
                 raise Rejoin(self, members.state)
-            self._ask()  # the others are ahead, and could not give their state yet
         self._everyone.members, self._waited = members, max(0.0, self._everyone.now() - start)
         return self._everyone.comm
 
@@ -180,6 +191,9 @@ class Commits:
         """Send this worker's share. A worker that is lost meanwhile breaks the round, which lands anyway."""
         members = self._everyone.members
         round.mean, round.members, round.broken = arrived(part.payload.packed), members.names, members.broken
+        round.entered = members.entered
+        for sent, received in self._count_healed():
+            round.comm.sent, round.comm.received = round.comm.sent + sent, round.comm.received + received
         round.waited, self._waited = round.waited + self._waited, 0.0
         if share is None and part.live.early:
             share = (part.live.notes(), part.live.tensors())
@@ -219,7 +233,7 @@ class Commits:
                 if not prepared or members.lineage != prepared:
                     self._repeat(part, clock, round)
                     continue
-                self._ready = members
+                self.ready = members
             if part.plain:
                 self._landed[part.index] = round  # its memory holds the mean until the next round
             elif part.update.anchors == "none" and not part.live.early:
@@ -229,10 +243,10 @@ class Commits:
     def _ask_again(self, prepared: str) -> Members:
         """Ask, until all who answer have the rounds of this worker, or one more that it has prepared."""
         while True:
-            self._ask(prepared)
-            members = self._answer()
+            self.ask(prepared)
+            members = self.answer()
             if members.state is not None:
-                self._ready = members
+                self.ready = members
                 raise Rejoin(self, members.state)
             if not members.broken and members.lineage in (self.lineage, prepared):
                 return members
@@ -257,37 +271,24 @@ class Commits:
         """The round has been applied: ask for the next members, unless they are known."""
         self.lineage, self.rounds = lineage, self.rounds + 1
         del self._undo[part.index]
-        if self._ready is None:
-            self._ask(can_heal=self._heals(part))
+        if self.ready is None:
+            self.ask(can_heal=self._heals(part))
 
-    def attempt(self, call: Callable[[], T]) -> T:
-        """Make a call in which all members meet, and again if one is lost before all are done."""
-        while True:
-            try:
-                result = call()
-                self._everyone.comm.tell([]).wait()
-                return result
-            except PeerLost as error:
-                logger.warning("%s", error)
-                self._everyone.fail(error)
-            if self._ready is None:
-                self._answer()  # may know the worker that is lost: of no use
-                self._everyone.fail(PeerLost("The members have changed."))
-            self._ready = None
-            while self._ready is None:
-                self._ask(place=float(self._run.steps))
-                members = self._answer()
-                if members.state is not None:
-                    raise PeerLost("The others have gone on without this worker: start it again.")
-                if not members.broken and members.lineage == self.lineage:
-                    self._ready = members
+    def _count_healed(self) -> Iterator[tuple[int, int]]:
+        """Take the bytes of the states that were passed on since the last call: sent and received."""
+        while self._everyone.healed:
+            yield self._everyone.healed.popleft()
 
-    def close(self) -> None:
+    def close(self, *, finished: bool = False) -> None:
         """This worker takes part in no further round."""
         if not self._over:
-            self._over = True
+            self._over, self._everyone.finished = True, finished
             self._busy.release()
             self._everyone.close()
+            comm = self._run._comm
+            for sent, received in self._count_healed():
+                comm.sent, comm.received = comm.sent + sent, comm.received + received
+            self._run._costs.count(comm)
 
 
 def count_landed(run: Synchronizer) -> int:

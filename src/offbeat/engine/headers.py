@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 
-from offbeat.base.errors import Disagreement
+from offbeat.base.errors import Disagreement, PeerLost
 from offbeat.comm.presence import BATCHES
 from offbeat.engine.weights import COUNTED, PLACE, RATES, ROUND, TIMED, Heads, read_words, unit
 
@@ -47,6 +47,37 @@ def compare_headers(headers: Heads) -> None:
                 field = 0  # both in finish(), but not after the same step
             words = _name_words(first) | {f"o_{name}": word for name, word in _name_words(other).items()}
             raise Disagreement(_SENTENCES[field].format(**words))
+
+
+def compare_members(rows: Heads, own: int, entered: Sequence[int]) -> None:
+    """The same where workers come and go: one that differs raises, and the others go on without it.
+
+    Those who are there the longest are right, or most of them if they differ among themselves. `own` is the
+    rank of this worker. `entered` says when each has come.
+    """
+    try:
+        compare_headers(rows)
+    except Disagreement:
+        oldest = [rank for rank, since in enumerate(entered) if since == min(entered)]
+        votes = [sum(_find_difference(rows[one], rows[other]) is None for other in oldest) for one in oldest]
+        first = oldest[votes.index(max(votes))]
+        if error := _find_difference(rows[first], rows[own]):
+            raise Disagreement(
+                f"{error} This worker leaves, because it came later or differs from most; the others go on. "
+                "Start it again once it does as they do; sync.on_join is called when it joins."
+            ) from None
+        odd = [rank for rank, row in enumerate(rows) if _find_difference(rows[first], row)]
+        raise PeerLost(
+            f"The others go on without rank {', '.join(map(str, odd))}, which disagrees."
+        ) from None
+
+
+def _find_difference(one: Sequence[int], other: Sequence[int]) -> Disagreement | None:
+    try:
+        compare_headers([one, other])
+    except Disagreement as error:
+        return error
+    return None
 
 
 def _name_words(header: Sequence[int]) -> dict[str, object]:

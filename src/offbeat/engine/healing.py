@@ -7,7 +7,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from offbeat.among import World
 from offbeat.base.clock import Clock, State
@@ -21,6 +21,7 @@ from offbeat.engine.part import Part
 from offbeat.engine.pull import PseudoSync
 from offbeat.engine.report import logger
 from offbeat.engine.round import Round
+from offbeat.engine.saving import find_mesh
 from offbeat.engine.transfer import share, why_unshared
 from offbeat.reduce import Reducer
 from offbeat.when import Every
@@ -56,6 +57,12 @@ def check_elastic(parts: Sequence[Part], everyone: Changing) -> None:
             reason = "its parts have different groups"
     if reason is not None:
         raise ValueError(f"group={everyone!r}: the method cannot go on without a worker: {reason}.")
+    mesh = find_mesh(parts[0].model)
+    if mesh is not None and mesh.size() > 1:
+        raise ValueError(
+            f"group={everyone!r}: the model is sharded over {mesh.size()} processes, but a worker that comes "
+            "and goes is one process: do not shard it, or use a process group."
+        )
     moving = [part for part in exchanges if not part.live.early]
     offsets = sorted(part.when.offset for part in moving if isinstance(part.when, Every))
     periods = [part.when.steps for part in moving if isinstance(part.when, Every)]
@@ -71,6 +78,11 @@ def check_elastic(parts: Sequence[Part], everyone: Changing) -> None:
                 f"delay={moving[0].delay!r} with group={everyone!r}: each round must land before the "
                 f"next one begins, {gap} steps later: choose a smaller delay or fewer fragments."
             )
+
+
+def find_device(model: nn.Module) -> torch.device:
+    """The device of the model's first weight, with its index."""
+    return next((local(p).device for p in model.parameters()), torch.device("cpu"))
 
 
 def capture(run: Synchronizer, commits: Commits) -> State:

@@ -20,7 +20,7 @@ from offbeat.base.packed import Packed
 from offbeat.comm.communicator import Communicator, Metered, Pending, arrived
 from offbeat.engine.agreement import copy_state
 from offbeat.engine.guard import name_dropped
-from offbeat.engine.headers import compare_headers
+from offbeat.engine.headers import compare_headers, compare_members
 from offbeat.engine.report import Report
 from offbeat.engine.weights import DROPPED, DRY, NO_WEIGHT, PLACE, Weights, factor_of
 from offbeat.reduce.code import Staged
@@ -143,8 +143,9 @@ class Round:
         self.followed: Pending[list[Tensor]] | None = None  # rank 0's buffers
         self.moments: Pending[Packed] | None = None
         self.sent: list[Tensor] | None = None  # the extras as they were sent, if the round lands late
-        # Where workers come and go: their names, whether one of them is lost, and how often one was.
+        # Where workers come and go: their names, when each has come, whether one is lost, how often one was.
         self.members: tuple[str, ...] = ()
+        self.entered: tuple[int, ...] = ()
         self.broken, self.repeats = False, 0
 
     def compare(
@@ -167,18 +168,13 @@ class Round:
         """Raise unless all workers are in the same place. Most of the time, all words of theirs are equal."""
         words = [(head[0], head[1] % 2**PLACE, *head[2:6], head[7]) for head in heads]
         if words != words[:1] * len(words):
-            compare_headers(self._excuse(heads))
+            if self.entered:
+                compare_members(heads, self.comm.rank, self.entered)
+            else:
+                compare_headers(heads)
         else:
             self.alike = words[0][0] == 0 and words[0][6] == _ONE
         return heads
-
-    def _excuse(self, rows: list[list[int]]) -> list[list[int]]:
-        """A worker that has just joined must find its learning rates itself: the others ignore them."""
-        fresh = [bool(self.members) and row[0] & DRY != 0 for row in rows]
-        if True not in fresh or fresh[self.comm.rank]:
-            return rows
-        rates = rows[fresh.index(False)][4:6]
-        return [[*row[:4], *rates, *row[6:]] if new else row for row, new in zip(rows, fresh, strict=True)]
 
     def weigh(self, word: float, flags: int) -> float:
         """Return the factor of this worker's payload. Wait for all weights if it depends on them."""

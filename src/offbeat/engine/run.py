@@ -205,7 +205,7 @@ class Run(ABC):
         self._must_be_open("save()", finished=True)
         with self._failing(), self._costs.including(self._comm):
             self._start()
-            self._together(lambda: self._meet(SAVE))
+            self._together(lambda: self._meet(SAVE), settles=True)
         state = saving.capture(self, others)
         with self._costs.including(self._comm):
             self._together(lambda: saving.Folder(folder, self._comm, self.model).write(self._place, state))
@@ -260,13 +260,13 @@ class Run(ABC):
         with self.averaged(), self._failing():
             write_model(path, self.model, self._comm)
 
-    def _together(self, call: Callable[[], T]) -> T:
+    def _together(self, call: Callable[[], T], *, last: bool = False, settles: bool = False) -> T:
         """Make a call in which all workers meet. Where they come and go, those that are left repeat it."""
-        return call() if self._commits is None else self._commits.attempt(call)
+        return call() if self._commits is None else self._commits.meetings.make(call, last, settles)
 
-    def _close(self) -> None:
+    def _close(self, *, finished: bool = False) -> None:
         if self._commits is not None:
-            self._commits.close()
+            self._commits.close(finished=finished)
 
     def _follow_members(self, everyone: Communicator) -> None:
         self._comm.rank, self._comm.size, self._track.rank = everyone.rank, everyone.size, everyone.rank

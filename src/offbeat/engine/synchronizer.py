@@ -219,11 +219,11 @@ class Synchronizer(Run):
             for part in self.parts:
                 part.flush(Clock(self.steps, 0, self._lr))
             with self._costs.including(self._comm):
-                self._together(lambda: agreement.average_where_different(self.model, self._comm))
+                self._together(lambda: agreement.average_where_different(self.model, self._comm), last=True)
             for part in self.parts:
                 part.follow(Landing(trainable(self.model), math.inf))
         self.finished = True
-        self._close()
+        self._close(finished=True)
         logger.info("%r finished after %d steps: %s", self, self.steps, self.totals)
 
     def state_dict(self) -> State:
@@ -283,6 +283,7 @@ class Synchronizer(Run):
         talks = {id(comm): comm for part in self.parts for comm in part.communicators()}
         meetings = [Round(clock, comm, since=self.steps) for comm in talks.values()]
         for meeting in meetings:  # all at once: a worker that is elsewhere waits for one of them
+            meeting.entered = () if self._commits is None else self._commits.meetings.entered
             meeting.compare(0, rates, self._comm.rank, flags=kind | TIMED * self._timed)
         for meeting in meetings:
             meeting.wait()

@@ -1,0 +1,89 @@
+"""Calls in which all workers meet between rounds, such as `averaged()`, where workers come and go."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, TypeVar
+
+from offbeat.base.clock import Clock
+from offbeat.base.errors import PeerLost, RunFinished
+from offbeat.comm.changing import Changing
+from offbeat.engine.exchange import Exchange
+from offbeat.engine.report import logger
+
+if TYPE_CHECKING:
+    from offbeat.engine.commits import Commits
+    from offbeat.engine.synchronizer import Synchronizer
+
+T = TypeVar("T")
+_MOST = 1024  # calls after one step
+GONE_ON = "The others have gone on without this worker: start it again, and it receives their state."
+
+
+class Meetings:
+    """Makes these calls, and repeats them among those that are left if a worker is lost meanwhile.
+
+    Each call has a place, the same on all workers: the step, and its number among the calls after that step.
+    A worker that has passed a call waits at the next one for those that repeat it.
+    """
+
+    def __init__(self, run: Synchronizer, everyone: Changing, commits: Commits) -> None:
+        self._run, self._everyone, self._commits = run, everyone, commits
+        self._step, self._made = -1, 0
+
+    def make(self, call: Callable[[], T], last: bool = False, settles: bool = False) -> T:
+        """Make a call, and again if a worker is lost before all are done.
+
+        After the `last` one of a run, a worker that has the result may end without the others, who may have
+        ended. `settles`: rounds in the air arrive in it, too.
+        """
+        place, results = self._find_place(), list[T]()
+        if self._everyone.members.partial:
+            self._gather(place)
+        while True:
+            try:
+                results.append(call())
+                self._run._comm.tell([]).wait()
+                break
+            except PeerLost as error:
+                logger.warning("%s", error)
+                self._everyone.fail(error)
+            self._everyone.may_end = last and bool(results)
+            try:
+                self._gather(place)
+            except RunFinished:
+                if not self._everyone.may_end:
+                    raise
+                break
+        self._made += 1
+        if self._everyone.members.partial:
+            self._commits.ready = None  # those who wait at the next call are asked for then
+        for part in self._run.parts if settles else ():
+            if isinstance(part, Exchange) and part._round is not None:
+                self._commits.settle(part, Clock(self._run.steps, 0, self._run._lr))
+        return results[-1]
+
+    def _find_place(self) -> float:
+        if self._run.steps != self._step:
+            self._step, self._made = self._run.steps, 0
+        return self._step + min(self._made, _MOST - 1) / _MOST
+
+    def _gather(self, place: float) -> None:
+        """Find the workers that are left and come to this place."""
+        commits = self._commits
+        if commits.asked:
+            commits.answer()  # may know the worker that is lost: of no use
+            self._everyone.fail(PeerLost("The members have changed."))
+        commits.ready = None
+        while commits.ready is None:
+            commits.ask(place=place)
+            members = commits.answer()
+            if members.state is not None:
+                raise PeerLost(GONE_ON)
+            if not members.broken and members.lineage == commits.lineage:
+                commits.ready = members
+
+    @property
+    def entered(self) -> tuple[int, ...]:
+        """When each of the members has come."""
+        return self._everyone.members.entered
