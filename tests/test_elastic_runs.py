@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 from test_first_hour import Call, call  # noqa: F401  # a fixture
-from test_train import started, until
+from test_train import end_all, started, until
 
 from offbeat.app.report.page import render
 from offbeat.app.runs import folder as folders
+from offbeat.app.runs.elastic import saved_steps
 from offbeat.app.runs.presence import list_presence
 from offbeat.app.runs.seats import count_taken, take_seat
 from offbeat.app.runs.summary import read
@@ -74,7 +75,10 @@ def test_alive_and_counted_are_two_things(tmp_path: Path) -> None:
         (["--elastic", "--workers", "3:2"], "--workers '3:2': the fewest must be at least 1, and at most"),
         (["--elastic", "--workers", "x"], "--workers 'x': workers must be a whole number"),
         (["--lighthouse", "http://a:1"], "--lighthouse: add --elastic."),
-        (["--elastic", "--resume"], "--resume: not with --elastic"),
+        (["--token", "secret"], "--token: add --elastic."),
+        (["--elastic", "--token", "/dev/null"], "--token '/dev/null': the file is empty"),
+        (["--elastic", "--token", "missing"], "No such file or directory: 'missing'"),
+        (["--elastic", "--resume"], "--resume: there is no run in 'run'"),
         (["--elastic", "--link", "1mbit"], "--link: not with --elastic"),
     ],
 )
@@ -135,6 +139,47 @@ def test_a_worker_is_killed_and_another_takes_its_seat(tmp_path: Path) -> None:
     assert stayed.alive == 1
     assert came.alive < 1
     assert came.counted < stayed.counted == 1
+
+
+def elastic(folder: Path, *words: str) -> list[str]:
+    sizes = ["--workers", "2:3", "--model", "tiny", "--evaluations", "2"]
+    return ["train", *words, "--elastic", *sizes, "--checkpoint-dir", str(folder)]
+
+
+@pytest.mark.slow
+def test_a_run_whose_workers_are_all_lost_is_resumed(tmp_path: Path) -> None:
+    """With a token: nobody joins without it. After the end, a larger number of steps extends the run."""
+    folder, secret = tmp_path / "run", tmp_path / "token"
+    secret.write_text("a secret\n")
+    token = ["--token", str(secret)]
+    command = started(
+        *elastic(folder, "diloco(every=4)", "--steps", "2000", "--checkpoint-every", "20"), *token
+    )
+    try:
+        until(lambda: max(saved_steps(folder), default=0) >= 40)
+        address = json.loads((folder / folders.ORIGIN).read_text())["elastic"]["lighthouse"]
+        stranger = started("join", f"{address}{folder}")
+        assert "the run has a token: add --token" in stranger.communicate(timeout=60)[1]
+    finally:
+        end_all(command)
+        command.communicate(timeout=60)
+    saved = saved_steps(folder)[-1]
+    assert secret.read_text().strip() not in (folder / folders.ORIGIN).read_text()
+    again = started("train", "--resume", "--checkpoint-dir", str(folder))
+    assert "is elastic: add --elastic" in again.communicate(timeout=60)[1]
+    for steps in (saved + 30, saved + 50):
+        more = ["--elastic", "--resume", "--checkpoint-dir", str(folder), *token, "--steps", str(steps)]
+        command = started("train", *more)
+        _, error = command.communicate(timeout=200)
+        assert command.returncode == 0, error
+        run = read(folder)
+        assert run.complete
+        assert len({end["weights"] for end in run.ends}) == 1
+        assert run.evals[-1]["step"] == steps
+        for rank in run.ranks[:2]:  # no step is missing, and none is there twice
+            made = [entry["step"] for entry in rank if entry["kind"] == "steps"]
+            assert made == list(range(1, steps + 1))
+    assert (folder / folders.MODEL).is_file()
 
 
 def rounds(folder: Path, seat: int) -> int:

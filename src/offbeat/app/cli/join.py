@@ -4,11 +4,15 @@ from typing import Annotated
 
 import typer
 
+from offbeat.app.cli import options
+
 
 def join(
     url: Annotated[str, typer.Argument(help="The address that `offbeat train --elastic` has printed.")],
+    token: options.Token = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="Do not say which worker this is.")] = False,
     tied: Annotated[bool, typer.Option("--tied", hidden=True)] = False,
+    load: Annotated[bool, typer.Option("--load", hidden=True)] = False,
 ) -> int:
     """Join an elastic run as one more worker.
 
@@ -23,4 +27,4 @@ def join(
     """
     from offbeat.app.commands.elastic import join
 
-    return join(url, quiet=quiet, tied=tied)
+    return join(url, token=token, quiet=quiet, tied=tied, load=load)

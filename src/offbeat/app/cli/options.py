@@ -43,6 +43,9 @@ Compute = Annotated[str | None, typer.Option(help="With --simulate: the time of 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 Quiet = Annotated[bool, typer.Option("--quiet", help="Show no progress.")]
 Verbose = Annotated[bool, typer.Option("--verbose", help="Also print each evaluation when it is made.")]
+Token = Annotated[
+    Path | None, typer.Option(help="A file with a secret: workers with another one cannot join.")
+]
 Out = Annotated[Path | None, typer.Option(help="Folder for logs and report.html; runs/... by default.")]
 
 

@@ -43,6 +43,7 @@ def train(
     lighthouse: Annotated[
         str | None, typer.Option(help="With --elastic: the address of a running lighthouse.")
     ] = None,
+    token: options.Token = None,
     tensorboard: Annotated[
         bool, typer.Option("--tensorboard", help="Also write TensorBoard files into the folder.")
     ] = False,
@@ -66,6 +67,8 @@ def train(
         offbeat train --resume --checkpoint-dir runs/mine
 
         offbeat train 'diloco(every=16)' --elastic --workers 2:6
+
+        offbeat train --elastic --resume --checkpoint-dir runs/mine
 
         torchrun --nproc-per-node 4 -m offbeat train 'qsr(alpha=0.02)' --task images --data cifar10.zip
     """

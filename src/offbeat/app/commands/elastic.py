@@ -21,15 +21,17 @@ from offbeat.app.commands import show
 from offbeat.app.commands.progress import follow_progress
 from offbeat.app.commands.report import show_table
 from offbeat.app.runs import folder as folders
+from offbeat.app.runs.elastic import ElasticLoop, saved_steps
 from offbeat.app.runs.presence import shares
 from offbeat.app.runs.seats import count_taken, take_seat
 from offbeat.app.runs.setting import Setting, check
 from offbeat.app.runs.summary import read
 from offbeat.app.runs.worker import _end_with_launcher
-from offbeat.base.errors import OffbeatError
+from offbeat.base.errors import OffbeatError, RunFinished
 from offbeat.elastic.lighthouse import load_torchft
 
 LOOK = 0.2  # seconds between looks at the workers
+AFTER = 10.0  # seconds after the end of a run in which a worker that is late may end by itself
 ALONE = 10.0  # seconds without any worker after which a run is given up
 # Without the current folder in sys.path, as for other workers.
 _JOIN = "import sys; sys.path[:] = filter(None, sys.path); from offbeat.app.cli.app import run; "
@@ -40,22 +42,28 @@ def train(given: SimpleNamespace, setting: Setting, place: Path, least: int) -> 
     """Start a lighthouse and the fewest workers; follow the run until it is over. `setting` has the most."""
     with ExitStack() as stack:
         with reading():
-            for option in ("resume", "link", "straggler", "tensorboard"):
+            for option in ("link", "straggler", "tensorboard"):
                 if getattr(given, option):
-                    raise Refused(f"--{option}: not with --elastic, whose workers hold the state themselves.")
+                    raise Refused(f"--{option}: not with --elastic.")
+            _read_token(given.token)
             if "RANK" in os.environ:
                 raise Refused("--elastic: without torchrun; start workers on other terminals with join.")
             task = setting.find_task(folders.cache_of(place))
             full = check(setting, task)
             stack.enter_context(folders.lock(place))
             lighthouse = given.lighthouse or stack.enter_context(_light())
-            elastic = {"lighthouse": lighthouse, "least": least, "began": time.time()}
+            began = time.time() - (_cut_logs(place) if given.resume else 0.0)
+            elastic = {"lighthouse": lighthouse, "least": least, "began": began, "token": bool(given.token)}
             folders.prepare(place, full, task, elastic=elastic)
         url = lighthouse.rstrip("/") + quote(str(place.resolve()))
-        print(f"offbeat: to start more workers, up to {full.workers}: offbeat join {url}", file=sys.stderr)
+        words = [url, *(["--token", str(given.token.resolve())] if given.token else [])]
+        print(
+            f"offbeat: to start more workers, up to {full.workers}: offbeat join {shlex.join(words)}",
+            file=sys.stderr,
+        )
         stack.enter_context(follow_progress([place], quiet=given.quiet))
-        crew = stack.enter_context(_crew(url, place, least))
-        _watch(crew, place, full, url)
+        crew = stack.enter_context(_crew([*words, *(["--load"] if given.resume else [])], place, least))
+        _watch(crew, place, full, shlex.join(words))
     trained = read(place)
     if given.json:
         show.print_json({name: [alive, counted] for name, alive, counted in shares(trained)})
@@ -65,6 +73,28 @@ def train(given: SimpleNamespace, setting: Setting, place: Path, least: int) -> 
     show.print_table(show.console(), "who was there", columns, shares(trained))
     show.say(show.console(), f"logs: {place}; the model: {place / folders.MODEL}")
     return 0
+
+
+def least_of(place: Path) -> int:
+    """The fewest workers of the run in a folder."""
+    return int(folders.origin_of(place)["elastic"]["least"])
+
+
+def _read_token(path: Path | None) -> str | None:
+    """The secret in a file: on the command line, other users of the machine could read it."""
+    token = None if path is None else path.read_text().strip()
+    if token == "":
+        raise Refused(f"--token {str(path)!r}: the file is empty: write a secret into it.")
+    return token
+
+
+def _cut_logs(place: Path) -> float:
+    """Drop what the run has logged since its last checkpoint. Return the seconds until then."""
+    after, last = max(saved_steps(place), default=-1), 0.0
+    for seat in range(folders.setting_of(place).workers):
+        folders.cut(log := folders.log_path(place, seat), after=after)
+        last = max([last, *[float(entry["t"]) for entry in folders.entries(log)]])
+    return last
 
 
 @contextmanager
@@ -82,7 +112,7 @@ def _light() -> Iterator[str]:
 
 
 @contextmanager
-def _crew(url: str, place: Path, workers: int) -> Iterator[list[subprocess.Popen[bytes]]]:
+def _crew(words: list[str], place: Path, workers: int) -> Iterator[list[subprocess.Popen[bytes]]]:
     """Workers that end with this process. What they print goes to files in the folder."""
     environment = {"OMP_NUM_THREADS": "1", **os.environ}
     crew = []
@@ -91,7 +121,7 @@ def _crew(url: str, place: Path, workers: int) -> Iterator[list[subprocess.Popen
             with folders.output_path(place, index).open("ab") as output:
                 crew.append(
                     subprocess.Popen(
-                        [sys.executable, "-c", _JOIN, "join", url, "--tied"], env=environment,
+                        [sys.executable, "-c", _JOIN, "join", *words, "--tied"], env=environment,
                         stdin=subprocess.PIPE, stdout=output, stderr=output,
                     )
                 )  # fmt: skip
@@ -102,7 +132,7 @@ def _crew(url: str, place: Path, workers: int) -> Iterator[list[subprocess.Popen
             process.wait()
 
 
-def _watch(crew: list[subprocess.Popen[bytes]], place: Path, setting: Setting, url: str) -> None:
+def _watch(crew: list[subprocess.Popen[bytes]], place: Path, setting: Setting, words: str) -> None:
     """Wait until the run is over. Say once of each worker that it has ended early."""
     said, since = set[int](), time.monotonic()
     while True:
@@ -118,15 +148,15 @@ def _watch(crew: list[subprocess.Popen[bytes]], place: Path, setting: Setting, u
                 said.add(index)
                 code = process.returncode
                 how = f"by {signal.Signals(-code).name}" if code < 0 else f"with code {code}"
-                print(f"offbeat: a worker ended {how}; start another: offbeat join {url}", file=sys.stderr)
+                print(f"offbeat: a worker ended {how}; start another: offbeat join {words}", file=sys.stderr)
         if time.monotonic() - since > (ALONE if any((p.returncode or 0) < 0 for p in crew) else LOOK):
             output = folders.output_path(place, max(said, default=0))
             last = output.read_text().strip().rpartition("\n")[2].removeprefix("offbeat: ")
             raise OffbeatError(f"All workers of the run in {str(place)!r} are gone: {last or 'killed'}")
 
 
-def join(url: str, *, quiet: bool = False, tied: bool = False) -> int:
-    """Train as one more worker of an elastic run."""
+def join(url: str, *, token: Path | None, quiet: bool = False, tied: bool = False, load: bool = False) -> int:
+    """Train as one more worker of an elastic run. One that finds nobody else loads the last checkpoint."""
     with reading():
         parts = urlsplit(url)
         if parts.scheme != "http" or not parts.port or len(parts.path) < 2:
@@ -139,17 +169,40 @@ def join(url: str, *, quiet: bool = False, tied: bool = False) -> int:
         if "elastic" not in origin:
             raise Refused(f"join {url}: the run in {str(place)!r} was not started with --elastic.")
         if folders.finished(place):
-            print(f"offbeat: the run in {str(place)!r} is finished")
-            return 0
+            return _say_finished(place)
+        secret, wanted = _read_token(token), bool(origin["elastic"].get("token"))
+        if wanted != (token is not None):
+            raise Refused(
+                f"join {url}: the run has a token: add --token and the file that holds it."
+                if wanted
+                else f"--token {str(token)!r}: the run has none: leave it out."
+            )
         task = setting.find_task(folders.cache_of(place))
     if tied:
         threading.Thread(target=_end_with_launcher, name="offbeat-tied", daemon=True).start()
-    from offbeat.app.runs.elastic import ElasticLoop
-
     torch.set_num_threads(1)
     torch.manual_seed(setting.seed)
     with take_seat(place, setting.workers) as seat:
         if not quiet:
             print(f"offbeat: worker-{seat} of {shlex.quote(str(place))}", file=sys.stderr, flush=True)
-        ElasticLoop(setting, task, place, seat).run()
+        alone = count_taken(place, setting.workers) <= 1
+        loop = ElasticLoop(setting, task, place, seat, token=secret, load=load or alone)
+        threading.Thread(target=_end_with_run, args=(place, loop), name="offbeat-end", daemon=True).start()
+        try:
+            loop.run()
+        except RunFinished:
+            return _say_finished(place)
+    return 0
+
+
+def _end_with_run(place: Path, loop: ElasticLoop) -> None:
+    """End a worker that still waits for others some time after they have finished the run."""
+    while not folders.finished(place):
+        time.sleep(AFTER)
+    time.sleep(AFTER)
+    loop.group.close()
+
+
+def _say_finished(place: Path) -> int:
+    print(f"offbeat: the run in {str(place)!r} is finished")
     return 0

@@ -19,6 +19,7 @@ from offbeat.app.commands.join import Launch, join_workers, read_launch
 from offbeat.app.commands.progress import follow_progress
 from offbeat.app.commands.report import show_table
 from offbeat.app.runs import folder as folders
+from offbeat.app.runs.elastic import is_elastic, saved_steps
 from offbeat.app.runs.launch import launch
 from offbeat.app.runs.setting import MOST, Setting, check, why_unshared_in
 from offbeat.app.runs.summary import read, summarize
@@ -34,8 +35,9 @@ def run(given: SimpleNamespace) -> int:
     """Train with one method, as the launcher of local workers or as one of torchrun's."""
     with reading():
         least, given.workers = _read_workers(given.workers, elastic=given.elastic)
-        if given.lighthouse is not None and not given.elastic:
-            raise Refused("--lighthouse: add --elastic.")
+        for option in ("lighthouse", "token"):
+            if getattr(given, option) is not None and not given.elastic:
+                raise Refused(f"--{option}: add --elastic.")
     if given.elastic:
         return _run_elastic(given, least or 2)
     with reading():
@@ -93,25 +95,23 @@ def _run_elastic(given: SimpleNamespace, least: int) -> int:
     from offbeat.app.commands import elastic
 
     with reading():
-        if given.method is None:
-            raise Refused("Name a method, such as 'diloco(every=32)'; `offbeat methods` lists them.")
-        place = given.checkpoint_dir
-        if place is None:
-            place = Path("runs") / f"{folders.slug(given.method)}-{_start_time(None)}"
-        if (place / folders.SETTING).exists():
-            raise Refused(f"There is a run in {str(place)!r} already: name another folder.")
-        given.checkpoint_every = 0
-        setting = _setting_of(given, given.workers)
+        place, exists = _find_place(given, None)
+        if given.resume:
+            if not _is_typed(given, "workers"):
+                least, given.workers = elastic.least_of(place), None
+            setting = _resumed(given, place, None)
+            if folders.finished(place) and setting.steps <= folders.setting_of(place).steps:
+                _say_finished(place, setting)
+                return 0
+        elif exists:
+            raise Refused(f"There is a run in {str(place)!r} already: add --resume, or name another folder.")
+        else:
+            setting = _setting_of(given, given.workers)
     return elastic.train(given, setting, place, least)
 
 
-def _prepare(given: SimpleNamespace, started: Launch | None) -> tuple[Path, Setting, Task, bool]:
-    """Check everything, and return the folder, the full setting, the task, and whether nothing is left to do.
-
-    Writes nothing.
-    """
-    if given.tensorboard and importlib.util.find_spec("tensorboard") is None:
-        raise Refused("--tensorboard: TensorBoard is not installed: pip install tensorboard")
+def _find_place(given: SimpleNamespace, started: Launch | None) -> tuple[Path, bool]:
+    """The folder of the run, and whether there is one."""
     if given.resume and given.checkpoint_dir is None:
         raise Refused("--resume: name the run's folder with --checkpoint-dir.")
     if given.method is None and not given.resume:
@@ -121,9 +121,27 @@ def _prepare(given: SimpleNamespace, started: Launch | None) -> tuple[Path, Sett
     if place is None:
         place = Path("runs") / f"{folders.slug(given.method)}-{_start_time(started)}"
     exists = (place / folders.SETTING).exists()
+    if given.resume and not exists:
+        raise Refused(f"--resume: there is no run in {str(place)!r}.")
+    if given.resume and is_elastic(place) != given.elastic:
+        was = "was started without --elastic: leave it out" if given.elastic else "is elastic: add --elastic"
+        raise Refused(f"--resume: the run in {str(place)!r} {was}.")
+    return place, exists
+
+
+def _is_typed(given: SimpleNamespace, option: str) -> bool:
+    return getattr(given.context.get_parameter_source(option), "name", "") == "COMMANDLINE"
+
+
+def _prepare(given: SimpleNamespace, started: Launch | None) -> tuple[Path, Setting, Task, bool]:
+    """Check everything, and return the folder, the full setting, the task, and whether nothing is left to do.
+
+    Writes nothing.
+    """
+    if given.tensorboard and importlib.util.find_spec("tensorboard") is None:
+        raise Refused("--tensorboard: TensorBoard is not installed: pip install tensorboard")
+    place, exists = _find_place(given, started)
     if given.resume:
-        if not exists:
-            raise Refused(f"--resume: there is no run in {str(place)!r}.")
         setting = _resumed(given, place, started)
     else:
         if exists:
@@ -154,9 +172,7 @@ def _resumed(given: SimpleNamespace, place: Path, started: Launch | None) -> Set
     workers = given.workers if started is None else started.workers
     typed = _setting_of(given, before.workers if workers is None else workers)
     own = {
-        name: value
-        for name, value in asdict(typed).items()
-        if getattr(given.context.get_parameter_source(name), "name", "") == "COMMANDLINE" or name == "workers"
+        name: value for name, value in asdict(typed).items() if _is_typed(given, name) or name == "workers"
     }
     if given.method is not None:
         own["method"] = typed.method.strip() + ("" if "(" in typed.method else "()")
@@ -191,7 +207,8 @@ def _check_number(place: Path, setting: Setting, task: Task) -> None:
 
 
 def _last_saved(place: Path, setting: Setting) -> int | None:
-    saved = folders.CheckpointStore(place / "checkpoints", rank=0, workers=setting.workers).steps()
+    store = folders.CheckpointStore(place / "checkpoints", rank=0, workers=setting.workers)
+    saved = saved_steps(place) if is_elastic(place) else store.steps()
     return saved[-1] if saved else None
 
 

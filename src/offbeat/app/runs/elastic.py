@@ -1,8 +1,10 @@
-"""The loop of a worker that may come and go. Its state comes from the others, so it writes no checkpoints."""
+"""The loop of a worker that may come and go. Its state comes from the others, or from a checkpoint."""
 
 import hashlib
 import math
+import re
 import time
+from collections import defaultdict
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -10,21 +12,51 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from offbeat.app.runs.folder import Record, log_path, origin_of, write_model
+from offbeat.app.runs.folder import ORIGIN, Record, log_path, origin_of, write_model
 from offbeat.app.runs.setting import Setting
 from offbeat.app.runs.trainer import Costs
-from offbeat.base.errors import NotFinite
+from offbeat.base.errors import NotFinite, OffbeatError
 from offbeat.elastic import Elastic
 from offbeat.engine.report import Report
 from offbeat.methods.expression import method
 from offbeat.tasks import Task
 
+CHECKPOINTS = "checkpoints"
+_FILE = re.compile(r"offbeat-step-(\d+)-rank-(\d+)-of-(\d+)\.pt")
+
+
+def is_elastic(folder: Path) -> bool:
+    """Whether the workers of the run in a folder may come and go."""
+    return (folder / ORIGIN).is_file() and "elastic" in origin_of(folder)
+
+
+def saved_steps(folder: Path) -> list[int]:
+    """The steps with a complete checkpoint of an elastic run, in order."""
+    files = defaultdict[tuple[int, int], set[int]](set)
+    for path in (folder / CHECKPOINTS).glob("offbeat-step-*.pt"):
+        if found := _FILE.fullmatch(path.name):
+            files[int(found[1]), int(found[3])].add(int(found[2]))
+    return sorted({step for (step, workers), ranks in files.items() if ranks == set(range(workers))})
+
 
 class ElasticLoop:
-    """Trains on the data of one seat, with the workers that are there, until all steps are made."""
+    """Trains on the data of one seat, with the workers that are there, until all steps are made.
 
-    def __init__(self, setting: Setting, task: Task, folder: Path, seat: int) -> None:
+    With `load`, it continues from the newest checkpoint. Nobody may write one meanwhile.
+    """
+
+    def __init__(
+        self,
+        setting: Setting,
+        task: Task,
+        folder: Path,
+        seat: int,
+        *,
+        token: str | None = None,
+        load: bool = False,
+    ) -> None:
         origin = origin_of(folder)
+        self._seat, self._load = seat, load
         self.setting, self.task, self.folder, self.name = setting, task, folder, f"worker-{seat}"
         self._began = float(origin["elastic"]["began"])
         assert setting.batch is not None
@@ -33,8 +65,8 @@ class ElasticLoop:
         self.batches = task.batches(seat, setting.workers, setting.batch, setting.seed)
         self.record = Record(log_path(folder, seat), steps=setting.steps)
         elastic = origin["elastic"]
-        group = Elastic(elastic["lighthouse"], least=int(elastic["least"]), name=self.name)
-        self.sync = method(setting.method)(self.model, self.optimizer, group=group)
+        self.group = Elastic(elastic["lighthouse"], least=int(elastic["least"]), token=token, name=self.name)
+        self.sync = method(setting.method)(self.model, self.optimizer, group=self.group)
         self.sync.on_report, self.sync.on_join = self._log_round, self._join
         self._listens = False  # it has joined, and counts for nothing in the coming round
 
@@ -50,23 +82,53 @@ class ElasticLoop:
             with sync:
                 self.record.write("life", step=0, t=self.now, alive=True)
                 self._set_rate()
+                begun = self._load_newest() if self._load else 0
                 sync.start()
+                if sync.steps != begun:
+                    self._meet()  # it has joined after a round: so do the others
                 while sync.steps < setting.steps:
                     self._step()
-                    if setting.evaluates(sync.steps):
-                        self._evaluate()
+                    self._meet()
+                if setting.checkpoint_every is not None:
+                    self._save()  # before the workers become one, so that the run can be extended
                 sync.finish()
                 self._end()
         finally:
             self.record.write("life", step=sync.steps, t=self.now, alive=False)
             self.record.close()
 
+    def _meet(self) -> None:
+        """After a step: evaluate and save, if it is time. All workers do so after the same steps."""
+        step, every = self.sync.steps, self.setting.checkpoint_every
+        if self.setting.evaluates(step):
+            self._evaluate()
+        if every is not None and step % every == 0 and step < self.setting.steps:
+            self._save()
+
+    def _save(self) -> None:
+        try:
+            self.sync.save(self.folder / CHECKPOINTS)
+        except OSError as error:
+            raise OffbeatError(str(error)) from error
+
+    def _load_newest(self) -> int:
+        """Continue from the newest checkpoint, if there is one. Return its step."""
+        saved = saved_steps(self.folder)
+        if not saved or not self.sync.load(self.folder / CHECKPOINTS, resize=True):
+            return 0
+        self._move_data()
+        torch.manual_seed(self.setting.seed + 1000 * self._seat + saved[-1])  # each draws its own numbers
+        return saved[-1]
+
     def _join(self, sync: Any) -> None:
         """The state of the others has arrived: go on at their step, with other data than before."""
         self._listens = True
         self._set_rate()
+        self._move_data()
+
+    def _move_data(self) -> None:
         if "step" in self.batches.state_dict():
-            self.batches.load_state_dict({"step": sync.steps})
+            self.batches.load_state_dict({"step": self.sync.steps})
 
     def _set_rate(self) -> None:
         assert self.setting.lr is not None
