@@ -286,6 +286,13 @@ def test_a_folder_has_one_run_at_a_time(call: Call, tmp_path: Path) -> None:
     with folders.lock(tmp_path / "run"):
         assert call(*words)[0] == 2
     assert call(*words)[0] == 0
+    code, out, _ = call("report", "run")
+    assert code == 0
+    assert "the reference is" not in out, "there is nothing to compare with it"
+    Path("file").touch()
+    code, out, error = call("train", "ddp", "--steps", "2", "--checkpoint-dir", "file")
+    assert (code, error) == (2, "offbeat: Name a folder, not a file: 'file'.\n")
+    assert call("init", "tsk")[2] == "offbeat: Invalid value for 'what': 'tsk' is not one of 'task'.\n"
     small = ["--model", "tiny", "--workers", "2", "--every", "2", "--samples", "128"]
     with folders.lock(tmp_path / "grid"):
         code, out, error = call("study", "local_sgd", *small, "--out", "grid")

@@ -124,7 +124,7 @@ def test_an_option_is_read_or_refused_in_a_sentence(
         ("plan", "--lr", "nan", "--lr nan: must be a positive number."),
         ("plan", "--warmup", "2", "--warmup 2: warmup must be shorter than steps."),
         ("train", "--steps", str(10**20), f"--steps {10**20}: must be at most 1000000000."),
-        ("train", "--lr", "inf", "--lr inf: must be at most 1e+06."),
+        ("train", "--lr", "inf", "--lr inf: must be at most 1000000."),
         ("train", "--seed", str(2**63), f"--seed {2**63}: seed must be below 2**63 in size."),
         ("compare", "--seeds", "1001", "--seeds 1001: must be at most 1000."),
         ("study", "--batch", "-1", "--batch -1: must be at least 1."),

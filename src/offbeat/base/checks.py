@@ -25,7 +25,7 @@ def check_number(name: str, value: float, most: float, what: str = "a positive n
     if not value > 0:  # NaN too
         raise BadArgument(name, value, f"must be {what}.")
     if value > most:
-        raise BadArgument(name, value, f"must be at most {most:g}.")
+        raise BadArgument(name, value, f"must be at most {most:.15g}.")
 
 
 def replace_nonfinite(value: Any) -> Any:

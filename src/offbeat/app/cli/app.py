@@ -77,7 +77,7 @@ def run(arguments: Sequence[str]) -> int:
     except (KeyboardInterrupt, typer.Abort):
         return _fail("stopped", 130)
     except UsageError as error:
-        return _fail(error.format_message(), 2)
+        return _fail(error.format_message().replace("Value error, ", ""), 2)
     except Exception as error:
         from offbeat.app.runs.frames import describe, own_frames
 

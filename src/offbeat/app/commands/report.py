@@ -15,6 +15,7 @@ from offbeat.app.runs.summary import (
     VARIED,
     Logged,
     Row,
+    labels,
     read,
     reference_of,
     sections,
@@ -54,7 +55,8 @@ def show_runs(runs: Sequence[Logged], page: Path, *, to_loss: float | None, json
         return
     for group in sections(runs):
         title, reference = caption(group, runs), reference_of(group)
-        show_table(group, f"{title}; the reference is {reference}" if reference else title, to_loss=to_loss)
+        told = f"; the reference is {reference}" if reference and len(set(labels(group))) > 1 else ""
+        show_table(group, f"{title}{told}", to_loss=to_loss)
     show.say(show.console(), f"report: {page}")
 
 

@@ -81,6 +81,8 @@ def prepare_all(place: Path, runs: Mapping[str, tuple[Setting, Task]]) -> list[P
 @contextmanager
 def lock(folder: Path) -> Iterator[None]:
     """Keep other processes out of this folder. The system releases the lock if this process is killed."""
+    if folder.exists() and not folder.is_dir():
+        raise NotADirectoryError(0, "Name a folder, not a file", str(folder))
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / ".lock").open("w") as file:
         try:
