@@ -458,6 +458,7 @@ ALONE = [
     ("save", (3, 5), "in save() at step 3, rank 1 in save() at step 5"),
     ("load", (3, 4), "in load() at step 3, rank 1 in load() at step 4"),
     ("save", (0, -1), "in save() at step 0, rank 1 in round 0 at step 3"),
+    ("load", (0, -1), "in load() at step 0, rank 1 at step 0"),
 ]
 
 
@@ -465,6 +466,8 @@ def check_alone(answers: list[Any], folder: Path, where: str) -> None:
     assert [type(answer) for answer in answers] == [offbeat.Disagreement] * 2, answers
     assert str(answers[0]) == str(answers[1])
     assert str(answers[0]).startswith(f"Workers disagree: rank 0 is {where}. ")
+    if where == "in load() at step 0, rank 1 at step 0":
+        assert str(answers[0]).endswith("Call load() on every rank, before the first step.")
     # The last checkpoint is still there.
     assert begin(folder, "local_sgd(every=3)") == (["nothing"] * 2 if "step 0" in where else [2, 2])
 

@@ -47,10 +47,12 @@ class Place:
     step: int = 0  # the iteration under way, or the last one completed
     meetings: int = 0  # how many are over
     meeting: str | None = None  # the call that waits for everyone
+    begun: bool = False  # it gives or takes rank 0's weights, and can no longer load others
 
     def passed_by(self, other: Place) -> bool:
         """Whether `other` can no longer come to this meeting."""
-        late = other.meetings <= self.meetings and other.step > self.step
+        beyond = other.step > self.step or (other.begun and not self.begun)
+        late = other.meetings <= self.meetings and beyond
         return late and self.meeting is not None and other.meeting is None
 
     def __str__(self) -> str:
@@ -66,10 +68,11 @@ class Track:
     step: int = 0  # the iteration under way, or the last one completed
     meetings: int = 0
     meeting: Place | None = None  # where the worker waits for everyone
+    begun: bool = False
     key: str = ""  # the name of the run, the same on all ranks
 
     def meet(self, call: str, step: int) -> None:
-        self.meeting, self.step = Place(step, self.meetings, call), step
+        self.meeting, self.step = Place(step, self.meetings, call, self.begun), step
 
     def met(self) -> None:
         self.meetings += 1
@@ -77,14 +80,17 @@ class Track:
 
     @property
     def place(self) -> Place:
-        step = self.step  # first, so that a meeting that ends meanwhile counts as over
-        return self.meeting or Place(step, self.meetings)
+        step, begun = self.step, self.begun  # first, so that a meeting that ends meanwhile counts as over
+        return self.meeting or Place(step, self.meetings, begun=begun)
 
 
 def describe_disagreement(one: tuple[int, Place], other: tuple[int, Place]) -> str:
     """The sentence for two ranks that cannot meet any more, the lower rank first."""
     (low, here), (high, there) = sorted((one, other), key=lambda item: item[0])
-    return f"Workers disagree: rank {low} is {here}, rank {high} {there}. {BATCHES}"
+    advice = BATCHES
+    if here.begun != there.begun:
+        advice = f"Call {here.meeting or there.meeting} on every rank, before the first step."
+    return f"Workers disagree: rank {low} is {here}, rank {high} {there}. {advice}"
 
 
 def find_disagreement(tracks: Iterable[Track]) -> str | None:

@@ -270,6 +270,7 @@ class Synchronizer(Run):
         if (self._commits is not None and self._commits.join()) or self._started:
             return
         self.agree()
+        self._track.begun = True
         with self._costs.including(self._comm):
             agreement.exchange(agreement.list_all(self.model), self._comm.broadcast)
         weights = agreement.weights_checksum(self.model)
