@@ -32,9 +32,20 @@ CALLS = {
     "plan": ["ddp()", "--workers=2", "--step=1s", "--parameters=1k", "--link=1gbit", "--steps=2"],
     "lab": ["--workers=2", "--", "true"],
     "report": ["here"],
+    "join": ["http://127.0.0.1:1/nowhere"],
 }  # fmt: skip
 # What is told of these names the value or the file, not the option.
-TEXTS = {"--task", "--data", "--out", "--cluster", "--recorded", "--script", "--draw", "--checkpoint-dir"}
+TEXTS = {
+    "--task",
+    "--data",
+    "--out",
+    "--cluster",
+    "--recorded",
+    "--script",
+    "--draw",
+    "--checkpoint-dir",
+    "--token",
+}
 
 
 class Ready(BaseException):
