@@ -6,15 +6,27 @@ import functools
 import gc
 import io
 import os
+import re
+import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator
 from math import inf
-from multiprocessing import forkserver
+from multiprocessing import forkserver, resource_tracker, util
 from multiprocessing.connection import Connection
 from typing import Any
 
 import pytest
+import warm
+
+# ruff: noqa: E402
+# With several test processes, their server imports torch while this process does.
+FORKS = warm.forked("pytest torch.distributed.fsdp torch.distributed.tensor", levels=2)
+COUNTS = re.findall(r" (?:-n[ =]?|--numprocesses[ =])(\w+)", " ".join(["", *sys.argv[1:]]))
+if sys.platform == "linux" and "PYTEST_XDIST_WORKER" not in os.environ and COUNTS[-1:] not in ([], ["0"]):
+    FORKS.forker()
+warm.on_demand()
+
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -35,8 +47,11 @@ def processes() -> Any:
     """A context whose processes start quickly: they are forked from one that has only imported modules."""
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(["preloaded"])
+    resource_tracker.ensure_running()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", os.path.dirname(__file__), prepend=os.pathsep)
+        if warm.OWN:
+            patch.setattr(util, "spawnv_passfds", warm.spawn)
         forkserver.ensure_running()
     return context
 
@@ -52,6 +67,13 @@ def no_lines_of_progress(monkeypatch: pytest.MonkeyPatch) -> None:
     """A command that takes long on a busy machine would print some."""
     monkeypatch.setattr(progress, "LINE", inf)
     monkeypatch.setattr(waiting, "SILENT", 1e6)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes() -> None:
+    """Test processes are forks of one process that has imported torch, and so are the servers they start."""
+    if sys.platform == "linux":
+        FORKS.forker().take_over()
 
 
 class Pool:

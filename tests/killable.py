@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from ports import free_port
-from problems import Dyadic, Realistic, data, optimizer_for, snapshot
+from problems import Dyadic, Realistic, data, optimizer_for, snapshot, take_step
 from torch import Tensor, nn
 
 import offbeat
@@ -113,11 +113,7 @@ class Training:
         self.sync.save(self.directory, scheduler=self.scheduler, place=self)
 
     def one(self) -> dict[str, Tensor]:
-        loss = self.net(data(self.rank, self.step))
-        loss.backward()
-        self.sync.observe(loss)
-        self.sync.step()
-        self.opt.zero_grad()
+        take_step(self.net, self.opt, self.sync, self.rank, self.step)
         self.scheduler.step()
         self.step += 1
         return snapshot(self.net)

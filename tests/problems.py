@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from functools import cache
 from typing import Any
 
@@ -97,6 +98,26 @@ def snapshot(model: nn.Module) -> dict[str, Tensor]:
 
 def same(these: dict[str, Tensor], those: dict[str, Tensor]) -> bool:
     return these.keys() == those.keys() and all(torch.equal(these[k], those[k]) for k in these)
+
+
+def reloaded(*states: Any) -> list[Any]:
+    """States as a file gives them back."""
+    file = io.BytesIO()
+    torch.save(list(states), file)
+    file.seek(0)
+    loaded: list[Any] = torch.load(file, weights_only=True)
+    return loaded
+
+
+def take_step(
+    net: nn.Module, opt: torch.optim.Optimizer, sync: offbeat.Synchronizer, rank: int, step: int
+) -> None:
+    """One turn of a usual loop."""
+    loss = net(data(rank, step))
+    loss.backward()
+    sync.observe(loss)
+    sync.step()
+    opt.zero_grad()
 
 
 def problem(expression: str) -> type[nn.Module]:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import io
 import math
 from typing import Any
 
 import pytest
 import torch
+from problems import reloaded
 from sentences import says
 from torch import nn
 
@@ -78,10 +78,7 @@ def run(
     sync = offbeat.method(expression)(net, opt, group=comm)
     for step in range(steps):
         if step == cut:
-            file = io.BytesIO()
-            torch.save([net.state_dict(), sync.state_dict()], file)
-            file.seek(0)
-            weights, state = torch.load(file, weights_only=True)
+            weights, state = reloaded(net.state_dict(), sync.state_dict())
             net = Wide()
             net.load_state_dict(weights)
             opt = torch.optim.SGD(net.parameters(), lr=0.125)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -43,8 +44,29 @@ def simulated(capsys: pytest.CaptureFixture[str], out: Path, *words: str) -> lis
     return rows
 
 
-def test_the_same_seed_gives_the_same_table(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    first = simulated(capsys, tmp_path / "one")
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A comparison that tests take copies of."""
+    folder = tmp_path_factory.mktemp("comparison") / "runs"
+    words = ["compare", *METHODS, *SMALL, "--simulate", "--link", "1mbit", "--quiet"]
+    assert run([*words, "--out", str(folder)]) == 0
+    return folder
+
+
+def copied(capsys: pytest.CaptureFixture[str], made: Path, out: Path) -> list[dict[str, Any]]:
+    """The rows of a copy of the comparison. All its runs are done."""
+    shutil.copytree(made, out)
+    return simulated(capsys, out)
+
+
+SHARED = pytest.mark.xdist_group("comparison")
+
+
+@SHARED
+def test_the_same_seed_gives_the_same_table(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, made: Path
+) -> None:
+    first = copied(capsys, made, tmp_path / "one")
     assert first == simulated(capsys, tmp_path / "two")
     ddp, local, delayed = first
     assert [row["method"] for row in first] == ["ddp()", "local_sgd(every=4)", "cocod(every=4, delay=2)"]
@@ -76,10 +98,11 @@ def test_report_computes_the_same_figures_from_the_logs(
     assert next(row for row in json.loads(text) if row["method"] == "ddp()")["rounds"] == 12.5
 
 
+@SHARED
 def test_a_comparison_goes_on_where_it_was_ended(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, made: Path
 ) -> None:
-    whole = simulated(capsys, tmp_path / "runs")
+    whole = copied(capsys, made, tmp_path / "runs")
     (gone,) = (tmp_path / "runs").glob("01-*")
     (gone / "rank-1.jsonl").write_text('{"kind": "steps", "step": 1}\n{"kind"')
     kept = list((tmp_path / "runs").glob("0[02]-*/rank-0.jsonl"))
@@ -161,10 +184,11 @@ def test_rates_are_searched_behind_real_links_too(capsys: pytest.CaptureFixture[
         assert (row["reached"], row["reached_megabytes"]) == (0.0, 0.0)
 
 
+@SHARED
 def test_a_loss_to_reach_is_a_view_of_the_same_runs(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, made: Path
 ) -> None:
-    rows = simulated(capsys, tmp_path / "runs")
+    rows = copied(capsys, made, tmp_path / "runs")
     first = json.loads((next((tmp_path / "runs").glob("00-*")) / "rank-0.jsonl").read_text().splitlines()[0])
     target = (first["loss"] + rows[0]["loss"]) / 2
     again = simulated(capsys, tmp_path / "runs", "--to-loss", str(target))
@@ -195,8 +219,11 @@ def test_every_method_is_searched_and_timed(capsys: pytest.CaptureFixture[str], 
         assert (row["reached"], row["reached_megabytes"]) == (0.0, 0.0), row["method"]
 
 
-def test_unlike_runs_have_their_own_tables(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    simulated(capsys, tmp_path / "one")
+@SHARED
+def test_unlike_runs_have_their_own_tables(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, made: Path
+) -> None:
+    shutil.copytree(made, tmp_path / "one")
     simulated(capsys, tmp_path / "two", "--steps", "16", "--straggler", "rank=0,delay=1")
     torn = next((tmp_path / "two").glob("01-*")) / "rank-1.jsonl"
     lines = torn.read_text().splitlines(keepends=True)
@@ -447,8 +474,11 @@ def test_without_root_there_are_no_namespaces(
         assert error.count("\n") == 1
 
 
-def test_resuming_another_run_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    simulated(capsys, tmp_path)
+@SHARED
+def test_resuming_another_run_is_refused(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, made: Path
+) -> None:
+    tmp_path = shutil.copytree(made, tmp_path / "runs")
     (folder,) = tmp_path.glob("01-*")
     code, _, error = call(capsys, "train", "ddp", *SMALL, "--checkpoint-dir", str(folder), "--resume")
     assert code == 2

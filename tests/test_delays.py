@@ -488,14 +488,15 @@ def test_periods_that_change(when: Schedule, delay: Delay) -> None:
     lands = [min(pair) for pair in zip(due, [*begins[1:], HORIZON + 1], strict=True)]
     assert seen["land"] == [at for at in lands if at <= HORIZON]
 
-    weights, air = [0.0, 0.0], None
+    weights, air, expected = [0.0, 0.0], None, []
     for step in range(1, HORIZON + 1):
         weights = [w - JOB.rate(step - 1) * slope(rank, step - 1) for rank, w in enumerate(weights)]
         if air is not None and air[0] == step:
             weights = [w + (sum(air[1]) / 2 - sent) / 4 for w, sent in zip(weights, air[1], strict=True)]
         if step in begins:
             air = (lands[begins.index(step)], weights)
-        assert weights == pytest.approx([first[step - 1], second[step - 1]])
+        expected.append(weights)
+    assert [first, second] == [pytest.approx(trace) for trace in zip(*expected, strict=True)]
 
     if not when.needs:  # what rounds tell is not known to the planner
         planned = {what: [act.iteration for act in course.acts if act.what == what] for what in seen}

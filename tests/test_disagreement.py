@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import Pool
-from problems import Dyadic, data, optimizer_for
+from problems import Dyadic, data, optimizer_for, take_step
 from table import METHODS, ROWS, enough
 from torch import nn
 
@@ -61,11 +61,7 @@ def go(comm: offbeat.Communicator, expression: str, steps: int, lr: float = 0.25
     opt = torch.optim.SGD(net.parameters(), lr=lr, momentum=0.5)
     with offbeat.method(expression)(net, opt, group=comm) as sync:
         for step in range(steps):
-            loss = net(data(comm.rank, step))
-            loss.backward()
-            sync.observe(loss)
-            sync.step()
-            opt.zero_grad()
+            take_step(net, opt, sync, comm.rank, step)
 
 
 def stop_early(comm: offbeat.Communicator, expression: str, guilty: int, steps: int) -> None:

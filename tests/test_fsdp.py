@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -13,6 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import offbeat
+from offbeat.engine.agreement import copy_state
 
 pytestmark = pytest.mark.slow  # real processes, many of them
 
@@ -25,7 +28,7 @@ METHODS = [
     "qsr(alpha=0.5, base=2)",
     "ssd_sgd(every=2, warmup=1, server=SGD(lr=1.0, momentum=0.5))",
 ]
-STEPS = 5
+SAVED, STEPS = 3, 5
 
 
 def build() -> nn.Module:
@@ -56,7 +59,8 @@ def mesh_of_four() -> DeviceMesh:
     return init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "shard"))
 
 
-def sharded(comm: offbeat.Communicator, expression: str, resume: bool) -> list[dict[str, Tensor]]:
+def sharded(comm: offbeat.Communicator, expression: str) -> list[list[dict[str, Tensor]]]:
+    """Weights after every step, in `averaged()` and after `finish()`: of one run, and of it resumed."""
     mesh = mesh_of_four()
     replica = mesh["replica"].get_local_rank()
 
@@ -69,21 +73,26 @@ def sharded(comm: offbeat.Communicator, expression: str, resume: bool) -> list[d
         opt = torch.optim.AdamW(model.parameters(), lr=0.01)
         return model, opt, offbeat.method(expression)(model, opt, group=mesh["replica"])
 
-    model, opt, sync = make()
-    trace = []
-    for step in range(STEPS):
-        loop(model, sync, opt, replica, range(step, step + 1))
-        trace.append(weights(model))
-        if resume and step == 2:
-            saved = [model.state_dict(), opt.state_dict(), sync.state_dict()]
-            model, opt, sync = make()
-            model.load_state_dict(saved[0])
-            opt.load_state_dict(saved[1])
-            sync.load_state_dict(saved[2])
-    with sync.averaged():
-        trace.append(weights(model))
-    sync.finish()
-    return [*trace, weights(model)]
+    def go(run: tuple[nn.Module, torch.optim.Optimizer, offbeat.Synchronizer], steps: range) -> Any:
+        model, opt, sync = run
+        for step in steps:
+            loop(model, sync, opt, replica, range(step, step + 1))
+            yield weights(model)
+
+    def end(run: tuple[nn.Module, torch.optim.Optimizer, offbeat.Synchronizer]) -> Any:
+        model, _, sync = run
+        with sync.averaged():
+            yield weights(model)
+        sync.finish()
+        yield weights(model)
+
+    run, again = make(), make()
+    first = [*go(run, range(SAVED))]
+    states = copy_state([part.state_dict() for part in run])
+    whole = [*first, *go(run, range(SAVED, STEPS)), *end(run)]
+    for part, state in zip(again, states, strict=True):
+        part.load_state_dict(state)
+    return [whole, [*first, *go(again, range(SAVED, STEPS)), *end(again)]]
 
 
 def unsharded(comm: offbeat.Communicator, expression: str) -> list[dict[str, Tensor]]:
@@ -100,16 +109,14 @@ def unsharded(comm: offbeat.Communicator, expression: str) -> list[dict[str, Ten
     return [*trace, weights(model)]
 
 
-@pytest.mark.parametrize(
-    "resume", [pytest.param(False, id=""), pytest.param(True, id="resumed", marks=pytest.mark.slow)]
-)
 @pytest.mark.parametrize("expression", METHODS)
-def test_two_replicas_of_two_shards(pool: Pool, expression: str, resume: bool) -> None:
+def test_two_replicas_of_two_shards(pool: Pool, expression: str) -> None:
     expected = offbeat.simulate(lambda comm: unsharded(comm, expression), 2)
-    for rank, trace in enumerate(pool.run(sharded, expression, resume)):
-        for mine, theirs in zip(trace, expected[rank // 2], strict=True):
-            for name in theirs:
-                torch.testing.assert_close(mine[name], theirs[name], rtol=1e-9, atol=1e-12)
+    for rank, traces in enumerate(pool.run(sharded, expression)):
+        for trace in traces:
+            for mine, theirs in zip(trace, expected[rank // 2], strict=True):
+                for name in theirs:
+                    torch.testing.assert_close(mine[name], theirs[name], rtol=1e-9, atol=1e-12)
 
 
 def bytes_sent(comm: offbeat.Communicator) -> tuple[int, int]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import logging
 import math
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import Pool
-from problems import same, simulated
+from problems import reloaded, same, simulated
 from sentences import says
 from torch import nn
 
@@ -163,10 +162,7 @@ def jump(comm: offbeat.Communicator, expression: str, cut: int | None = None) ->
     sync = offbeat.method(expression)(net, opt, group=comm)
     for step in range(12):
         if step == cut:
-            file = io.BytesIO()
-            torch.save([net.state_dict(), sync.state_dict()], file)
-            file.seek(0)
-            weights, state = torch.load(file, weights_only=True)
+            weights, state = reloaded(net.state_dict(), sync.state_dict())
             net = Line()
             net.load_state_dict(weights)
             opt = torch.optim.SGD(net.parameters(), lr=1.0)

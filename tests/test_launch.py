@@ -223,6 +223,13 @@ def alive(process: int) -> bool:
     return False
 
 
+def all_end(processes: list[int]) -> None:
+    deadline = time.monotonic() + 60
+    while any(map(alive, processes)):
+        assert time.monotonic() < deadline, "they live on"
+        time.sleep(0.05)
+
+
 @pytest.mark.slow
 @needs_proc
 def test_workers_end_with_their_launcher(scene: Any) -> None:
@@ -230,10 +237,7 @@ def test_workers_end_with_their_launcher(scene: Any) -> None:
     workers = until(lambda: len(found := run.workers()) == 2 and found, run.process)
     run.process.kill()
     run.process.wait()
-    deadline = time.monotonic() + 60
-    while any(map(alive, workers)):
-        assert time.monotonic() < deadline, "they live on"
-        time.sleep(0.05)
+    all_end(workers)
 
 
 @pytest.mark.slow
@@ -244,10 +248,7 @@ def test_workers_end_with_the_process_that_forked_them(scene: Any) -> None:
     workers = run.family()[1:]
     os.kill(workers[0], signal.SIGKILL)
     assert run.end() == (1, "offbeat: The process of the workers ended early: exit code -9\n")
-    deadline = time.monotonic() + 60
-    while any(map(alive, workers)):
-        assert time.monotonic() < deadline, "they live on"
-        time.sleep(0.05)
+    all_end(workers)
 
 
 @pytest.mark.slow

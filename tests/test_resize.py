@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import Pool
-from problems import Dyadic, Realistic, data, optimizer_for, same, snapshot
+from problems import Dyadic, Realistic, optimizer_for, same, snapshot, take_step
 from table import METHODS, ROWS, savable
 from test_fsdp import build, mesh_of_four, weights
 from test_fsdp import loop as train
@@ -58,11 +58,7 @@ class Loop:
     def go(self, first: int, last: int) -> list[dict[str, Tensor]]:
         trace = []
         for step in range(first, last):
-            loss = self.net(data(self.comm.rank, step))
-            loss.backward()
-            self.sync.observe(loss)
-            self.sync.step()
-            self.opt.zero_grad()
+            take_step(self.net, self.opt, self.sync, self.comm.rank, step)
             trace.append(snapshot(self.net))
         return trace
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from problems import Dyadic, Realistic, data, optimizer_for, same, snapshot
+from problems import Dyadic, Realistic, optimizer_for, same, snapshot, take_step
 from table import METHODS, ROWS, enough, savable
 from torch import Tensor
 
@@ -32,11 +32,7 @@ class Run:
     def go(self, first: int, last: int) -> list[dict[str, Tensor]]:
         trace = []
         for step in range(first, last):
-            loss = self.net(data(self.comm.rank, step))
-            loss.backward()
-            self.sync.observe(loss)
-            self.sync.step()
-            self.opt.zero_grad()
+            take_step(self.net, self.opt, self.sync, self.comm.rank, step)
             self.scheduler.step()
             trace.append(snapshot(self.net))
         return trace

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import io
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from conftest import Pool
+from problems import reloaded
 from sentences import says
 from torch import nn
 
@@ -103,10 +103,7 @@ def interrupted(comm: offbeat.Communicator, expression: str, cut: int | None) ->
         if sync.rounds == cut and at is None:
             at = sync.steps + (1, 0)[comm.rank % 2]
         if sync.steps == at:
-            file = io.BytesIO()
-            torch.save([net.state_dict(), sync.state_dict()], file)
-            file.seek(0)
-            weights, state = torch.load(file, weights_only=True)
+            weights, state = reloaded(net.state_dict(), sync.state_dict())
             net = Line()
             net.load_state_dict(weights)
             opt, sync = build(net)

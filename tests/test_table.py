@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from problems import Dyadic, Realistic, Wide, data, optimizer_for, problem
+from problems import Dyadic, Realistic, Wide, data, optimizer_for, problem, take_step
 from table import CODES, LAWS, ROUNDED, ROWS, TOO_SMALL, Law, enough
 from torch import nn
 
@@ -119,11 +119,7 @@ def test_codes_of_laws_are_at_work(law: Law, side: str, at_work: list[Code]) -> 
         opt = optimizer_for(net, "momentum")
         sync = offbeat.method(side)(net, opt, group=comm)
         for step in range(4):
-            loss = net(data(comm.rank, step))
-            loss.backward()
-            sync.observe(loss)
-            sync.step()
-            opt.zero_grad()
+            take_step(net, opt, sync, comm.rank, step)
         return [code(part.reduce) for part in sync.parts if isinstance(part, Exchange) and part.reduce.lossy]
 
     (codes, *_) = offbeat.simulate(worker, 4)

@@ -82,22 +82,16 @@ METHOD = "local_sgd(every=5, delay=3)"
 LATE = ["--straggler", "share=1,delay=25ms"]  # slow enough to be hit, and otherwise the same
 
 
+def saved_often(folder: Path) -> list[str]:
+    often = ["--steps", "60", "--checkpoint-every", "7", "--checkpoint-dir", str(folder)]
+    return ["train", METHOD, *SMALL, *often]
+
+
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run that nobody disturbed."""
     folder = tmp_path_factory.mktemp("whole") / "run"
-    done = offbeat(
-        "train",
-        METHOD,
-        *SMALL,
-        "--steps",
-        "60",
-        "--checkpoint-every",
-        "7",
-        "--checkpoint-dir",
-        str(folder),
-        "--json",
-    )
+    done = offbeat(*saved_often(folder), "--json")
     assert done.returncode == 0, done.stderr
     row = json.loads(done.stdout)
     assert (row["method"], row["rounds"]) == (METHOD, 12)
@@ -125,8 +119,7 @@ def test_a_run_leaves_logs_and_checkpoints(whole: Path) -> None:
 
 @pytest.mark.parametrize("seed", [0, 1])
 def test_a_run_killed_at_any_moment_is_resumed_exactly(whole: Path, tmp_path: Path, seed: int) -> None:
-    words = ["train", METHOD, *SMALL, *LATE, "--steps", "60", "--checkpoint-every", "7"]
-    words += ["--checkpoint-dir", str(tmp_path / "run")]
+    words = [*saved_often(tmp_path / "run"), *LATE]
     draw = random.Random(seed)
     process = started(*words)
     moment = draw.randrange(1, 50)
@@ -167,18 +160,7 @@ def test_a_finished_run_is_extended(whole: Path, tmp_path: Path) -> None:
 
 def test_ctrl_c_saves_a_checkpoint_and_resuming_is_exact(whole: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    words = [
-        "train",
-        METHOD,
-        *SMALL,
-        "--steps",
-        "60",
-        "--checkpoint-every",
-        "7",
-        "--checkpoint-dir",
-        str(folder),
-    ]
-    process = started(*words)
+    process = started(*saved_often(folder))
     until(lambda: last_step(folder) >= 10 or process.poll() is not None)
     process.send_signal(signal.SIGINT)
     _, error = process.communicate(timeout=180)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from problems import Realistic, data, optimizer_for
+from problems import Realistic, optimizer_for, take_step
 from table import METHODS, savable
 
 import offbeat
@@ -48,11 +48,7 @@ def states_of(row: str) -> list[list[list[Any]]]:
         sync = offbeat.method(row)(net, opt, group=comm)
         steps = []
         for step in range(STEPS):
-            loss = net(data(comm.rank, step))
-            loss.backward()
-            sync.observe(loss)
-            sync.step()
-            opt.zero_grad()
+            take_step(net, opt, sync, comm.rank, step)
             if savable(row, step + 1):
                 steps.append([copy_state(share(part, part.state_dict()).state) for part in sync.parts])
         return steps

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import io
 import math
 from typing import Any
 
 import pytest
 import torch
 from conftest import Pool
-from problems import Dyadic, data, optimizer_for, same, simulated, snapshot, train
+from problems import Dyadic, data, optimizer_for, reloaded, same, simulated, snapshot, train
 from sentences import says
 from table import METHODS
 from torch import Tensor, nn
@@ -193,10 +192,7 @@ def test_resume_in_the_middle_of_a_period(cut: int) -> None:
         sync = offbeat.local_sgd(net, opt, every=3, delay=1, group=comm)
         for step in range(7):
             if step == cut:
-                file = io.BytesIO()
-                torch.save([net.state_dict(), sync.state_dict()], file)
-                file.seek(0)
-                weights, state = torch.load(file, weights_only=True)
+                weights, state = reloaded(net.state_dict(), sync.state_dict())
                 net = Dyadic(seed=9)
                 net.load_state_dict(weights)
                 opt = optimizer_for(net)

@@ -3,32 +3,37 @@
 A new Python spends several seconds of CPU time on imports. A fork skips them, and otherwise runs like a new
 Python, from its command line to the end of its interpreter. Python programs that it starts, such as workers,
 are forks as well, also on the hosts of a lab. Tests of imports, or of how workers are launched, use a real
-Python instead.
+Python instead. The processes of pytest-xdist are forks too.
 """
 
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import functools
 import gc
 import importlib
 import json
 import os
 import pkgutil
+import re
 import runpy
 import signal
 import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+import warnings
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from types import ModuleType
 from typing import Any
 
-IMPORTED = ["offbeat.app", "sklearn.datasets", "torch._dynamo", "torch.distributed.run"]
+IMPORTED = ["sklearn.datasets", "torch._dynamo", "torch.distributed.run"]
 PR_SET_CHILD_SUBREAPER = 36
 CLONE_NEWNS, CLONE_NEWNET = 0x20000, 0x40000000
 MNT_DETACH, MS_REC, MS_SLAVE = 2, 1 << 14, 1 << 19
+OWN: list[Forker] = []  # in a fork, that of its own server
 EXECUTE = subprocess.Popen._execute_child  # type: ignore[attr-defined]
 
 
@@ -67,11 +72,11 @@ class Forker:
         stdout: int, errread: int, stderr: int, *rest: Any,
     ) -> None:  # fmt: skip
         """Replace `Popen._execute_child`: fork if the command is a Python program."""
-        words = [os.fspath(word) for word in args] if isinstance(args, list | tuple) else []
+        words = [os.fsdecode(word) for word in args] if isinstance(args, list | tuple) else []
         host = words[3] if words[1:3] == ["netns", "exec"] else None
         words = words[4:] if host else words
-        words = [word for word in words[:2] if word != "-u"] + words[2:]
-        if len(words) < 2 or words[0] != sys.executable or words[1].startswith(("-I", "-W", "--")):
+        words = [word for word in words[:3] if word not in ("-u", "-B")] + words[3:]
+        if not re.fullmatch(rf"{re.escape(sys.executable)} (-c|-m|[^-].*)", " ".join(words[:2])):
             return EXECUTE(
                 popen, args, executable, preexec, close, passed, cwd, env, startup, flags, shell, stdin,
                 p2cwrite, c2pread, stdout, errread, stderr, *rest,
@@ -83,8 +88,10 @@ class Forker:
             "env": dict(os.environ if env is None else env),
             "session": bool(new_session),
             "host": host,
+            "fds": [0, 1, 2, *passed],
         }
         fds = [own if fd == -1 else fd for own, fd in enumerate((stdin, stdout, stderr))]
+        fds += passed
         with self.lock:
             socket.send_fds(self.door, [json.dumps(request).encode()], fds)
             answer = self.door.recv(64)
@@ -100,18 +107,22 @@ class Forked(subprocess.Popen[str]):
 
     _forker: Forker | None = None
     also = ""
+    levels = 1
 
     def _execute_child(self, *args: Any) -> None:
         self.forker().execute(self, *args)
 
     @classmethod
     def forker(kind) -> Forker:
-        if kind._forker is None:
+        if kind._forker is None and OWN and not kind.also:
+            kind._forker = OWN[0]
+        elif kind._forker is None:
             ours, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
-            command = [sys.executable, __file__, str(theirs.fileno()), *kind.also.split()]
+            command = [sys.executable, __file__, str(theirs.fileno()), str(kind.levels), *kind.also.split()]
             alone = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # a fork has no other threads
             options: Any = {"stdin": subprocess.DEVNULL, "pass_fds": [theirs.fileno()]}
-            server = subprocess.Popen(command, env={**os.environ, **alone}, **options)
+            popen = forked("") if OWN else subprocess.Popen
+            server = popen(command, env={**os.environ, **alone}, **options)
             theirs.close()
             server.returncode = 0  # it ends with this process, so nobody waits for it
             kind._forker = Forker(ours)
@@ -119,9 +130,16 @@ class Forked(subprocess.Popen[str]):
 
 
 @functools.cache
-def forked(also: str) -> type[Forked]:
-    """Programs that are forked from one server."""
-    return type("Forked", (Forked,), {"also": also})
+def forked(also: str, levels: int = 1) -> type[Forked]:
+    """Programs that are forked from one server, as are those that they start: programs of so many levels."""
+    return type("Forked", (Forked,), {"also": also, "levels": levels})
+
+
+def spawn(path: str, words: Sequence[str], fds: Sequence[int]) -> int:
+    """Start a Python program with these files, like `multiprocessing.util.spawnv_passfds`. Return its id."""
+    process = forked("")(words, pass_fds=fds)
+    process.returncode = 0  # whoever has the id waits for it
+    return process.pid
 
 
 @contextmanager
@@ -132,6 +150,11 @@ def on_hosts(also: str = "") -> Iterator[None]:
         yield
     finally:
         subprocess.Popen._execute_child = EXECUTE  # type: ignore[attr-defined]
+
+
+def on_demand() -> None:
+    """In a fork, start Python programs as a new Python does, except those of this module."""
+    subprocess.Popen._execute_child = EXECUTE  # type: ignore[attr-defined]
 
 
 def enter_host(name: str) -> None:
@@ -150,7 +173,7 @@ def serve(door: socket.socket) -> tuple[dict[str, Any], list[int]]:
     The process between ends at once, so the fork is adopted by the nearest subreaper: the one that asked.
     """
     while True:
-        message, fds, _, _ = socket.recv_fds(door, 1 << 20, 3)
+        message, fds, _, _ = socket.recv_fds(door, 1 << 20, 32)
         if not message:
             os._exit(0)
         read, write = os.pipe()
@@ -172,9 +195,12 @@ def become(request: dict[str, Any], fds: list[int]) -> None:
     """Take over the session, files, directory and environment of the request."""
     if request["session"]:
         os.setsid()
-    for number, fd in enumerate(fds):
-        os.dup2(fd, number)
+    above = max(*fds, *request["fds"]) + 1  # where no file is in the way of another
+    moved = [fcntl.fcntl(fd, fcntl.F_DUPFD, above) for fd in fds]
     for fd in fds:
+        os.close(fd)
+    for number, fd in zip(request["fds"], moved, strict=True):
+        os.dup2(fd, number)
         os.close(fd)
     os.chdir(request["cwd"])
     os.environ.clear()
@@ -184,17 +210,21 @@ def become(request: dict[str, Any], fds: list[int]) -> None:
         enter_host(request["host"])
 
 
-def start_own_server() -> tuple[dict[str, Any], list[int]] | None:
-    """Fork a server for the Python programs that this process starts. Return a request in those only."""
+def start_own_server(fds: list[int]) -> tuple[dict[str, Any], list[int]] | None:
+    """Fork a server for the Python programs that this process starts. Return a request in those only.
+
+    `fds` are files of this process alone.
+    """
     ours, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
     if not os.fork():
         ours.close()
         quiet = os.open(os.devnull, os.O_RDWR)
-        for fd in range(3):
+        for fd in fds:
             os.dup2(quiet, fd)
         return serve(theirs)
     theirs.close()
-    Forker(ours).take_over()
+    OWN[:] = [Forker(ours)]
+    OWN[0].take_over()
     return None
 
 
@@ -204,7 +234,8 @@ def execute(words: list[str]) -> None:
     if words[0] == "-c":
         sys.argv, code = ["-c", *words[2:]], words[1]
         sys.path[:1] = ["", *filter(None, paths)]
-        exec(compile(code, "<string>", "exec"), {"__name__": "__main__"})
+        program = sys.modules["__main__"] = ModuleType("__main__")
+        exec(compile(code, "<string>", "exec"), vars(program))
     elif words[0] == "-m":
         sys.argv = words[1:]
         sys.path[:1] = [os.getcwd(), *filter(None, paths)]
@@ -216,15 +247,28 @@ def execute(words: list[str]) -> None:
         runpy.run_path(words[0], run_name="__main__")
 
 
-if __name__ == "__main__":
-    for name in [*IMPORTED, *sys.argv[2:]]:
+def main(door: int, levels: int, *modules: str) -> None:
+    """Import the modules, and serve. Only forks return from here, after their programs."""
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
+    for name in [*IMPORTED, *modules]:
         importlib.import_module(name)
-    for module in pkgutil.walk_packages(sys.modules["offbeat.app"].__path__, "offbeat.app."):
-        importlib.import_module(module.name)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", module="offbeat")  # as in tests, which see none of these imports
+        app = importlib.import_module("offbeat.app")
+        for module in pkgutil.walk_packages(app.__path__, "offbeat.app."):
+            importlib.import_module(module.name)
     gc.freeze()  # otherwise each fork would go through all modules, and copy their memory, when it ends
-    order = serve(socket.socket(fileno=int(sys.argv[1])))
+    order = serve(socket.socket(fileno=door))
     become(*order)
-    if (below := start_own_server()) is not None:
+    for _ in range(levels):
+        if (below := start_own_server(order[0]["fds"])) is None:
+            break
         order = below
         become(*order)
     execute(order[0]["words"])
+
+
+if __name__ == "__main__":
+    import warm  # under this name, a fork that imports it finds its own server
+
+    warm.main(int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:])
