@@ -30,6 +30,7 @@ warm.on_demand()
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+import typer
 from ports import free_port
 
 import offbeat
@@ -74,6 +75,14 @@ def pytest_xdist_setupnodes() -> None:
     """Test processes are forks of one process that has imported torch, and so are the servers they start."""
     if sys.platform == "linux":
         FORKS.forker().take_over()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def commands_are_built_once() -> Iterator[None]:
+    """Typer would build them again in every call."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(typer.main, "get_command", functools.cache(typer.main.get_command))
+        yield
 
 
 class Pool:
@@ -186,10 +195,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
         items.sort(key=lambda item: item.get_closest_marker("slow") is None)
 
 
-def pytest_collection_finish() -> None:
-    """Take all that is imported by now out of every later garbage collection."""
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Take all that is there after the collection out of every garbage collection."""
+    gc.disable()
+    yield
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="session")

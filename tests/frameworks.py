@@ -12,7 +12,9 @@ import torch
 import warm
 
 ROOT = Path(__file__).parent.parent
-NEEDED = "transformers.trainer transformers.models.gpt2.modeling_gpt2 accelerate.local_sgd"
+NEEDED = "transformers.trainer transformers.models.gpt2.modeling_gpt2 accelerate.local_sgd lightning.pytorch"
+# The frameworks take long to import: one process runs all of these tests, and those with hosts of a lab.
+GROUP = "lab"
 PATHS = [os.environ.get("PYTHONPATH", ""), str(ROOT / "src")]
 ENVIRONMENT = {"PYTHONPATH": os.pathsep.join(filter(None, PATHS)), "OMP_NUM_THREADS": "1"}
 

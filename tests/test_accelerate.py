@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("frameworks")]
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group(frameworks.GROUP)]
 SCRIPT = str(Path(__file__))
 
 

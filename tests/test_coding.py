@@ -6,7 +6,7 @@ import random
 import runpy
 import time
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -96,7 +96,17 @@ def plain(comm: offbeat.Communicator, steps: int, model: type[nn.Module]) -> lis
 # Laws
 
 
-@pytest.mark.parametrize("seed", range(6))
+@cache
+def synchronous(workers: int) -> list[dict[str, Tensor]]:
+    return offbeat.simulate(lambda comm: plain(comm, 10, Dyadic), workers)[0]
+
+
+def seeds(count: int, fast: int) -> list[Any]:
+    """So many, of which the first are in the fast part."""
+    return [pytest.param(seed, marks=pytest.mark.slow if seed >= fast else []) for seed in range(count)]
+
+
+@pytest.mark.parametrize("seed", seeds(6, fast=2))
 @pytest.mark.parametrize(
     ("call", "workers", "exact"),
     [
@@ -117,7 +127,7 @@ def test_it_equals_ddp_whoever_is_late(call: str, workers: int, exact: bool, see
         compute=delays(seed),
         network=Network(latency=random.Random(seed).choice([0.0, 0.05])),
     )
-    expected = offbeat.simulate(lambda comm: plain(comm, 10, Dyadic), workers)[0]
+    expected = synchronous(workers)
     for trace, _, _ in runs:
         for ours, theirs in zip(trace, expected, strict=True):
             for name in ours:
@@ -126,7 +136,7 @@ def test_it_equals_ddp_whoever_is_late(call: str, workers: int, exact: bool, see
     assert "stragglers=0" in call or any(r.late for _, reports, _ in runs for r in reports)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", seeds(3, fast=1))
 @pytest.mark.parametrize("call", ["stragglers=1", "stragglers=2, clusters=2, dynamic=True"])
 def test_replicas_stay_equal_to_the_bit(call: str, seed: int) -> None:
     """On any numbers, with dropout and BatchNorm, although late workers make their steps later."""

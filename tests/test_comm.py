@@ -486,8 +486,15 @@ def held(comm: Communicator, wrapper: str) -> tuple[list[str], set[str]]:
     return layers(wrapped), made
 
 
-@pytest.mark.parametrize("wrapper", WRAPPERS)
-@pytest.mark.parametrize(("kind", "workers"), WORLDS, ids=str)
+@pytest.mark.parametrize(
+    ("kind", "workers", "wrapper"),
+    [  # the fast part tries real workers without wrappers, and with all
+        pytest.param(*world, wrapper, marks=pytest.mark.slow if slow else [])
+        for world in WORLDS
+        for wrapper in WRAPPERS
+        for slow in [world[0] == "Torch" and wrapper not in ("plain", "all")]
+    ],
+)
 def test_contract(pool: Pool, kind: str, workers: int, wrapper: str) -> None:
     if kind == "Solo":
         found = [held(offbeat.Solo(), wrapper)]

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import warm
 from test_every_method import one_of_each
 
 from offbeat.app.cli.app import run
@@ -177,7 +178,10 @@ def test_a_search_of_rates_goes_on_and_report_shows_the_same(
 @pytest.mark.slow
 def test_rates_are_searched_behind_real_links_too(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     words = ["torch_ddp", "local_sgd(every=4)", *SMALL, "--link", "100mbit", "--lr", "0.01,0.001,0.01"]
-    code, text, error = call(capsys, "compare", *words, "--to-loss", "9", "--out", str(tmp_path), "--json")
+    with warm.on_hosts():
+        code, text, error = call(
+            capsys, "compare", *words, "--to-loss", "9", "--out", str(tmp_path), "--json"
+        )
     assert (code, error) == (0, "offbeat: 4 runs: 2 methods × 2 rates\n"), "a rate given twice is one"
     for row in json.loads(text):
         assert [rate for rate, _ in row["rates"]] == [0.001, 0.01]
@@ -217,6 +221,9 @@ def test_every_method_is_searched_and_timed(capsys: pytest.CaptureFixture[str], 
         assert row["loss"] == min(loss for _, loss in row["rates"]), row["method"]
         assert row["rates"][0][1] != row["rates"][1][1], row["method"]
         assert (row["reached"], row["reached_megabytes"]) == (0.0, 0.0), row["method"]
+        assert row["rounds"] >= 1, row["method"]
+        assert row["megabytes"] > 0, row["method"]
+        assert row["loss"] < 10, row["method"]
 
 
 @SHARED

@@ -82,7 +82,7 @@ def test_a_rank_with_fewer_batches(pool: Pool, expression: str, guilty: int, ste
     names_who_stopped(said(pool.attempt(stop_early, expression, guilty, steps)), guilty, steps)
 
 
-@pytest.mark.parametrize("steps", [7, 10])
+@pytest.mark.parametrize("steps", [7, pytest.param(10, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("expression", ASIDE)
 def test_a_rank_with_fewer_batches_that_is_waited_for_elsewhere(
     pool: Pool, expression: str, steps: int

@@ -109,7 +109,7 @@ def test_a_worker_is_killed_and_another_takes_its_seat(tmp_path: Path) -> None:
         "--model",
         "tiny",
         "--steps",
-        "2000",
+        "800",
     ]
     command = started(*words, "--evaluations", "2", "--checkpoint-dir", str(folder))
     try:
@@ -132,7 +132,7 @@ def test_a_worker_is_killed_and_another_takes_its_seat(tmp_path: Path) -> None:
     assert run.complete
     assert len(run.ends) == 2
     assert len({end["weights"] for end in run.ends}) == 1
-    assert run.evals[-1]["step"] == 2000
+    assert run.evals[-1]["step"] == 800
     lives = [sum(e["kind"] == "life" and e["alive"] for e in rank) for rank in run.ranks]
     assert sorted(lives) == [0, 1, 2]
     stayed, came = sorted(list_presence(run), key=lambda p: lives[int(p.name[-1])])

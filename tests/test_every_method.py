@@ -25,10 +25,9 @@ def one_of_each() -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("where", ["simulation", "processes"])
-def test_every_method_trains_behind_a_link(tmp_path: Path, where: str) -> None:
-    """All in one comparison, for which workers are started once."""
-    methods = [*one_of_each(), *(["torch_ddp()"] if where == "processes" else [])]
+def test_every_method_trains_behind_a_link(tmp_path: Path) -> None:
+    """All in one comparison, for which workers are started once; tests/test_compare.py simulates them."""
+    methods = [*one_of_each(), "torch_ddp()"]
     words = ["--task", "digits", "--model", "tiny", "--workers", "2", "--steps", str(STEPS)]
     words += [
         "--evaluations",
@@ -40,7 +39,6 @@ def test_every_method_trains_behind_a_link(tmp_path: Path, where: str) -> None:
         "--json",
         "--quiet",
     ]
-    words += ["--simulate"] if where == "simulation" else []
     done = warm.run("-m", "offbeat", "compare", *methods, *words, timeout=540)
     # DES-LOC says that SGD has no second moments.
     said = [line for line in done.stderr.splitlines() if not line.startswith("moments('exp_avg_sq'")]

@@ -528,6 +528,7 @@ def test_an_error_of_a_task_shows_where_it_happened(call: Call, tmp_path: Path) 
 # Progress and Ctrl-C.
 
 
+@pytest.mark.slow
 def test_something_is_said_from_the_first_moment(tmp_path: Path) -> None:
     """On a terminal, before torch is loaded, and erased again; in order, with the time it takes."""
     command = [
@@ -677,4 +678,5 @@ def test_ctrl_c_is_one_line_at_any_moment(moment: str) -> None:
         time.sleep(0.01)
     process.send_signal(signal.SIGINT)
     out, error = process.communicate(timeout=60)
-    assert (process.returncode, out, error) == (130, "", "offbeat: stopped\n")
+    said = [line for line in error.splitlines() if not line.startswith("offbeat: loading torch, ")]
+    assert (process.returncode, out, said) == (130, "", ["offbeat: stopped"])

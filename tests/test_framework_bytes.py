@@ -16,8 +16,7 @@ from torch import nn
 
 from offbeat.lab import Lab
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("lab")]
-NEEDED = f"{frameworks.NEEDED} lightning.pytorch"
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group(frameworks.GROUP)]
 METHOD = "local_sgd(every=50)"
 UPDATES = 100
 COUNTER = Path("/sys/class/net/eth0/statistics/tx_bytes")
@@ -87,7 +86,7 @@ RUNS = {"trainer": trainer, "accelerated": accelerated}
 
 @needs_lab
 def test_only_rounds_send(tmp_path: Path) -> None:
-    with Lab(2) as lab, warm.on_hosts(NEEDED):
+    with Lab(2) as lab, warm.on_hosts(frameworks.NEEDED):
         command = [sys.executable, __file__, str(tmp_path)]
         hosts = lab.run(command, env=frameworks.ENVIRONMENT, timeout=300)
     assert [host.returncode for host in hosts] == [0, 0], hosts[0].stderr
@@ -144,7 +143,7 @@ def test_only_rounds_of_lightning_send(tmp_path: Path) -> None:
     """From the end of one round to that of the second after it: 100 steps."""
     script = tmp_path / "worker.py"
     script.write_text(LIGHTNING)
-    with Lab(2) as lab, warm.on_hosts(NEEDED):
+    with Lab(2) as lab, warm.on_hosts(frameworks.NEEDED):
         hosts = lab.run([sys.executable, str(script)], env={"TORCHELASTIC_RUN_ID": "lab"}, timeout=240)
     assert [host.returncode for host in hosts] == [0, 0], hosts[0].stderr
     reported, counted = (sum(int(host.stdout.split()[i]) for host in hosts) for i in (0, 1))

@@ -27,9 +27,11 @@ FEW = ["--workers", "2", "--steps", "60", "--evaluations", "1"]
 LATE = ["--straggler", "share=1,delay=40ms"]  # long enough to be looked at
 TRAIN = ["train", "--quiet", "wagma(group_size=2, every=4)", *SMALL, *FEW, *LATE, "--checkpoint-dir", "run"]
 COMMANDS = {
-    "train": TRAIN,
-    "compare": ["compare", "torch_ddp", "local_sgd(every=8)", *SMALL, *FEW, *LATE, "--link", "100mbit"],
-    "simulate": [
+    "processes": [
+        *[*TRAIN, "then", "compare", "torch_ddp", "local_sgd(every=8)", *SMALL, *FEW, *LATE],
+        *["--link", "100mbit", "--out", "compared"],
+    ],
+    "simulation": [
         *["compare", "local_sgd(every=8)", *SMALL, *FEW, "--simulate", "then"],
         *["study", "local_sgd", *SMALL, "--workers", "2", "--every", "4", "--samples", "2000"],
     ],
@@ -192,18 +194,19 @@ def test_nothing_listens_beyond_this_machine_and_no_pickle_is_loaded(
     stores: set[int] = set()
     while run.process.poll() is None:
         heard |= run.listening()
-        for port in {port for first, _, port in heard if first and command == "train"} - stores:
+        ports = {port for first, _, port in heard if first and not (run.cwd / "compared").exists()}
+        for port in ports - stores:
             put_into_the_store(port, bomb)
             stores.add(port)
         time.sleep(0.2)
     code, error = run.end()
     assert code == 0, error
     assert all(ipaddress.ip_address(address).is_loopback for _, address, _ in heard), heard
-    processes = command != "simulate"
+    processes = command == "processes"
     assert {first for first, _, _ in heard} == ({True, False} if processes else set()), heard
-    assert bool(stores) == (command == "train")
+    assert bool(stores) == processes
     assert not (tmp_path / "marker").exists()
-    assert (run.modules / "watched").read_text() == ("xx" if processes else "x"), "the workers are forks"
+    assert (run.modules / "watched").read_text() == ("xxx" if processes else "x"), "the workers are forks"
     assert not (run.modules / "unpickled").exists(), (run.modules / "unpickled").read_text()
     assert not run.imported.exists(), run.imported.read_text()
 
@@ -221,6 +224,10 @@ def alive(process: int) -> bool:
     with suppress(OSError):
         return "(" in (stat := Path(f"/proc/{process}/stat").read_text()) and ") Z" not in stat
     return False
+
+
+def parent_of(process: int) -> int:
+    return int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
 
 
 def all_end(processes: list[int]) -> None:
@@ -243,10 +250,10 @@ def test_workers_end_with_their_launcher(scene: Any) -> None:
 @pytest.mark.slow
 @needs_proc
 def test_workers_end_with_the_process_that_forked_them(scene: Any) -> None:
-    run = scene([*TRAIN[:-4], "--straggler", "share=1,delay=0.2", *TRAIN[-2:]])
-    until((run.cwd / "run/rank-0.jsonl").exists, run.process)
-    workers = run.family()[1:]
-    os.kill(workers[0], signal.SIGKILL)
+    run = scene([*TRAIN[:-4], "--straggler", "share=1,delay=0.2", *TRAIN[-2:]], warm.start)
+    workers = until(lambda: len(found := run.workers()) == 2 and found, run.process)
+    (parent,) = set(map(parent_of, workers))
+    os.kill(parent, signal.SIGKILL)
     assert run.end() == (1, "offbeat: The process of the workers ended early: exit code -9\n")
     all_end(workers)
 

@@ -12,16 +12,14 @@ from types import ModuleType
 from typing import Any
 from unittest import mock
 
+import frameworks
 import pytest
 import torch
 import warm
 
 import offbeat
 
-ROOT = Path(__file__).parent.parent
-
-# Lightning takes two seconds to import: one process runs these tests.
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("lightning")]
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group(frameworks.GROUP)]
 
 
 @pytest.fixture(scope="module")
@@ -198,14 +196,11 @@ print(type(trainer.strategy) is OffbeatStrategy, trainer.strategy.method)
     assert warm.run("-c", script).stdout == "True slowmo()\n"
 
 
-TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-
-
-@pytest.mark.parametrize("launch", [TORCHRUN, []], ids=["torchrun", "python"])
-def test_the_example_runs_quietly(launch: list[str], tmp_path: Path) -> None:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
-    environment["TMPDIR"] = str(tmp_path)
-    done = warm.run(*launch, "examples/lightning_strategy.py", cwd=ROOT, env=environment)
+@pytest.mark.parametrize("workers", [2, 1], ids=["torchrun", "python"])
+def test_the_example_runs_quietly(workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    example = "examples/lightning_strategy.py"
+    done = frameworks.torchrun(2, example) if workers == 2 else frameworks.alone(example)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("diloco(every=16): accuracy 0.")
     assert done.stderr == ""

@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from urllib.parse import unquote
 
 import pytest
 from test_runs import trained, written
@@ -31,19 +32,51 @@ addEventListener("load", () => {
 </script><style>"""
 
 
-def drawn(page: str, place: Path, width: int, *, then: str = "") -> str:
-    """What the browser makes of the page after a script has clicked every tab, and all that `then` clicks."""
-    file = place / "page.html"
-    file.write_text(page.replace("<style>", PROBE.replace("THEN", then), 1))
+# What all frames show, as text.
+COLLECT = """<script>
+addEventListener("load", () => {
+  for (const frame of document.querySelectorAll("iframe")) {
+    const found = document.createElement("pre");
+    found.textContent = encodeURIComponent(frame.contentDocument.documentElement.outerHTML);
+    document.body.append(found);
+  }
+});
+</script>"""
+
+
+@dataclass
+class Page:
+    """A page in a frame of some width, and a script for it."""
+
+    text: str
+    width: int = 1000
+    then: str = ""
+
+
+def draw(place: Path, *pages: Page) -> list[str]:
+    """What the browser makes of each page, after a script has clicked every tab, and all that `then` clicks.
+
+    A browser takes long to start, so all pages are frames of one.
+    """
+    frames = ""
+    for number, page in enumerate(pages):
+        file = place / f"page-{number}.html"
+        file.write_text(page.text.replace("<style>", PROBE.replace("THEN", page.then), 1))
+        frames += (
+            f'<iframe src="{file.name}" style="border: 0; width: {page.width}px; height: 900px"></iframe>'
+        )
+    (place / "frames.html").write_text(f"<!doctype html><body>{frames}{COLLECT}")
     assert BROWSER is not None
     command = [
         BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-sync",
-        "--disable-background-networking", "--disable-component-update",
-        f"--user-data-dir={place / 'profile'}", f"--window-size={width},900",
-        "--virtual-time-budget=2000", "--dump-dom", file.as_uri(),
+        "--disable-background-networking", "--disable-component-update", "--allow-file-access-from-files",
+        f"--user-data-dir={place / 'profile'}", "--window-size=1400,1000",
+        "--virtual-time-budget=2000", "--dump-dom", (place / "frames.html").as_uri(),
     ]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, timeout=90)
-    return done.stdout
+    found = [unquote(text) for text in re.findall(r"<pre>(.*?)</pre>", done.stdout)]
+    assert len(found) == len(pages), done.stderr
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -53,35 +86,34 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Logged]:
     return [read(trained(place / str(number), method)) for number, method in enumerate(methods)]
 
 
-@pytest.mark.parametrize("width", [1280, 500])
-def test_the_page_draws_itself(runs: list[Logged], tmp_path: Path, width: int) -> None:
-    found = drawn(render(runs), tmp_path, width)
-    (title,) = re.findall(r"<title>(.*?)</title>", found)
-    assert title.startswith("wide "), title
-    assert int(title.split()[1]) <= width, "nothing sticks out"
-    body = found.split('<script id="data"')[0]
-    assert body.count("<svg") == 6
-    assert body.count("<tr>") >= 4
-    for word in ("diloco(every=4, lr=0.5)", "rank 1", "speed-up", "seconds", "Drift"):
-        assert word in body
-    assert "NaN" not in body
-    assert "Infinity" not in body
+def test_the_page_draws_itself(runs: list[Logged], tmp_path: Path) -> None:
+    pages = [Page(render(runs), width) for width in (1280, 500)]
+    for page, found in zip(pages, draw(tmp_path, *pages), strict=True):
+        (title,) = re.findall(r"<title>(.*?)</title>", found)
+        assert title.startswith("wide "), title
+        assert int(title.split()[1]) <= page.width, "nothing sticks out"
+        body = found.split('<script id="data"')[0]
+        assert body.count("<svg") == 6
+        assert body.count("<tr>") >= 4
+        for word in ("diloco(every=4, lr=0.5)", "rank 1", "speed-up", "seconds", "Drift"):
+            assert word in body
+        assert "NaN" not in body
+        assert "Infinity" not in body
 
 
 def test_the_page_of_a_study_and_of_a_run_that_diverged(runs: list[Logged], tmp_path: Path) -> None:
     curves = [{"name": "one, 2 workers", "points": [[0.1, 2.0, 0.5, 4], [1.0, 1.0, 0.9, 1]]}]
-    found = drawn(render(runs, curves=curves), tmp_path, 1000)
-    assert re.findall(r"<title>(wide \d+)</title>", found)
-    assert "Accuracy against communication" in found
     broken = written(tmp_path, "ddp()", seed=0, losses=[2.0, float("nan")])
-    found = drawn(render([broken]), tmp_path, 1000)
-    assert re.findall(r"<title>(wide \d+)</title>", found)
-    assert "diverged" in found
+    study, diverged = draw(tmp_path, Page(render(runs, curves=curves)), Page(render([broken])))
+    for found in (study, diverged):
+        assert re.findall(r"<title>(wide \d+)</title>", found)
+    assert "Accuracy against communication" in study
+    assert "diverged" in diverged
 
 
 def test_marks_of_losses_close_to_each_other_are_told_apart(tmp_path: Path) -> None:
     close = written(tmp_path, "ddp()", seed=0, losses=[2.2931, 2.2929, 2.2924])
-    found = drawn(render([close]), tmp_path, 1000)
+    (found,) = draw(tmp_path, Page(render([close])))
     first = found.split("<svg")[1].split("</svg>")[0]
     marks = re.findall(r'text-anchor="end"[^>]*>(2\.29\d*)<', first)
     assert len(marks) >= 2
@@ -104,7 +136,8 @@ def test_error_bars_stay_in_their_card(tmp_path: Path) -> None:
         for method, losses in finals.items()
         for seed, loss in enumerate(losses)
     ]
-    (lines,) = elements(drawn(render(seeds), tmp_path, 1000), "pareto", "line")
+    (found,) = draw(tmp_path, Page(render(seeds)))
+    (lines,) = elements(found, "pareto", "line")
     bars = [line for line in lines if "stroke-opacity" in line]
     assert len(bars) == 2
     for bar in bars:
@@ -122,7 +155,8 @@ def test_unlike_runs_have_parts_of_their_own(tmp_path: Path) -> None:
     runs[3] = read(runs[3].folder)
     runs[2] = replace(runs[2], origin={**runs[2].origin, "unit": "bytes"})
     runs[1].evals[-1]["accuracy"] = 0.5
-    found = drawn(render(runs), tmp_path, 1000).split('<script id="data"')[0].split('<template id="part">')[0]
+    (found,) = draw(tmp_path, Page(render(runs)))
+    found = found.split('<script id="data"')[0].split('<template id="part">')[0]
     assert found.count('class="part"') == 2
     assert found.count("</svg>") == 12
     digits, texts = re.findall(r"<h1 .*?(?=<h1 |$)", found, re.DOTALL)
@@ -149,7 +183,8 @@ def test_rates_and_a_loss_to_reach_are_on_the_page(tmp_path: Path) -> None:
         for method, losses in {"ddp()": (1.5, 1.0), "local_sgd()": (1.2, 1.4)}.items()
         for lr, loss in zip((0.1, 0.3), losses, strict=True)
     ]
-    found = drawn(render(runs, to_loss=1.1), tmp_path, 1000).split('<script id="data"')[0]
+    (found,) = draw(tmp_path, Page(render(runs, to_loss=1.1)))
+    found = found.split('<script id="data"')[0]
     cells = re.findall(r"<td[^>]*>([^<]*)</td>", found)
     heads = re.findall(r"<th .*?>([^<]*)</button></th>", found)
     assert heads[-3:] == ["s to loss 1.1", "MB to loss 1.1", "speed-up"]
@@ -164,10 +199,10 @@ def test_columns_can_be_sorted(tmp_path: Path) -> None:
     """The best first, then the worst first, then as they were. A loss that is missing comes last."""
     finals = {"ddp()": 1.0, "local_sgd()": 0.5, "cocod()": float("nan"), "diloco()": 2.0}
     runs = [written(tmp_path, method, seed=0, losses=[4.0, loss]) for method, loss in finals.items()]
-    orders = []
-    for clicks in (0, 1, 2, 3):
-        click = "document.querySelectorAll('th button')[1].click();" * clicks
-        found = drawn(render(runs), tmp_path, 1000, then=click).split('<script id="data"')[0]
+    orders, click = [], "document.querySelectorAll('th button')[1].click();"
+    pages = [Page(render(runs), then=click * clicks) for clicks in range(4)]
+    for clicks, page in enumerate(draw(tmp_path, *pages)):
+        found = page.split('<script id="data"')[0]
         orders.append(re.findall(r"<code>(\w+)", found))
         (state,) = re.findall(r'<th aria-sort="(\w+)"><button[^>]*>loss<', found)
         assert state == ["none", "ascending", "descending", "none"][clicks]
@@ -191,13 +226,13 @@ def test_a_method_can_be_hidden_in_all_charts(tmp_path: Path) -> None:
         return [path["stroke"] for path in drawing]
 
     click = "document.querySelectorAll('.legend button')[0].click();"
-    both, one = (drawn(render(runs), tmp_path, 1000, then=then) for then in ("", click))
+    scripts = ["", click, click + click.replace("[0]", "[1]")]
+    both, one, none = draw(tmp_path, *[Page(render(runs), then=then) for then in scripts])
     assert paths(both, "loss") == paths(both, "drift") == ["var(--c0)", "var(--c1)"]
     assert paths(one, "loss") == paths(one, "drift") == ["var(--c1)"]
     assert len(elements(both, "pareto", "circle")[0]) == 2
     assert len(elements(one, "pareto", "circle")[0]) == 1
     assert 'aria-pressed="false"' in one.split('data-id="legend"')[1].split("</div>")[0]
-    none = drawn(render(runs), tmp_path, 1000, then=click + click.replace("[0]", "[1]"))
     assert paths(none, "loss") == []
 
 
@@ -218,18 +253,17 @@ def test_a_line_marks_the_loss_to_reach(tmp_path: Path) -> None:
         share = (float(line["y1"]) - places[high]) / (places[low] - places[high])
         return high + share * (low - high)
 
-    found = drawn(render(runs), tmp_path, 1000)
+    pages = [Page(render(runs)), Page(render(runs, to_loss=2.75)), Page(render(runs[:1]))]
+    found, given, alone = draw(tmp_path, *pages)
     assert goal(found) == pytest.approx(2.1, abs=0.01)
     assert "5 % above the last loss of ddp()" in found
-    found = drawn(render(runs, to_loss=2.75), tmp_path, 1000)
-    assert goal(found) == pytest.approx(2.75, abs=0.01)
-    alone = drawn(render(runs[:1]), tmp_path, 1000)
+    assert goal(given) == pytest.approx(2.75, abs=0.01)
     assert 'class="goal"' not in alone
 
 
 def test_a_table_too_wide_for_a_phone_says_so(tmp_path: Path) -> None:
     runs = [written(tmp_path, method, seed=0, losses=[3.0, 2.0]) for method in ("ddp()", "local_sgd()")]
-    wide, narrow = (drawn(render(runs), tmp_path, width) for width in (1280, 500))
+    wide, narrow = draw(tmp_path, *[Page(render(runs), width) for width in (1280, 500)])
     assert re.search(r'data-id="swipe" hidden', wide.split("<template")[0])
     assert not re.search(r'data-id="swipe" hidden', narrow.split("<template")[0])
     assert 'class="best"' not in wide, "what is equal in all rows is not the best"
@@ -237,7 +271,8 @@ def test_a_table_too_wide_for_a_phone_says_so(tmp_path: Path) -> None:
 
 def test_the_page_says_how_it_was_made(tmp_path: Path) -> None:
     runs = [written(tmp_path, "ddp()", seed=0, losses=[3.0, 2.0])]
-    facts = dict(re.findall(r"<td>([a-z ]+)</td><td>([^<]*)</td>", drawn(render(runs), tmp_path, 1000)))
+    (found,) = draw(tmp_path, Page(render(runs)))
+    facts = dict(re.findall(r"<td>([a-z ]+)</td><td>([^<]*)</td>", found))
     assert facts["batch"] == "4 images per worker and step, 8 in all, 10 steps"
     assert facts["learning rate"].startswith("0.1 at its peak")
     assert facts["optimizer"] == "SGD(momentum=0.9, weight_decay=0.0005)"

@@ -535,6 +535,7 @@ def saved_in_flight(comm: Communicator, cut: int) -> list[dict[str, Tensor]]:
     return [*trace, snapshot(model)]
 
 
+@pytest.mark.slow
 def test_resumed_processes_continue_bit_identically(pool: Pool) -> None:
     expected = pool.run(train_whole)
     for cut in (2, 4, 5):  # with pushes in the air, with a pull too, and one step later
@@ -753,7 +754,7 @@ REGION = [
 
 @pytest.mark.parametrize(
     ("every", "momentum", "alpha", "beta"),
-    [pytest.param(*row, marks=pytest.mark.slow if i % 2 else []) for i, row in enumerate(REGION)],
+    [pytest.param(*row, marks=pytest.mark.slow if i % 4 else []) for i, row in enumerate(REGION)],
 )
 def test_it_warns_once_outside_the_stable_region_and_never_inside(
     every: int, momentum: float, alpha: float, beta: float

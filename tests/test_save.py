@@ -71,6 +71,7 @@ def several(comm: offbeat.Communicator, folder: str) -> list[tuple[Traces, Trace
     return [interrupted(comm, expression, f"{folder}/{i}") for i, expression in enumerate(METHODS[:5:2])]
 
 
+@pytest.mark.slow
 def test_over_gloo_too(pool: Pool, tmp_path: Path) -> None:
     for ended in pool.run(several, str(tmp_path), fresh=True):
         for whole, resumed, _ in ended:

@@ -116,6 +116,7 @@ def test_blocks_that_write_nothing_leave_the_stream_as_it_was() -> None:
         torch.testing.assert_close(model(tokens), expected, rtol=0, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_tiny_learns() -> None:
     task = bytes_task("tiny")
     model, batches = task.model(), task.batches(rank=0, workers=1, batch_size=16, seed=0)

@@ -16,7 +16,7 @@ import frameworks
 import pytest
 import torch
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("frameworks")]
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group(frameworks.GROUP)]
 SCRIPT = str(Path(__file__))
 EXACT = "eager_diloco(every=3)"  # a message is in the air from the third step on
 

@@ -67,13 +67,7 @@ def others() -> list[str]:
 
 @pytest.mark.parametrize(
     ("workers", "seeds"),
-    [
-        (4, 1),
-        pytest.param(2, 8, marks=pytest.mark.slow),
-        pytest.param(3, 8, marks=pytest.mark.slow),
-        pytest.param(4, 8, marks=pytest.mark.slow),
-        pytest.param(8, 6, marks=pytest.mark.slow),
-    ],
+    [(2, 8), (3, 8), (4, 8), (8, 6)],
 )
 def test_what_always_holds_under_random_delays(workers: int, seeds: int) -> None:
     words = Crew(processes(), workers, fuzzed, seeds).last_words()

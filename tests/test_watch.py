@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import logging
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import frameworks
 import pytest
 import torch
 import torch.distributed as dist
@@ -162,14 +161,11 @@ TRAPS = [
 
 
 @pytest.mark.slow
+@pytest.mark.xdist_group(frameworks.GROUP)
 def test_the_traps_of_real_frameworks_are_named() -> None:
     """Among them the wrapper of Accelerate, whose `.module` was handed to Offbeat."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     script = Path(__file__).with_name("traps.py")
-    ran = subprocess.run(
-        [*command, script, "accelerate", "transformers", "lightning"],
-        capture_output=True, text=True, timeout=400, check=False,
-    )  # fmt: skip
+    ran = frameworks.torchrun(2, str(script), "accelerate", "transformers", "lightning")
     assert ran.returncode == 0, ran.stderr
     said = [line for line in ran.stderr.splitlines() if "local_sgd() saves" in line]
     assert len(said) == len(TRAPS), said

@@ -8,6 +8,7 @@ Python instead. The processes of pytest-xdist are forks too.
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import fcntl
 import functools
@@ -34,6 +35,7 @@ PR_SET_CHILD_SUBREAPER = 36
 CLONE_NEWNS, CLONE_NEWNET = 0x20000, 0x40000000
 MNT_DETACH, MS_REC, MS_SLAVE = 2, 1 << 14, 1 << 19
 OWN: list[Forker] = []  # in a fork, that of its own server
+HEAVY: set[str] = set()  # names of modules that the server has imported
 EXECUTE = subprocess.Popen._execute_child  # type: ignore[attr-defined]
 
 
@@ -247,9 +249,19 @@ def execute(words: list[str]) -> None:
         runpy.run_path(words[0], run_name="__main__")
 
 
+def spare(light: set[str]) -> None:
+    """At the end of a fork, leave the modules of its server alone, except light ones.
+
+    To take them apart would take longer than most programs. All else ends as in a new Python.
+    """
+    for name in HEAVY - light:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(sys.modules.pop(name, None)))
+
+
 def main(door: int, levels: int, *modules: str) -> None:
     """Import the modules, and serve. Only forks return from here, after their programs."""
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
+    atexit.register(spare, {*sys.modules})  # the last of all that run at the end
     for name in [*IMPORTED, *modules]:
         importlib.import_module(name)
     with warnings.catch_warnings():
@@ -257,6 +269,7 @@ def main(door: int, levels: int, *modules: str) -> None:
         app = importlib.import_module("offbeat.app")
         for module in pkgutil.walk_packages(app.__path__, "offbeat.app."):
             importlib.import_module(module.name)
+    HEAVY.update(sys.modules)
     gc.freeze()  # otherwise each fork would go through all modules, and copy their memory, when it ends
     order = serve(socket.socket(fileno=door))
     become(*order)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 
 import torch
 import torch.nn.functional as F
@@ -112,6 +112,7 @@ class Labelled:
         return torch.stack(sums).sum().item() / self.count
 
 
+@cache
 def load_digits() -> tuple[Tensor, Tensor]:
     """All digits as bytes and their labels, in a fixed shuffled order."""
     try:
