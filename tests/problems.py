@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from table import OWN_CODES
+from ticking import clocked
 from torch import Tensor, nn
 
 import offbeat
@@ -144,7 +145,7 @@ def train(
     net = (model or problem(expression))(seed=comm.rank)
     opt = optimizer_for(net, optimizer)
     scheduler = torch.optim.lr_scheduler.LambdaLR(opt, lambda step: 0.0 if step < idle else decay**step)
-    sync = offbeat.method(expression)(net, opt, group=comm)
+    sync = offbeat.method(expression)(net, opt, group=clocked(comm, expression))
     trace = []
     for step in range(steps):
         loss = net(data(comm.rank, step))

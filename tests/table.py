@@ -26,9 +26,12 @@ METHODS = [
     "qsr(alpha=0.5, base=2, warmup=2, total=10)",
     "adaptive(start=2, sample=4)",
     "adacomm(start=4, interval=3)",
-    # Simulated workers need no time, so these begin with the shortest period and stay there. On real workers
-    # the time decides: tests/test_budget.py and tests/test_seconds.py.
-    "local_sgd(every=Budget(0.05, least=3, most=3))",
+    # Workers of these rows have the clock of tests/ticking.py. The period of a budget grows.
+    "local_sgd(every=Budget(0.125, least=2))",
+    "local_sgd(every=Budget(0.125, least=2), delay=2)",
+    "local_sgd(every=Seconds(3))",
+    "local_sgd(every=Seconds(2), moments='average', guard=3.0)",
+    "diloco(every=Seconds(2), lr=0.5, momentum=0.625, ramp=1, warmup=2)",
     "dasgd(every=3, delay=2, keep=0.5)",
     "cocod(every=3, delay=1)",
     "slowmo(every=3, lr=1.0, momentum=0.625, ramp=1)",
@@ -97,6 +100,7 @@ CODES = [
     "eager_diloco(every=3, lr=0.5, momentum=0.625, ramp=1, reduce=Quantized(8, block=8, least=1))",
     "palsgd(every=4, p=0.5, lr=0.5, momentum=0.625, ramp=1, reduce=Quantized(8, block=8, least=1))",
     "def_sgd(lam=0.25, every=2, reduce=Quantized(4, block=8, least=1))",
+    "diloco(every=Seconds(3), lr=0.5, momentum=0.625, reduce=ErrorFeedback(Quantized(4, block=8, least=1)))",
 ]
 
 # Every round averages rounded numbers: real and simulated runs agree to rounding.
@@ -107,7 +111,10 @@ ROUNDED = [
 ]
 
 # These round without a code.
-PULLED = ["coda(every=3, stages=(2, 3, 9), gamma=4.0)"]
+PULLED = [
+    "coda(every=3, stages=(2, 3, 9), gamma=4.0)",
+    "gradient_code(stragglers=2, clusters=1, grace=60.0)",  # a cyclic code of four
+]
 METHODS += CODES + ROUNDED + PULLED
 
 # All rows again, for tests that take long: the fast part runs the first row of each method.
@@ -122,7 +129,7 @@ SAVE_EVERY = {
 
 def enough(expression: str) -> int:
     """The fewest workers that show all a method does: four if they meet in groups, otherwise two."""
-    return 4 if expression.startswith(("hierarchical", "noloco", "wagma")) else 2
+    return 4 if expression.startswith(("hierarchical", "noloco", "wagma")) or "clusters=" in expression else 2
 
 
 def savable(expression: str, step: int) -> bool:
@@ -165,9 +172,11 @@ LAWS = [
     Law("adaptive(start=3, sample=1000)", "local_sgd(every=3)", options=FLOATS),
     Law("adaptive(start=2, sample=4)", "local_sgd(every=Adaptive(start=2, sample=4))", options=FLOATS),
     Law("adacomm(start=3, interval=1000)", "local_sgd(every=3)", options=FLOATS),
-    # Workers that need no time have no communication to expose.
-    Law("local_sgd(every=Budget(0.05, least=3))", "local_sgd(every=3)", options=FLOATS),
-    Law("diloco(every=Budget(0.05, least=2))", "diloco(every=2)", options=FLOATS),
+    # Communication that may take nearly all of the time, and a period that cannot grow.
+    Law("local_sgd(every=Budget(0.99, least=3))", "local_sgd(every=3)", options=FLOATS),
+    Law("diloco(every=Budget(0.01, least=2, most=2))", "diloco(every=2)", options=FLOATS),
+    # Workers of equal speed make equal numbers of steps. The time begins with the first gradient.
+    Law("local_sgd(every=Seconds(3))", "local_sgd(every=Then(1, Never(), Every(3)))", options=FLOATS),
     Law("dasgd(every=3, delay=0, keep=0.0)", "local_sgd(every=3)", options=FLOATS),
     Law("cocod(every=3, delay=2)", "local_sgd(every=3, delay=2, gain=1.0)", options=FLOATS),
     Law("local_sgd(every=3, gain=0.25)", "local_sgd(every=3)", options=FLOATS),

@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import Pool
 from problems import reloaded
 from sentences import says
+from ticking import Ticking
 from torch import nn
 
 import offbeat
@@ -136,6 +138,34 @@ def test_it_resumes_exactly(expression: str) -> None:
     for cut in (2, 5, 40):
         again = simulate(expression, 120, 1.3e6, cut, **noisy)
         assert [found[0] for found in whole] == [found[0] for found in again], cut
+
+
+def ticking(comm: offbeat.Communicator, expression: str, seconds: float) -> Any:
+    return run(Ticking(comm, seconds * (1 + comm.rank % 2), 0.5), expression, 60)
+
+
+@pytest.mark.parametrize(
+    "expression",
+    [
+        "diloco(every=Budget(0.125, least=2))",
+        "local_sgd(every=Budget(0.0625, least=2, most=12), delay=2)",
+        "local_sgd(every=Budget(0.25), delay='round')",
+    ],
+)
+def test_simulation_equals_gloo(pool: Pool, expression: str) -> None:
+    """Real workers on a clock that moves as virtual time does measure, wait and plan the same."""
+    real = pool.run(ticking, expression, 0.0625)
+    virtual = offbeat.simulate(
+        lambda comm: run(comm, expression, 60),
+        4,
+        compute=lambda rank, step: 0.0625 * (1 + rank % 2),
+        network=Network(latency=0.5),
+    )
+    for mine, other in zip(real, virtual, strict=True):
+        assert mine[0] == pytest.approx(other[0])
+        assert mine[1] == other[1] == real[0][1]
+        assert len(set(mine[1])) > 1
+        assert mine[2:] == other[2:]
 
 
 REFUSED = [

@@ -278,3 +278,17 @@ SGD = torch.optim.SGD(NET.parameters(), lr=0.1)
 def test_sentences(make: Any, sentence: str) -> None:
     with says(ValueError, sentence):
         make()
+
+
+def test_the_mean_of_a_long_stage_is_exact() -> None:
+    """A sum of 300 equal weights in their own precision would be off."""
+    for dtype in (torch.float32, torch.bfloat16):
+        model = nn.Linear(7, 3, bias=False, dtype=dtype)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        before = model.weight.detach().clone()
+        sync = offbeat.coda(model, optimizer, every=1000, stages=(300, 9), group=offbeat.Solo())
+        for _ in range(300):
+            model.weight.grad = torch.ones_like(model.weight)
+            sync.step()
+        assert sync.parts[0].stage == 1
+        assert torch.equal(model.weight, before)

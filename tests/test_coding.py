@@ -9,7 +9,9 @@ from collections.abc import Callable
 from functools import cache, partial
 from itertools import combinations
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock, call
 
 import pytest
 import torch
@@ -23,6 +25,7 @@ from offbeat import CodedReport, Constant, Network, Stragglers
 from offbeat.plan import Cluster, Job, predict
 from offbeat.waitfree.clusters import Clusters
 from offbeat.waitfree.cyclic import combine, cyclic
+from offbeat.waitfree.sampler import seeded
 
 Compute = Callable[[int, int], float]
 
@@ -400,6 +403,25 @@ def test_replicas_of_a_part_draw_the_same_numbers_and_disturb_no_others() -> Non
     indices = sorted(index for _, own, _, _ in parts[0] + parts[2] for index in own)
     assert indices == sorted(2 * list(range(19)))
     assert [len(own) for _, own, _, _ in parts[2]] == 2 * [2, 2, 2, 2, 1]
+
+
+@pytest.mark.parametrize("places", [[], [torch.device("cuda", 1)]], ids=str)
+def test_only_generators_of_the_models_own_devices_are_seeded(
+    monkeypatch: pytest.MonkeyPatch, places: list[torch.device]
+) -> None:
+    """A worker of a machine with eight GPUs must not reach for the other seven."""
+    model, seen = MagicMock(), MagicMock()
+    model.parameters.return_value = [SimpleNamespace(device=d) for d in (torch.device("cpu"), *places * 2)]
+    monkeypatch.setattr(torch.random, "fork_rng", seen.fork_rng)
+    monkeypatch.setattr(torch, "get_device_module", lambda place: seen)
+    state = torch.get_rng_state()
+    with seeded(5, model):
+        drawn = torch.rand(1)
+    torch.set_rng_state(state)
+    assert torch.equal(drawn, torch.rand(1, generator=torch.Generator().manual_seed(5)))
+    seen.fork_rng.assert_called_once_with([place.index for place in places], device_type="cuda")
+    assert seen.device.mock_calls[:1] == [call(1)][: len(places)]
+    assert seen.manual_seed.mock_calls == [call(5)] * len(places)
 
 
 def test_a_step_with_parts_left_is_refused() -> None:

@@ -13,10 +13,11 @@ import pytest
 import torch
 from conftest import Pool
 from problems import Dyadic, Realistic, optimizer_for, same, snapshot, take_step
-from table import METHODS, ROWS, savable
+from table import METHODS, ROWS, enough, savable
 from test_fsdp import build, mesh_of_four, weights
 from test_fsdp import loop as train
 from test_transfer import SHARED, reason_of
+from ticking import clocked
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
@@ -53,7 +54,7 @@ class Loop:
         torch.manual_seed(comm.rank)
         self.comm, self.net = comm, kind(comm.rank)
         self.opt = optimizer_for(self.net, optimizer)
-        self.sync = offbeat.method(row)(self.net, self.opt, group=comm)
+        self.sync = offbeat.method(row)(self.net, self.opt, group=clocked(comm, row))
 
     def go(self, first: int, last: int) -> list[dict[str, Tensor]]:
         trace = []
@@ -323,7 +324,7 @@ def test_the_weights_may_be_loaded_last() -> None:
 @pytest.mark.parametrize("row", [row for row in METHODS if reason_of(row) is not None])
 def test_methods_that_cannot_say_so(row: str) -> None:
     """On every rank, before anything is sent. With as many workers, they resume as ever."""
-    workers = 4 if row.startswith(("hierarchical", "noloco")) else 2
+    workers = enough(row)
 
     def worker(comm: offbeat.Communicator) -> tuple[str, str]:
         loop = Loop(comm, row)

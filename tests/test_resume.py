@@ -10,6 +10,7 @@ import pytest
 import torch
 from problems import Dyadic, Realistic, optimizer_for, same, snapshot, take_step
 from table import METHODS, ROWS, enough, savable
+from ticking import clocked
 from torch import Tensor
 
 import offbeat
@@ -27,7 +28,7 @@ class Run:
         self.net = Realistic(seed)
         self.opt = optimizer_for(self.net, optimizer)
         self.scheduler = torch.optim.lr_scheduler.ExponentialLR(self.opt, 0.9)
-        self.sync = offbeat.method(expression)(self.net, self.opt, group=comm)
+        self.sync = offbeat.method(expression)(self.net, self.opt, group=clocked(comm, expression))
 
     def go(self, first: int, last: int) -> list[dict[str, Tensor]]:
         trace = []

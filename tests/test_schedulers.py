@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 from problems import Dyadic, data, same, snapshot
-from table import ROWS
+from table import ROWS, enough
+from ticking import clocked
 from torch.optim import Optimizer
 from torch.optim import lr_scheduler as schedulers
 
@@ -39,7 +40,9 @@ def trained(
     opt = torch.optim.SGD([{"params": most}, {"params": [last], "lr": 0.125}], lr=0.25)
     scheduler = SCHEDULERS[name](opt)
     forward = (lambda: scheduler.step(1.0)) if name == "plateau" else scheduler.step
-    sync = None if expression is None else offbeat.method(expression)(net, opt, group=comm)
+    sync = (
+        None if expression is None else offbeat.method(expression)(net, opt, group=clocked(comm, expression))
+    )
     trace = []
 
     def local() -> None:
@@ -90,7 +93,7 @@ def check(expression: str, name: str) -> None:
     def worker(comm: offbeat.Communicator) -> list[tuple[list[list[float]], dict[str, torch.Tensor]]]:
         return [trained(comm, expression, name, place) for place in PLACES]
 
-    for results in offbeat.simulate(worker, 4 if "(3,)" in expression else 2):
+    for results in offbeat.simulate(worker, enough(expression)):
         for place, (rates, weights) in zip(PLACES, results, strict=True):
             assert rates == plain, place
             # Where it steps makes no difference to the weights either: steps, pulls and rounds use the rate

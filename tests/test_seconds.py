@@ -10,6 +10,7 @@ import torch
 from conftest import Pool
 from problems import reloaded
 from sentences import says
+from ticking import Ticking
 from torch import nn
 
 import offbeat
@@ -262,6 +263,37 @@ def test_what_cannot_go_by_the_clock(expression: str, sentence: str) -> None:
     with pytest.raises((TypeError, ValueError)) as error:
         offbeat.simulate(worker, 2)
     assert sentence in str(error.value)
+
+
+def ticking(comm: offbeat.Communicator, expression: str, rounds: int) -> tuple[list[float], int]:
+    return climb(Ticking(comm, uneven(comm.rank, 0)), expression, rounds)
+
+
+@pytest.mark.parametrize(
+    "expression",
+    [
+        "local_sgd(every=Seconds(4))",
+        "diloco(every=Seconds(4), lr=0.5, momentum=0.5, ramp=0, warmup=2)",
+        "diloco(every=Seconds(3), reduce=Quantized(8, block=8, least=1))",
+    ],
+)
+def test_simulation_equals_gloo(pool: Pool, expression: str) -> None:
+    """Every other worker needs two seconds for a step, in real processes too: they have a clock for it."""
+    virtual = offbeat.simulate(lambda comm: climb(comm, expression, 5), 4, compute=uneven)
+    for (trace, steps), (expected, count) in zip(pool.run(ticking, expression, 5), virtual, strict=True):
+        assert trace == pytest.approx(expected)  # weights of a third round
+        assert steps == count
+    assert virtual[0][1] > 1.4 * virtual[1][1]
+
+
+def stop_early(comm: offbeat.Communicator) -> None:
+    climb(comm, "local_sgd(every=Seconds(0.05))", 2 if comm.rank == 3 else 4)
+
+
+def test_a_worker_that_stops_after_fewer_rounds(pool: Pool) -> None:
+    for answer in pool.attempt(stop_early):
+        assert isinstance(answer, offbeat.Disagreement)
+        assert "rank 3 in finish() at step " in str(answer)
 
 
 def timed(comm: offbeat.Communicator) -> tuple[list[float], bool]:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from problems import Dyadic, Realistic, Wide, data, optimizer_for, problem, take_step
 from table import CODES, LAWS, ROUNDED, ROWS, TOO_SMALL, Law, enough
+from ticking import clocked
 from torch import nn
 
 import offbeat
@@ -55,7 +56,7 @@ def run(comm: offbeat.Communicator, expression: str, model: type[nn.Module]) -> 
     torch.manual_seed(comm.rank)
     net = model(seed=comm.rank)
     opt = optimizer_for(net, "adamw" if expression.startswith("desloc") else "momentum")
-    sync = offbeat.method(expression)(net, opt, group=comm)
+    sync = offbeat.method(expression)(net, opt, group=clocked(comm, expression))
     pulls = []
     for part in sync.parts:
         if isinstance(part, PseudoSync):
@@ -77,7 +78,7 @@ def run(comm: offbeat.Communicator, expression: str, model: type[nn.Module]) -> 
         moments=[len(p.payload.moments.find()) for p in exchanges if p.payload.moments.rule != "keep"],
         lossy=[part.reduce for part in exchanges if part.reduce.lossy],
     )
-    if sync.method.startswith(("adaptive", "adacomm", "qsr")):
+    if sync.method.startswith(("adaptive", "adacomm", "qsr")) or "Budget(" in expression:
         steps = [0, *(report.step for report in sync.reports)]
         periods = {b - a for a, b in itertools.pairwise(steps)}
         assert len(periods) > 1, f"every period is {periods}"

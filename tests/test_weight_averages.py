@@ -9,6 +9,7 @@ import pytest
 import torch
 from problems import Realistic, data, optimizer_for
 from table import ROWS, enough
+from ticking import clocked
 from torch import Tensor, nn
 from torch.nn.functional import cosine_similarity, normalize
 from torch.optim.swa_utils import SWALR, AveragedModel
@@ -24,7 +25,7 @@ def test_swa_reads_the_consensus_of_every_method(expression: str) -> None:
         torch.manual_seed(comm.rank)
         net = Realistic(comm.rank)
         opt = optimizer_for(net, "momentum")
-        sync = offbeat.method(expression)(net, opt, group=comm)
+        sync = offbeat.method(expression)(net, opt, group=clocked(comm, expression))
         swa, rate, shown = AveragedModel(net), SWALR(opt, swa_lr=0.125, anneal_epochs=2), []
         for step in range(6):
             loss = net(data(comm.rank, step))

@@ -10,7 +10,7 @@ import torch
 from conftest import Pool
 from problems import Dyadic, data, optimizer_for, reloaded, same, simulated, snapshot, train
 from sentences import says
-from table import METHODS
+from table import METHODS, enough
 from torch import Tensor, nn
 
 import offbeat
@@ -234,9 +234,9 @@ def test_methods_that_do_not_weigh_refuse(expression: str) -> None:
         with pytest.raises(
             ValueError, match=r"^step\(samples=2\): .* does not weigh workers: omit samples\.$"
         ):
-            train(comm, expression, samples=(2, 2))
+            train(comm, expression, samples=(2, 2, 2, 2))
 
-    offbeat.simulate(worker, 2)
+    offbeat.simulate(worker, enough(expression))
 
 
 def test_samples_on_some_workers_only(pool: Pool) -> None:

@@ -55,7 +55,7 @@ class Stages(Part):
         self._index, self._agreed, self._began = 0, False, 0
         self.stage, self.done = 0, 0  # the steps done in the stage; -1: alpha is to be estimated first
         self._reference: Packed | None = None  # where the stage began
-        self._sum = Packed.like({})  # of the weights after each of its steps
+        self._sum = Packed.like({})  # of the weights after each of its steps, in float64
 
     def __repr__(self) -> str:
         return f"Stages({self.lengths}, gamma={self.gamma}, decay={self.decay})"
@@ -97,7 +97,11 @@ class Stages(Part):
 
     def _allocate(self) -> Packed:
         like = dict(zip(self._names, self._live(), strict=True))
-        self._reference, self._sum = reference, _ = Packed.like(like), Packed.like(like)
+        self._reference = reference = Packed.like(like)
+        # A stage may have 100 000 steps, whose sum would be off by 4e-4 in float32.
+        wide = [torch.promote_types(flat.dtype, torch.float64) for flat in reference.flats]
+        pairs = zip(reference.flats, wide, strict=True)
+        self._sum = reference.over([torch.zeros_like(flat, dtype=dtype) for flat, dtype in pairs])
         return reference
 
     def _begin(self, clock: Clock) -> None:
@@ -154,14 +158,16 @@ class Stages(Part):
 
     def _end(self, clock: Clock) -> None:
         """The weights become their mean over the steps of the stage and over the workers."""
-        comm = self.peers.everyone
+        comm, mean = self.peers.everyone, self._reference
+        assert mean is not None
+        self._sum.scale(1 / self.done)
+        torch._foreach_copy_(mean.flats, self._sum.flats)
         round = Round(replace(clock, round=self.stage, workers=comm.size), comm, since=self._began)
         with round.phase("offbeat.stage"):
             round.compare(self._index, read_rates(self._optimizers)[0], comm.rank)
-            round.messages.append(round.comm.mean(self._sum.flats))
+            round.messages.append(round.comm.mean(mean.flats))
             round.wait()
-        self._sum.scale(1 / self.done)
-        self._sum.write(self._live())
+        mean.write(self._live())
         self._emit(round.report())
         self.stage, self.done = self.stage + 1, -1
         self._begin(clock)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils.data import default_collate
 
 from offbeat.base.checks import is_whole
@@ -109,7 +110,7 @@ class CodedSampler:
         for number, coefficient in self.coded.hand_out(self.sync.steps):
             part = self.part(step, number, coefficient)
             if part.indices:
-                with seeded(part.seed):
+                with seeded(part.seed, self.coded.model):
                     yield part
 
     def part(self, step: int, number: int, coefficient: float) -> DataPart:
@@ -132,12 +133,21 @@ class CodedSampler:
 
 
 @contextmanager
-def seeded(seed: int) -> Iterator[None]:
-    """Draw torch's, Python's and NumPy's random numbers from this seed, and then from where they were."""
+def seeded(seed: int, model: nn.Module) -> Iterator[None]:
+    """Draw torch's, Python's and NumPy's random numbers from this seed, and then from where they were.
+
+    Of the accelerators, those that hold the model take part.
+    """
     numpy = sys.modules.get("numpy")
+    places = {p.device for p in model.parameters() if p.device.type != "cpu"}
+    kind = next((place.type for place in places), "cuda")
     python, arrays = random.getstate(), None if numpy is None else numpy.random.get_state()
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
+    with torch.random.fork_rng([place.index for place in places], device_type=kind):
+        torch.default_generator.manual_seed(seed)
+        for place in places:
+            module = torch.get_device_module(place)
+            with module.device(place.index):
+                module.manual_seed(seed)
         random.seed(seed)
         if numpy is not None:
             numpy.random.seed(seed % 2**32)

@@ -36,7 +36,7 @@ class CodedTrainer(Trainer):
         losses, step = [], self.sync.steps
         self.coded.unfinished = self.coded.load
         for number, coefficient in self.coded.hand_out(step):
-            with seeded(whole(self._seed, step, number, "part") >> 1):
+            with seeded(whole(self._seed, step, number, "part") >> 1, self.model):
                 loss = self.task.loss(self.model, batch[number])
                 (coefficient * loss).backward()  # type: ignore[no-untyped-call]
                 losses.append(loss.detach())
