@@ -27,6 +27,8 @@ State = dict[str, Any]
 def steps_of(expression: str) -> tuple[int, int]:
     """Two steps after which it can be saved."""
     often = SAVE_EVERY.get(expression)
+    if "Seconds(" in expression:
+        return 5, 9  # in different rounds: within one, numbers of steps may differ
     return (often, 2 * often) if often else (4, 5)
 
 
@@ -76,11 +78,14 @@ def tensor_in(state: Any) -> tuple[Any, Any] | None:
 
 def contradict(state: State) -> State:
     """The same checkpoint with a tensor cut, or in another round where it has none."""
-    if found := tensor_in(state["sync"]["parts"]):
+    first = state["sync"]["parts"][0]
+    if "round" in first:  # by the clock, all else belongs to one worker
+        first["round"] += 1
+    elif found := tensor_in(state["sync"]["parts"]):
         holder, key = found
         holder[key] = holder[key][:-1].clone()
     else:
-        state["sync"]["parts"][0]["rhythm"]["round"] += 1
+        first["rhythm"]["round"] += 1
     return state
 
 
@@ -103,7 +108,7 @@ ROWS = [pytest.param(row, marks=pytest.mark.slow if i % 6 else []) for i, row in
 def test_one_rank_has_another_checkpoint(expression: str) -> None:
     workers = max(enough(expression), GUILTY + 1)
     mine, other = (states(expression, seed=seed, workers=workers) for seed in (0, 1))
-    first, second = (state["sync"]["steps"] for state in mine[GUILTY])
+    first, second = (state["sync"]["place"] for state in mine[GUILTY])  # by the clock: rounds
 
     def answers(guilty: State, order: tuple[str, ...] = ("net", "opt", "sync")) -> list[Any]:
         def worker(comm: offbeat.Communicator) -> Any:

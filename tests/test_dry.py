@@ -315,3 +315,31 @@ def test_a_gradient_that_has_left_needs_its_step() -> None:
 
     with says(RuntimeError, "join(): a backward pass has no step yet: call step() first."):
         offbeat.simulate(worker, 2)
+
+
+MOVES = [[8.0, 4.0, 2.0], [0.0, 1.0, 0.0], [0.0, 0.0, 0.5]]
+
+
+def send_one_of_three(comm: offbeat.Communicator) -> list[list[float]]:
+    """The weights of worker 0 after each of its steps. Worker 1 has data for one. Rounds send one weight."""
+    net = torch.nn.Linear(3, 1, bias=False)
+    torch.nn.init.zeros_(net.weight)
+    opt, trace = torch.optim.SGD(net.parameters(), lr=1.0), []
+    feedback = offbeat.ErrorFeedback(offbeat.TopK(3, least=1))
+    sync = offbeat.diloco(net, opt, every=1, lr=1.0, momentum=0.0, reduce=feedback, group=comm)
+    for move in sync.batches(MOVES[: 1 if comm.rank else 3]):
+        net.weight.grad = -torch.tensor([move])
+        sync.step()
+        trace.append(net.weight[0].tolist())
+    sync.finish()
+    return trace
+
+
+def test_what_is_left_to_send_keeps_its_weight_when_a_worker_runs_dry() -> None:
+    """Both send 8, and keep 4 and 2. Then worker 1 is dry, so that means are multiplied by 2.
+
+    The second round sends 1 + 4 and 4, each at the new weight: (5 + 4)/2·2 = 9. The 2 that is left of either
+    weighs as much as before: with the 0.5 of worker 0 alone that is (0.5 + 1 + 1)/2·2.
+    """
+    trace = offbeat.simulate(send_one_of_three, 2)[0]
+    assert trace == [[8.0, 0.0, 0.0], [8.0, 9.0, 0.0], [8.0, 9.0, 2.5]]

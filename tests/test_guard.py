@@ -267,3 +267,52 @@ def test_buffers_of_rank_0_are_not_followed() -> None:
     net = Counting()
     with pytest.raises(ValueError, match=r'guard=3\.0 with buffers="follow": all workers would take'):
         offbeat.local_sgd(net, torch.optim.SGD(net.parameters(), lr=1.0), guard=3.0, buffers="follow")
+
+
+class Masked(Counting):
+    """Also with a mask, whose infinities have always been there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mask", torch.tensor([0.0, -math.inf]))
+
+
+@pytest.mark.parametrize("method", [AVERAGES[0], ANCHORED[0], "local_sgd(every=1, delay=1, guard=3.0)"])
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_worker_whose_buffers_are_not_finite_is_left_out(method: str, bad: float) -> None:
+    """Its weights are fine: a step that a scaler has skipped, after a forward pass that was not finite."""
+
+    def worker(comm: offbeat.Communicator) -> tuple[list[Any], list[float], bool]:
+        net = Masked()
+        opt = torch.optim.SGD(net.parameters(), lr=1.0)
+        sync = offbeat.method(method)(net, opt, group=comm)
+        for step in range(6):
+            opt.zero_grad()
+            (-net.weight.sum()).backward()
+            if comm.rank == 1 and step in (2, 3):
+                net.seen.fill_(bad)
+            sync.step()
+        sync.finish()
+        dropped = [(report.round, report.dropped) for report in sync.reports if report.dropped]
+        return dropped, [net.seen.item(), net.weight.item()], bool(net.mask[1] == -math.inf)
+
+    for dropped, (seen, weight), masked in offbeat.simulate(worker, 3):
+        # With a delay, what lands in between makes the buffer finite again.
+        assert dropped == [(2, (1,)), (3, (1,))][: 1 if "delay" in method else 2]
+        assert (seen, masked) == (5.0, True)
+        assert weight == 6.0 or "delay" in method
+    kept = method.replace("guard", "buffers='keep', guard")
+    assert all(d == [] for d, *_ in offbeat.simulate(lambda comm: worker_keeping(comm, kept, bad), 2))
+
+
+def worker_keeping(comm: offbeat.Communicator, method: str, bad: float) -> tuple[list[Any]]:
+    """Buffers that are not sent are nobody else's concern."""
+    net = Masked()
+    opt = torch.optim.SGD(net.parameters(), lr=1.0)
+    sync = offbeat.method(method)(net, opt, group=comm)
+    for _ in range(3):
+        opt.zero_grad()
+        (-net.weight.sum()).backward()
+        net.seen.fill_(bad)
+        sync.step()
+    return ([report.dropped for report in sync.reports if report.dropped],)

@@ -78,7 +78,10 @@ def run(comm: offbeat.Communicator, expression: str, model: type[nn.Module]) -> 
         moments=[len(p.payload.moments.find()) for p in exchanges if p.payload.moments.rule != "keep"],
         lossy=[part.reduce for part in exchanges if part.reduce.lossy],
     )
-    if sync.method.startswith(("adaptive", "adacomm", "qsr")) or "Budget(" in expression:
+    if (
+        sync.method.startswith(("adaptive", "adacomm", "qsr"))
+        or "every=Budget(0.125, least=2))" in expression
+    ):
         steps = [0, *(report.step for report in sync.reports)]
         periods = {b - a for a, b in itertools.pairwise(steps)}
         assert len(periods) > 1, f"every period is {periods}"

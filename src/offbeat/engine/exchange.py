@@ -170,6 +170,8 @@ class Exchange(AtRest):
         mean, payload, live = round.take(), self.payload, self.live
         if round.void:
             return None, None
+        if self.reduce.remembers:
+            self.sender.reweigh(self._states, round.factor)
         own, notes, buffers = mean.cut(*payload.lengths)
         if round.dropped:
             distances: Distances = (0.0, None)

@@ -25,7 +25,8 @@ _ROUNDS = 8  # that must be known before one can be an outlier
 _LEAST = 0.05  # the smallest deviation, as a share of the mean
 
 
-EMPTY: State = {"mean": 0.0, "variance": 0.0, "rounds": 0, "start": None}  # a history before the first round
+# A history before the first round. `infinite` values of buffers have always been there, as in a mask.
+EMPTY: State = {"mean": 0.0, "variance": 0.0, "rounds": 0, "start": None, "infinite": None}
 
 
 class Guard:
@@ -35,6 +36,7 @@ class Guard:
 
     d is the norm of the displacement over all live tensors, from the anchor, or from the weights after the
     last round. An outlier enters the history as m + limit·s, so that a lasting change is accepted in time.
+    A worker is also out if its weights, or buffers that rounds average, have become infinite or NaN.
     """
 
     def __init__(self, limit: float, update: Update, reduce: Reducer, payload: Payload) -> None:
@@ -58,12 +60,18 @@ class Guard:
 
     def note(self, states: Mapping[str, State], round: Round | None = None) -> None:
         """A period begins, with this round in the air, if there is one. Without an anchor, keep where."""
+        room, state = self._payload.own, states["guard"]
+        infinite = self._count_infinite()
+        state["infinite"] = infinite if state["infinite"] is None else min(infinite, state["infinite"])
         if self.update.anchors != "none" or (round is not None and round.dropped == BROKEN):
             return
-        room, state = self._payload.own, states["guard"]
         if state["start"] is None:
             state["start"] = [torch.empty_like(flat) for flat in room.flats]
         room.over(state["start"]).read(self._payload.live.tensors())
+
+    def _count_infinite(self) -> int:
+        """Count the values of averaged buffers that are not finite."""
+        return sum(int((~torch.isfinite(b)).sum()) for b in self._payload.buffers.averaged().values())
 
     def _origin(self, room: Packed, states: Mapping[str, State]) -> Packed | None:
         """Where the period began; None if another worker's state was loaded since."""
@@ -76,8 +84,11 @@ class Guard:
         history = states["guard"]
         starts = live if origin is None else origin.views
         moved = math.sqrt(square_distance((a.to(x.device) for a, x in zip(starts, live, strict=True)), live))
-        if not math.isfinite(moved) or origin is None:
-            return 0 if math.isfinite(moved) else BROKEN
+        known = history["infinite"] is not None
+        if not math.isfinite(moved) or (known and self._count_infinite() > history["infinite"]):
+            return BROKEN
+        if origin is None:
+            return 0
         mean = history["mean"] if history["rounds"] else moved
         limit = mean + self.limit * max(math.sqrt(history["variance"]), _LEAST * mean)
         out = history["rounds"] >= _ROUNDS and moved > limit
@@ -112,7 +123,7 @@ class Guard:
 def name_dropped(clock: Clock, dropped: Mapping[int, int]) -> None:
     """Say on every rank which workers a round leaves out."""
     reasons = {
-        BROKEN: "its weights are not finite",
+        BROKEN: "its weights or buffers are not finite",
         OUTLIER: "it has moved much further than usual",
     }
     for rank, why in dropped.items():

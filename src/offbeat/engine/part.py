@@ -83,6 +83,9 @@ class Part:
     def follow(self, landing: Landing) -> None:
         """Another part landed among more workers than share this part's anchor: move the anchor there."""
 
+    def pause(self, *, over: bool) -> None:
+        """All workers do something else than steps, or, if that is `over`, go on."""
+
     def shown(self) -> dict[str, Tensor]:
         """Return what `averaged()` shows in place of live parameters, by name."""
         return {}
@@ -117,6 +120,18 @@ def hold(parts: Sequence[Part]) -> Iterator[None]:
     finally:
         for sender, held in zip(senders, before, strict=True):
             sender.held = held
+
+
+@contextmanager
+def paused(parts: Sequence[Part]) -> Iterator[None]:
+    """Evaluate or save inside: the time does not count for schedules that measure it."""
+    for part in parts:
+        part.pause(over=False)
+    try:
+        yield
+    finally:
+        for part in parts:
+            part.pause(over=True)
 
 
 def check_samples(samples: float, parts: Sequence[Part]) -> None:

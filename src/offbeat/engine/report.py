@@ -210,7 +210,8 @@ class Ledger:
         self.open.append((report, round.clock.lr, drift is not None, scalars))
 
     def flush(self, *, wait: bool) -> None:
-        """Emit the reports that are complete; with `wait`, all of them."""
+        """Emit the reports that are complete; with `wait`, all of them. The wait belongs to no step."""
+        self.pause(over=False)
         while self.open and (wait or self.open[0][3].done()):
             report, lr, measured, scalars = self.open.popleft()
             try:
@@ -226,6 +227,7 @@ class Ledger:
                 self._cost = cost if cost.pace > 0 else None  # the first round knows no pace
             self._last = (drift, loss, lr)
             self.emit(replace(report, drift=drift if measured else None))
+        self.pause(over=True)
 
     def update(self, clock: Clock, *, opened: bool) -> Clock:
         """Return the clock with what is known of the last round. Waits if the schedule needs it.
@@ -242,11 +244,15 @@ class Ledger:
         drift, loss, lr = self._last or (None, None, None)
         return replace(clock, drift=drift, loss=loss, round_lr=lr, cost=self._cost, elapsed=elapsed)
 
+    def pause(self, *, over: bool) -> None:
+        """Stop the watch, or start it again when the pause is `over`."""
+        if self.watch is not None:
+            now = self._everyone.now()
+            self.watch.skip(now) if over else self.watch.read(now)
+
     def state_dict(self) -> State:
         watch = None if self.watch is None else self.watch.state_dict(self._everyone.now())
         self.flush(wait=True)
-        if self.watch is not None:
-            self.watch.skip(self._everyone.now())  # a run that does not save would not have waited here
         last = None if self._last is None else list(self._last)
         cost = None if self._cost is None else list(self._cost)
         own = {"loss": float(self._loss), "losses": self._losses}

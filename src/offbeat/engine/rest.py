@@ -126,6 +126,9 @@ class AtRest(Part):
     @abstractmethod
     def land(self, clock: Clock) -> None: ...
 
+    def pause(self, *, over: bool) -> None:
+        self.ledger.pause(over=over)
+
     def flush_reports(self, *, wait: bool) -> None:
         self.ledger.flush(wait=wait)
 

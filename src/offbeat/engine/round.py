@@ -138,6 +138,7 @@ class Round:
         self.alike = False  # whether all workers count for one, without any flag
         self.void = self.all_dry = self.nobody = False  # see `Weights`
         self.dropped = 0  # why the guard leaves this worker out
+        self.factor = 1.0  # of the mean, which makes it Σ w x / Σ w
         self._weighed = False  # whether the mean still has to be divided by the weights
         self.mean: Pending[Packed]
         self.followed: Pending[list[Tensor]] | None = None  # rank 0's buffers
@@ -192,11 +193,11 @@ class Round:
         mean = self.mean.wait()
         if self.heads is not None and not self.alike and not self._weighed:
             weights, self._weighed = Weights(self.heads.wait()), True
-            self.all_dry, self.nobody, factor = weights.all_dry, weights.nobody, weights.after()
+            self.all_dry, self.nobody, self.factor = weights.all_dry, weights.nobody, weights.after()
             name_dropped(self.clock, weights.dropped)
-            mean.scale(factor)
+            mean.scale(self.factor)
             if self.moments is not None:
-                self.moments.wait().scale(factor)
+                self.moments.wait().scale(self.factor)
         return mean
 
     @contextmanager
@@ -267,7 +268,7 @@ class Round:
             "bytes": [self.comm.sent, self.comm.received],
             "seconds": [self.waited, self.report().seconds_in_air],
             "mean": [flat.clone() for flat in self.take().flats],
-            "weighed": [self.void, self.all_dry, self.nobody, self.dropped],
+            "weighed": [self.void, self.all_dry, self.nobody, self.dropped, self.factor],
             "followed": copy_state(None if self.followed is None else self.followed.wait()),
             "moments": None if self.moments is None else self.moments.wait().tensors(),
             "sent": copy_state(self.sent),
@@ -281,7 +282,7 @@ class Round:
         round.comm.sent, round.comm.received = state["bytes"]
         round.waited, round.flown = state["seconds"]
         round.mean = arrived(packed)
-        round.void, round.all_dry, round.nobody, round.dropped = state["weighed"]
+        round.void, round.all_dry, round.nobody, round.dropped, round.factor = state["weighed"]
         if state["followed"] is not None:
             round.followed = arrived(copy_state(state["followed"]))
         if state["moments"] is not None:

@@ -22,7 +22,7 @@ from offbeat.engine.export import check_path, write_model
 from offbeat.engine.headers import LOAD, SAVE
 from offbeat.engine.loading import Loaded
 from offbeat.engine.optimizers import replace_steps
-from offbeat.engine.part import Part, hold
+from offbeat.engine.part import Part, hold, paused
 from offbeat.engine.report import Costs, Report, Totals, logger
 from offbeat.engine.transfer import why_unshared
 
@@ -203,11 +203,11 @@ class Run(ABC):
         once every rank has written its file.
         """
         self._must_be_open("save()", finished=True)
-        with self._failing(), self._costs.including(self._comm):
+        with self._failing(), self._costs.including(self._comm), paused(self.parts):
             self._start()
             self._together(lambda: self._meet(SAVE), settles=True)
         state = saving.capture(self, others)
-        with self._costs.including(self._comm):
+        with self._costs.including(self._comm), paused(self.parts):
             self._together(lambda: saving.Folder(folder, self._comm, self.model).write(self._place, state))
 
     def load(self, folder: str | Path, *, resize: bool = False, **others: Savable) -> bool:

@@ -51,6 +51,12 @@ class Sender:
         if factor != 1:
             self.payload.packed.scale(factor)
 
+    def reweigh(self, states: dict[str, State], factor: float) -> None:
+        """The mean of a round has been multiplied by `factor`. What the code keeps must not weigh more."""
+        memory = states.get("reduce", {})
+        for part in memory.get("parts", [memory] if memory else []):
+            self.reduce.reweigh(part, factor)
+
     def landed(self, clock: Clock, rhythm: Rhythm, states: dict[str, State]) -> None:
         """A round has landed."""
 

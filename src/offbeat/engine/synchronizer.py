@@ -20,7 +20,7 @@ from offbeat.engine.commits import Commits, Rejoin
 from offbeat.engine.headers import AVERAGED, FINISH, KINDS
 from offbeat.engine.loading import Loaded, may_resize
 from offbeat.engine.optimizers import check_trained, learning_rate, list_optimizers, read_rates, replace_steps
-from offbeat.engine.part import Landing, Part, check_parts, check_samples, check_timed
+from offbeat.engine.part import Landing, Part, check_parts, check_samples, check_timed, paused
 from offbeat.engine.report import Costs, Emit, Report, logger
 from offbeat.engine.round import Round
 from offbeat.engine.run import Run
@@ -186,7 +186,7 @@ class Synchronizer(Run):
         self._must_be_open("averaged()", finished=True)
         with self._failing():
             self._start()
-        with agreement.preserve(self.model):
+        with agreement.preserve(self.model), paused(self.parts):
             self._inside_averaged = True
             try:
                 if not self.finished:

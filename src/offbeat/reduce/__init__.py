@@ -1,6 +1,7 @@
 """How a payload is sent: each reducer owns its collectives."""
 
-from offbeat.reduce.code import Code, ErrorFeedback, Reducer
+from offbeat.reduce.code import Code, Reducer
+from offbeat.reduce.feedback import ErrorFeedback
 from offbeat.reduce.rounded import Mean, Quantized
 from offbeat.reduce.sparse import RandomBlock, TopK
 from offbeat.reduce.summary import LowRank, TwoLevel

@@ -13,7 +13,7 @@ from offbeat.base.clock import Clock, State
 from offbeat.base.packed import Packed, split_alike
 from offbeat.comm.communicator import Communicator, Pending
 from offbeat.reduce import Code, Reducer
-from offbeat.reduce.code import check_code, feed
+from offbeat.reduce.feedback import check_code, feed
 
 
 class Update:
