@@ -592,3 +592,10 @@ def test_a_sampler_is_for_coded_gradients() -> None:
         offbeat.simulate(lambda comm: worker(comm, code, batch_size=0), 2)
     with says(ValueError, "coded_sampler(dataset): the dataset is empty."):
         offbeat.simulate(lambda comm: worker(comm, code, dataset=[]), 2)
+    with says(ValueError, "coded_sampler(dataset, None): the method must be gradient_code(...)."):
+        offbeat.simulate(lambda comm: worker(comm, code, sync=None), 2)
+    with says(ValueError, "coded_sampler(seed='a'): seed must be a whole number."):
+        offbeat.simulate(lambda comm: worker(comm, code, seed="a"), 2)
+    loader = "a list_iterator has no length and index: pass a dataset, not a loader."
+    with says(TypeError, f"coded_sampler(dataset): {loader}"):
+        offbeat.simulate(lambda comm: worker(comm, code, dataset=iter([1])), 2)

@@ -60,12 +60,20 @@ def coded_sampler(
             sync.step()
             optimizer.zero_grad()
     """
-    coded = [part for part in sync.parts if isinstance(part, CodedGradients)]
+    parts = sync.parts if isinstance(sync, Synchronizer) else ()
+    coded = [part for part in parts if isinstance(part, CodedGradients)]
     if not coded:
         raise ValueError(f"coded_sampler(dataset, {sync!r}): the method must be gradient_code(...).")
     for name, value in (("batch_size", batch_size), ("epochs", epochs)):
         if not is_whole(value, 1):
             raise ValueError(f"coded_sampler({name}={value!r}): {name} must be a whole number, at least 1.")
+    if not is_whole(seed):
+        raise ValueError(f"coded_sampler(seed={seed!r}): seed must be a whole number.")
+    if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+        kind = type(dataset).__name__
+        raise TypeError(
+            f"coded_sampler(dataset): a {kind} has no length and index: pass a dataset, not a loader."
+        )
     if not len(dataset):
         raise ValueError("coded_sampler(dataset): the dataset is empty.")
     return CodedSampler(dataset, sync, coded[0], batch_size, epochs, shuffle, seed, collate)
