@@ -39,6 +39,7 @@ STEP = {"digits": 0.005, "noisy": 0.005, "bytes": 0.1, "images": 0.05}
 DELAY = 5  # how many steps a delayed step takes longer
 CURVE = 8  # evaluations of a run whose time counts
 MISSING = "not run yet"
+NEED_DATA = {"bytes": "a text such as tinyshakespeare", "images": "a zip of pictures such as CIFAR-10"}
 
 
 @dataclass(frozen=True)
@@ -268,7 +269,10 @@ def measure(study: Study, log: Log, args: argparse.Namespace) -> None:
     left = args.limit
     for given in study.cells:
         cell = replace(given, steps=args.steps or given.steps)
-        if (cell.task in ("bytes", "images") and args.data is None) or args.only not in str(cell):
+        if args.only not in str(cell):
+            continue
+        if cell.task in NEED_DATA and args.data is None:
+            print(f"{cell.method} needs --data, {NEED_DATA[cell.task]}: left out", flush=True)
             continue
         rates = study.rates[cell.optimizer]
         for number in range(len(rates) + args.seeds - 1):
@@ -283,7 +287,7 @@ def measure(study: Study, log: Log, args: argparse.Namespace) -> None:
             if left == 0:
                 return
             row = run(cell, build_task(cell.task, seed, args.data, args.cache), lr, seed)
-            log.add(row)
+            log.add(row | ({"data": Path(args.data).name} if cell.task in NEED_DATA else {}))
             left -= 1
             told = f"{cell.task} {cell.optimizer} {cell.decay}, {cell.workers} workers, {cell.method}"
             print(f"{told}, lr {lr:g}, seed {seed}: {row['loss']} in {row['cpu']} s", flush=True)
