@@ -125,6 +125,22 @@ def test_moments_of_several_optimizers() -> None:
     assert offbeat.simulate(worker, 2) == [[3.0, 1.5, 5.0]] * 2
 
 
+@pytest.mark.parametrize(
+    ("kind", "key"), [(torch.optim.Adamax, "exp_inf"), (torch.optim.RMSprop, "square_avg")]
+)
+def test_second_moments_have_other_names_elsewhere(kind: Any, key: str) -> None:
+    def worker(comm: offbeat.Communicator) -> float:
+        net = nn.ParameterList([torch.zeros(1)])
+        optimizer = kind(net.parameters(), lr=0.5)
+        sync = offbeat.desloc(net, optimizer, every=9, first=9, second=1, group=comm)
+        net[0].grad = torch.full((1,), 2.0 * comm.rank + 2)
+        sync.step()
+        return optimizer.state[net[0]][key].item()
+
+    one, two = offbeat.simulate(worker, 2)
+    assert one == two > 0
+
+
 NET = Dyadic()
 
 
