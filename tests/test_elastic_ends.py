@@ -29,7 +29,7 @@ from torch._C._distributed_c10d import TCPStore
 
 import offbeat
 from offbeat.base.clock import Clock
-from offbeat.comm.communicator import Communicator
+from offbeat.comm.communicator import Communicator, Pending
 from offbeat.elastic import wire
 from offbeat.elastic.decision import check_going
 from offbeat.elastic.group import listens
@@ -226,10 +226,33 @@ def test_a_state_is_received_on_the_device_of_the_model(monkeypatch: pytest.Monk
     assert made == [torch.device("cuda", 1), torch.device("cpu")]
 
 
-def test_a_sharded_model_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(healing, "find_mesh", lambda model: SimpleNamespace(size=lambda: 2))
+def test_a_model_on_two_axes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(healing, "find_mesh", lambda model: SimpleNamespace(ndim=2))
     model = nn.Linear(2, 2)
-    with pytest.raises(ValueError, match="sharded over 2 processes, but a worker"):
+    with pytest.raises(ValueError, match="a mesh of 2 axes, but a worker that comes and goes can have one"):
         offbeat.local_sgd(
             model, torch.optim.SGD(model.parameters(), lr=0.1), group=offbeat.Elastic("http://127.0.0.1:1")
         )
+
+
+def test_nobody_waits_for_the_drift_of_a_worker_that_is_lost() -> None:
+    """A round has been applied, but the mean of its drift never comes: one who sends it may be dead."""
+
+    def worker(comm: Communicator) -> list[tuple[int, bool]]:
+        group = Scripted(comm, [A([0, 1]), A([0, 1])])
+        model, sync = build("cocod", group, comm.rank)
+        seen: list[tuple[int, bool]] = []
+        sync.on_report = lambda report: seen.append((report.round, report.drift is None))
+        with sync:
+            sync.start()
+            train(model, sync, comm.rank, 6)  # the first round has landed, and its drift is on the way
+            never = Pending[Any](lambda: pytest.fail("waits"), lambda: False, lambda: 0.0)
+            ledger = sync.parts[0].ledger  # type: ignore[attr-defined]
+            report, lr, measured, _ = ledger.open.pop()
+            ledger.open.append((report, lr, measured, never))
+            train(model, sync, comm.rank, 8)
+            assert not ledger.open
+            train(model, sync, comm.rank, 10)
+        return seen
+
+    assert offbeat.simulate(worker, 2) == [[(0, True), (1, False)]] * 2

@@ -47,6 +47,12 @@ class Members:
     state: State | None = field(default=None, repr=False)  # what this worker has received
 
 
+def unite(inside: Communicator, *flags: bool) -> list[bool]:
+    """Say which of these flags are set on all ranks."""
+    rows = inside.tell([int(flag) for flag in flags]).wait()
+    return [all(row[i] for row in rows) for i in range(len(flags))]
+
+
 class Changing(Wrapped):
     """A communicator whose members may change between two rounds. Until it has members it is a world of one.
 
@@ -58,6 +64,7 @@ class Changing(Wrapped):
     device = torch.device("cpu")  # of the model: where a state is received
     finished = False  # whether the run has come to its end here
     may_end = False  # whether this worker lacks nothing, so that it may end without the others
+    inside: Communicator | None = None  # the processes of this worker, if its model is sharded over several
 
     def __init__(self, comm: Communicator) -> None:
         super().__init__(comm)
@@ -78,6 +85,14 @@ class Changing(Wrapped):
     @abstractmethod
     def close(self) -> None:
         """This worker takes part in no further round."""
+
+    def shard(self, inside: Communicator) -> None:
+        """The model is sharded over these processes, which together are one worker."""
+        raise ValueError(f"group={self!r}: the workers of this group cannot have sharded models.")
+
+    def unite(self, *flags: bool) -> list[bool]:
+        """Say which of these flags are set on all processes of this worker."""
+        return list(flags) if self.inside is None else unite(self.inside, *flags)
 
     def wrap(self, comm: Communicator) -> Communicator:
         return comm

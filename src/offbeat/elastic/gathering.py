@@ -9,7 +9,7 @@ from dataclasses import replace
 from offbeat.base.clock import State
 from offbeat.base.errors import OffbeatError, PeerLost, RunFinished
 from offbeat.comm.background import Solo
-from offbeat.comm.changing import Card, Changing, Give, Members
+from offbeat.comm.changing import Card, Changing, Give, Members, unite
 from offbeat.comm.communicator import Communicator
 from offbeat.comm.presence import Departure
 from offbeat.elastic.decision import FINISHED, Decision, Seat, check_going, decide
@@ -28,6 +28,7 @@ class Gathering(Changing):
         self.name, self.members = name, Members((name,))
         self.broken = True  # there are no connections, or they have failed
         self._attempt = 0
+        self.beside: Communicator | None = None  # as `inside`, for the thread that asks for members
 
     @abstractmethod
     def _list(self, card: Card) -> list[Seat]:
@@ -42,7 +43,24 @@ class Gathering(Changing):
         """Whether so many workers may go on. If not, wait a moment."""
 
     def _gather(self, card: Card, give: Give) -> tuple[Communicator, Members]:
-        """Ask until this worker is a member, is connected to the others, and has the state of the run."""
+        """Ask until this worker is a member, is connected to the others, and has the state of the run.
+
+        If one of its processes cannot connect, or receives no state, none of them has.
+        """
+        if self.beside is None:
+            return self._find(card, give)
+        try:
+            comm, members = self._find(card, give)
+        except OffbeatError:
+            unite(self.beside, False)
+            raise
+        if not unite(self.beside, not members.broken)[0] and not members.broken:
+            if comm is not self.comm:
+                comm.worker.leave(Departure("lost a process", PeerLost.__name__))
+            return Solo(), replace(members, broken=True, state=None)
+        return comm, members
+
+    def _find(self, card: Card, give: Give) -> tuple[Communicator, Members]:
         while True:
             self._attempt += 1
             seats = self._list(card)

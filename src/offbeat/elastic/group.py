@@ -33,6 +33,7 @@ from offbeat.comm.torch_backend import Torch
 from offbeat.elastic.decision import FINISHED, Decision, Seat
 from offbeat.elastic.gathering import Gathering
 from offbeat.elastic.lighthouse import Lighthouse
+from offbeat.elastic.wire import share_text
 
 logger = logging.getLogger("offbeat")
 
@@ -84,7 +85,7 @@ class Elastic(Gathering):
 
     def ask(self, card: Card, give: Give) -> None:
         assert self._asked is None
-        if self._client is None:
+        if self._client is None and self._leads:
             self._client = Lighthouse(self.lighthouse, self.name)
             host = _find_address(self.lighthouse)
             self._store = TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False)
@@ -101,11 +102,22 @@ class Elastic(Gathering):
             raise RunFinished(FINISHED) from None
 
     def close(self) -> None:
-        if self._client is not None and not self._closed:
+        if self._card is not None and not self._closed:
             if self.finished:
                 wait([start(self._say_finished, "offbeat-finished")], _FAREWELL)
-            self._client.close()
+            if self._client is not None:
+                self._client.close()
         self._closed = True
+
+    def shard(self, inside: Communicator) -> None:
+        """The first process asks the lighthouse, for all. Each connects to those with the same shard."""
+        self.inside, self.beside = inside, inside.worker.duplicate()
+        self.name = share_text(self.name, inside)
+        self.members = Members((self.name,))
+
+    @property
+    def _leads(self) -> bool:
+        return self.inside is None or self.inside.rank == 0
 
     def _say_finished(self) -> None:
         """Tell workers that still come that the run is finished: they would wait for it."""
@@ -117,14 +129,25 @@ class Elastic(Gathering):
                 if comm is not self.comm:
                     comm.worker.leave(Departure(FINISHED, RunFinished.__name__))
         self._attempt += 1
-        self._list(replace(self._card, over=True))
+        if self._leads:
+            self._ask_lighthouse(replace(self._card, over=True))
 
-    def _list(self, card: Card) -> list[Seat]:
+    def _ask_lighthouse(self, card: Card) -> list[Any]:
         assert self._client is not None
         own = asdict(card) | {"place": None if card.place == inf else card.place}  # JSON has no infinity
         told = {"card": own, "attempt": self._attempt, "key": "" if self.broken else self.members.key}
         proof = self._prove(self.name, self._address, told)
-        answer = self._client.quorum(self._address, {"told": told, "proof": proof})
+        return self._client.quorum(self._address, {"told": told, "proof": proof})
+
+    def _list(self, card: Card) -> list[Seat]:
+        answer: list[Any] | None = None
+        try:
+            answer = self._ask_lighthouse(card) if self._leads else []
+        finally:  # the other processes must not wait for one that fails
+            if self.beside is not None:
+                answer = json.loads(share_text(json.dumps(answer), self.beside))
+        if answer is None:
+            raise RunFinished(FINISHED)
         seats = [seat for found in answer if (seat := self._read(*found)) is not None]
         # A run that this process has finished does not end the next one.
         return [seat for seat in seats if not (seat.card.over and seat.card.lineage in self._ended)]
@@ -180,25 +203,37 @@ class Elastic(Gathering):
         logger.info("%s connects to %d workers: %s", self.name, len(names), ", ".join(names))
         bulletin = self._reach(decision.host)
         place = f"offbeat/{key}/{self._prove(key, 'connections')[:16]}"
+        if self.inside is not None:
+            place += f"/{self.inside.rank}"
         own, ranks, addresses = names.index(self.name), range(len(names)), decision.addresses
         lookout = Lookout(place, ranks, own, bulletin, self.timeout, patience=_REACH)
         lookout.is_alive = lambda rank: listens(addresses[rank])
-        return Torch.among(lookout)
+        try:
+            return Torch.among(lookout)
+        except OffbeatError as error:  # those who are connected wait for this one
+            lookout.leave(Departure(str(error), PeerLost.__name__), {})
+            raise
 
     def _reach(self, address: str) -> Bulletin:
         """The store at an address. Those of earlier members are closed: their workers may be dead."""
         self._stores = {known: store for known, store in self._stores.items() if known == address}
         if address not in self._stores:
-            host, _, port = address.rpartition(":")
-            patience = timedelta(seconds=_REACH)
-            try:
-                if not listens(address):  # torch would try again until its time is over
-                    raise ValueError(address)
-                store = TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=patience)
-            except (RuntimeError, ValueError) as error:
-                raise PeerLost(f"The store of a worker at {address} cannot be reached.") from error
-            self._stores[address] = Bulletin(store)
+            self._stores[address] = Bulletin(_open_store(address))
         return self._stores[address]
+
+
+def _open_store(address: str) -> TCPStore:
+    """Connect to the store of a worker, as long as it listens: torch alone would not notice that it dies."""
+    host, _, port = address.rpartition(":")
+    deadline = time.monotonic() + _REACH
+    while listens(address) and time.monotonic() < deadline:
+        with suppress(RuntimeError, ValueError):
+            patience = timedelta(seconds=_KNOCK)
+            store = TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=patience)
+            store.set_timeout(timedelta(seconds=_REACH))
+            return store
+        time.sleep(_AGAIN / 10)
+    raise PeerLost(f"The store of a worker at {address} cannot be reached.")
 
 
 def listens(address: str) -> bool:

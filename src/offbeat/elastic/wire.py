@@ -67,6 +67,17 @@ def rebuild(text: Any, tensors: list[Tensor], most: int, place: torch.device = _
     return tensors[-1]
 
 
+def share_text(text: str, comm: Communicator) -> str:
+    """Return the text of rank 0, on all ranks."""
+    own = text.encode()
+    length = comm.tell([len(own)]).wait()[0][0]
+    room = torch.zeros(length, dtype=torch.uint8)
+    if comm.rank == 0:
+        room.copy_(torch.frombuffer(bytearray(own), dtype=torch.uint8))
+    comm.broadcast([room]).wait()
+    return bytes(room.tolist()).decode()
+
+
 def send_state(state: State, pair: Communicator) -> int:
     """Send a state to the other worker of a pair. Return how many bytes it had."""
     tensors: list[Tensor] = []

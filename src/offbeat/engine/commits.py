@@ -21,7 +21,7 @@ from offbeat.comm.communicator import Communicator, arrived
 from offbeat.engine import agreement
 from offbeat.engine.exchange import Exchange
 from offbeat.engine.healing import Undo, adopt, capture, check_elastic, find_device, find_mean
-from offbeat.engine.meetings import GONE_ON, Meetings
+from offbeat.engine.meetings import GONE_ON, INSIDE, Meetings
 from offbeat.engine.report import logger
 from offbeat.engine.round import Round
 
@@ -67,11 +67,11 @@ class Commits:
         # Held while the state of the run may change. Who sends it to a worker that joins waits for it.
         self._busy, self._wanted, self._over = threading.Lock(), False, False
         self._busy.acquire()
-        for part in run.parts:
-            if isinstance(part, Exchange):
-                part.send_whole()
-                part.payload.renew()
-                part.commits = self
+        self._exchanges = [part for part in run.parts if isinstance(part, Exchange)]
+        for part in self._exchanges:
+            part.send_whole()
+            part.payload.renew()
+            part.commits = self
 
     def ask(self, prepared: str = "", place: float = math.inf, *, can_heal: bool = False) -> None:
         if not self._method:
@@ -82,12 +82,14 @@ class Commits:
 
     def answer(self) -> Members:
         """Wait for the next members. Meanwhile this worker's state may be read."""
-        self.asked = False
+        self.asked, before = False, self._everyone.members.key
         self._busy.release()
         try:
             members = self._everyone.answer()
         finally:
             self._busy.acquire()
+        for part in self._exchanges if members.key != before else ():
+            part.ledger.abandon()
         self._run._follow_members(self._everyone)
         return members
 
@@ -128,12 +130,7 @@ class Commits:
                 break
             if members.broken or not members.starts:
                 continue
-            try:
-                with run._costs.including(run._comm):
-                    agreement.exchange(agreement.list_all(run.model), run._comm.broadcast)
-                    run._comm.tell([]).wait()
-            except PeerLost as error:
-                everyone.fail(error)
+            if not self.meetings.start():
                 continue
             self.lineage, self.rounds = _extend("start", members.key), 0
             run._run, run._started = agreement.digest(self.lineage), True
@@ -227,7 +224,10 @@ class Commits:
                     prepared = _extend(self.lineage, f"{part.index} {self._everyone.members.key}")
                     with round.waiting():
                         round.comm.tell([1]).wait()
-            if round.broken:
+            whole, arrived_all = self._everyone.unite(not round.broken, bool(prepared))
+            if not whole:
+                self._everyone.fail(PeerLost(INSIDE))
+                round.broken, prepared = True, prepared if arrived_all else ""
                 with round.waiting():
                     members = self._ask_again(prepared)
                 if not prepared or members.lineage != prepared:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from offbeat.among import World
+from offbeat.among import World, communicator
 from offbeat.base.clock import Clock, State
 from offbeat.base.errors import CheckpointMismatch
 from offbeat.base.tensors import Share, local, named, trainable
@@ -58,11 +58,13 @@ def check_elastic(parts: Sequence[Part], everyone: Changing) -> None:
     if reason is not None:
         raise ValueError(f"group={everyone!r}: the method cannot go on without a worker: {reason}.")
     mesh = find_mesh(parts[0].model)
-    if mesh is not None and mesh.size() > 1:
+    if mesh is not None and mesh.ndim != 1:
         raise ValueError(
-            f"group={everyone!r}: the model is sharded over {mesh.size()} processes, but a worker that comes "
-            "and goes is one process: do not shard it, or use a process group."
+            f"group={everyone!r}: the model is sharded over a mesh of {mesh.ndim} axes, but a worker that "
+            "comes and goes can have one: shard the model over one axis."
         )
+    if mesh is not None and mesh.size() > 1:
+        everyone.shard(communicator(mesh))
     moving = [part for part in exchanges if not part.live.early]
     offsets = sorted(part.when.offset for part in moving if isinstance(part.when, Every))
     periods = [part.when.steps for part in moving if isinstance(part.when, Every)]

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, TypeVar
 from offbeat.base.clock import Clock
 from offbeat.base.errors import PeerLost, RunFinished
 from offbeat.comm.changing import Changing
+from offbeat.engine import agreement
 from offbeat.engine.exchange import Exchange
 from offbeat.engine.report import logger
 
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 _MOST = 1024  # calls after one step
+INSIDE = "A process of this worker has lost another worker."
 GONE_ON = "The others have gone on without this worker: start it again, and it receives their state."
 
 
@@ -40,15 +42,8 @@ class Meetings:
         place, results = self._find_place(), list[T]()
         if self._everyone.members.partial:
             self._gather(place)
-        while True:
-            try:
-                results.append(call())
-                self._run._comm.tell([]).wait()
-                break
-            except PeerLost as error:
-                logger.warning("%s", error)
-                self._everyone.fail(error)
-            self._everyone.may_end = last and bool(results)
+        while not self.do(lambda: results.append(call())):
+            self._everyone.may_end = last and self._everyone.unite(bool(results))[0]
             try:
                 self._gather(place)
             except RunFinished:
@@ -62,6 +57,27 @@ class Meetings:
             if isinstance(part, Exchange) and part._round is not None:
                 self._commits.settle(part, Clock(self._run.steps, 0, self._run._lr))
         return results[-1]
+
+    def do(self, call: Callable[[], object]) -> bool:
+        """Make a call once. Return whether all members have made it; if not, they are to be asked for."""
+        good = True
+        try:
+            call()
+            self._run._comm.tell([]).wait()
+        except PeerLost as error:
+            logger.warning("%s", error)
+            self._everyone.fail(error)
+            good = False
+        (whole,) = self._everyone.unite(good)
+        if good and not whole:
+            self._everyone.fail(PeerLost(INSIDE))
+        return whole
+
+    def start(self) -> bool:
+        """Give rank 0's weights to all members. Return whether all have them."""
+        comm, tensors = self._run._comm, agreement.list_all(self._run.model)
+        with self._run._costs.including(comm):
+            return self.do(lambda: agreement.exchange(tensors, comm.broadcast))
 
     def _find_place(self) -> float:
         if self._run.steps != self._step:

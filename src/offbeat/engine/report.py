@@ -229,6 +229,12 @@ class Ledger:
             self.emit(replace(report, drift=drift if measured else None))
         self.pause(over=True)
 
+    def abandon(self) -> None:
+        """Emit all reports now: where workers come and go, one that is lost may owe its part of a drift."""
+        self.flush(wait=False)
+        while self.open:
+            self.emit(replace(self.open.popleft()[0], drift=None))
+
     def update(self, clock: Clock, *, opened: bool) -> Clock:
         """Return the clock with what is known of the last round. Waits if the schedule needs it.
 
