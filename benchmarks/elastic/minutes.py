@@ -32,7 +32,7 @@ from torch import nn
 import offbeat
 from offbeat.elastic.lighthouse import load_torchft
 
-WORKERS, LEAST, EVERY, PAUSE, BEAT, WIDTH = 5, 2, 8, 0.15, 2000, 64
+WORKERS, LEAST, EVERY, PAUSE, BEAT, WIDTH = 4, 2, 8, 0.25, 2000, 64
 Said = Callable[[int, int], None]  # a round and the number of workers that counted in it
 
 
