@@ -22,6 +22,7 @@ import time
 from typing import Any
 
 import torch
+import torch._dynamo  # every optimizer imports it: before the fork, so that it is not timed
 from torch import nn
 
 import offbeat
