@@ -140,6 +140,14 @@ def test_it_resumes_exactly(expression: str) -> None:
         assert [found[0] for found in whole] == [found[0] for found in again], cut
 
 
+def test_the_slowest_worker_says_how_long_a_step_takes() -> None:
+    """A round of 0.5 s, steps of 0.0625 and 0.125 s: 0.5·0.875/(0.125·0.125) = 28 steps."""
+    compute = lambda rank, step: 0.0625 * (1 + rank)  # noqa: E731
+    worker = lambda comm: run(comm, "diloco(every=Budget(0.125, least=2))", 130)  # noqa: E731
+    for _, found, _, _ in offbeat.simulate(worker, 2, compute=compute, network=Network(latency=0.5)):
+        assert found[-1] == 28
+
+
 def ticking(comm: offbeat.Communicator, expression: str, seconds: float) -> Any:
     return run(Ticking(comm, seconds * (1 + comm.rank % 2), 0.5), expression, 60)
 
