@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from ports import free_port
 from problems import Dyadic, Realistic, data, optimizer_for, snapshot, take_step
+from ticking import clocked
 from torch import Tensor, nn
 
 import offbeat
@@ -98,7 +99,7 @@ class Training:
         self.net = Realistic(self.rank)
         self.opt = optimizer_for(self.net, "adamw")
         self.scheduler = torch.optim.lr_scheduler.ExponentialLR(self.opt, 0.9)
-        self.sync = offbeat.method(expression)(self.net, self.opt)
+        self.sync = offbeat.method(expression)(self.net, self.opt, group=clocked(offbeat.Torch(), expression))
         self.step = 0  # passes; some methods make steps of their own
         self.sync.load(directory, scheduler=self.scheduler, place=self)
         self.first = self.step

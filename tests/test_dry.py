@@ -343,3 +343,10 @@ def test_what_is_left_to_send_keeps_its_weight_when_a_worker_runs_dry() -> None:
     """
     trace = offbeat.simulate(send_one_of_three, 2)[0]
     assert trace == [[8.0, 0.0, 0.0], [8.0, 9.0, 0.0], [8.0, 9.0, 2.5]]
+
+
+def test_batches_of_no_loader_are_refused() -> None:
+    net = torch.nn.Linear(1, 1)
+    sync = offbeat.local_sgd(net, torch.optim.SGD(net.parameters(), lr=0.1), every=2)
+    with pytest.raises(TypeError, match=r"batches\(5\): pass a DataLoader"):
+        next(sync.batches(5))

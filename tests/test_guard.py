@@ -78,8 +78,9 @@ def test_an_outlier_is_left_out_of_one_round(expression: str, caplog: pytest.Log
     assert lines == ["Round 9 (step 10) goes on without rank 1: it has moved much further than usual."] * 2
     # Just inside, it counts: (1 + 1.14)/2.
     assert walks(expression, [*usual, 1.0], [*usual, 1.14])[0][-1] == 10.07
-    # In the first rounds there is no history to judge by.
-    assert walks(expression, [1.0, 1.0], [1.0, 9.0])[0][-1] == 6.0
+    # In the first eight rounds there is too little history to judge by.
+    assert walks(expression, [1.0] * 8, [*usual[:7], 9.0])[0][-1] == 12.0
+    assert walks(expression, [1.0] * 9, [*usual[:8], 9.0])[0][-1] == 9.0
 
 
 @pytest.mark.parametrize("expression", AVERAGES + ANCHORED)

@@ -18,7 +18,6 @@ import warm
 from conftest import Pool, processes
 from killable import Crew, halt, send_much, stall, stay_away, train, train_many
 from table import METHODS, SAVE_EVERY
-from ticking import needs_clock
 
 import offbeat
 from offbeat.comm.presence import Departure
@@ -33,8 +32,7 @@ REPORT = "Waiting for all ranks to report: "
 RUNS = [
     pytest.param(row, marks=[] if row == QUICK else pytest.mark.slow)
     for row in METHODS
-    # Some need more than two workers, and where time decides a run cannot be repeated.
-    if "((" not in row and "clusters=" not in row and not needs_clock(row)
+    if "((" not in row and "clusters=" not in row  # some need more than two workers
 ]
 
 

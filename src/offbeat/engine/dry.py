@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import TypeVar
 
 from offbeat.base.tensors import Gradients
 from offbeat.engine.exchange import Exchange
 from offbeat.engine.part import Part
+
+T = TypeVar("T")
 
 
 def check_dry(parts: Sequence[Part], call: str) -> None:
@@ -21,6 +24,12 @@ def check_dry(parts: Sequence[Part], call: str) -> None:
         raise ValueError(
             f"{call}: no round of this method has all workers, so none says who is done: {advice}."
         )
+
+
+def check_loader(loader: Iterable[T]) -> Iterable[T]:
+    if not isinstance(loader, Iterable):
+        raise TypeError(f"batches({loader!r}): pass a DataLoader, or anything else that yields batches.")
+    return loader
 
 
 def _find_common(parts: Sequence[Part]) -> list[Exchange]:

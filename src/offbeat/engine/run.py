@@ -162,7 +162,7 @@ class Run(ABC):
             optimizer.zero_grad()
         """
         dry.check_dry(self.parts, "batches()")
-        yield from loader
+        yield from dry.check_loader(loader)
         self.join(each)
 
     @property
@@ -229,14 +229,14 @@ class Run(ABC):
         if found is None:
             return False
         step, workers, own, counted = found
-        with self._failing():
-            state = place.read(step, own, workers)
-        saving.restore(self, state, others, resize=resize)
-        if self._loaded is not None and self._loaded.ranks is not None:
+        with paused(self.parts):
             with self._failing():
-                files = (state if rank == own else place.read(step, rank, workers) for rank in counted)
-                models = [saved["model"] for saved in files]
-            self._count_weights(models)
+                state = place.read(step, own, workers)
+            saving.restore(self, state, others, resize=resize)
+            if self._loaded is not None and self._loaded.ranks is not None:
+                with self._failing():
+                    models = [(state if r == own else place.read(step, r, workers))["model"] for r in counted]
+                self._count_weights(models)
         return True
 
     def _count_weights(self, models: Sequence[Mapping[str, Tensor]]) -> None:

@@ -264,7 +264,7 @@ class Synchronizer(Run):
     def _start(self) -> None:
         """Once: check that all workers agree, and give them rank 0's weights and buffers."""
         if self._loaded is not None:
-            with self._costs.including(self._comm):
+            with self._costs.including(self._comm), paused(self.parts):
                 self._loaded.complete(self)
             self._loaded = None
         if (self._commits is not None and self._commits.join()) or self._started:
