@@ -53,7 +53,7 @@ def test_every_method_is_in_the_catalogue_with_its_paper(entries: dict[str, meth
         ("adacomm", 1 / 16, 1),
         ("cocod", 1 / 8, 2),  # one of them in the air
         ("dasgd", 1 / 8, 1),
-        ("coda", 1 / 8, 3),
+        ("coda", 1 / 8, 4),
         ("desloc", (1 + 1 / 3 + 1 / 6) / 64, 2),  # one of them in the air
         ("slowmo", 1 / 12, 3),
         ("overlap_local_sgd", 1 / 2, 3),
@@ -217,7 +217,7 @@ def test_the_layouts_of_a_table() -> None:
 def test_text_in_a_narrow_table_is_listed() -> None:
     columns = {"method": "fold", "when": "fold", "delay": "right"}
     rows = [["a(every=1)", "Every(steps=1)\nEvery(steps=16)", "0\n0"]]
-    listed = "  when: Every(\n    steps=1); Every(\n    steps=16)\n  delay 0\n"
+    listed = "  when:\n    Every(steps=1);\n    Every(steps=16)\n  delay 0\n"
     assert printed(20, columns, rows).endswith(listed)
 
 
