@@ -21,7 +21,7 @@ from offbeat.lab import Lab, Run, unavailable
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results.jsonl"
-RATES = (1e-3, 2e-3, 4e-3)  # the learning rates that every rule is tried with
+RATES = (1e-3, 2e-3, 3e-3)  # the learning rates that every rule is tried with
 SEARCH_SEEDS = (0,)
 
 Row = dict[str, Any]

@@ -92,6 +92,9 @@ def main() -> None:
         drawn = figure.PICTURE if folder == HERE else folder / figure.PICTURE.name
         if shown := report.results(rows, "50mbit"):
             drawn.write_text(figure.picture(shown))
+        if shown and folder == HERE:
+            page = ROOT / "docs/benchmarks.md"
+            page.write_text(report.fill(page.read_text(), report.summary(rows)))
 
 
 if __name__ == "__main__":
