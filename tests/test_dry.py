@@ -16,6 +16,7 @@ from ticking import clocked, needs_clock
 from torch import Tensor
 
 import offbeat
+from offbeat.engine.weights import SHARE
 
 Trace = list[dict[str, Tensor]]
 
@@ -350,3 +351,28 @@ def test_batches_of_no_loader_are_refused() -> None:
     sync = offbeat.local_sgd(net, torch.optim.SGD(net.parameters(), lr=0.1), every=2)
     with pytest.raises(TypeError, match=r"batches\(5\): pass a DataLoader"):
         next(sync.batches(5))
+
+
+def test_pulls_of_a_worker_without_data_are_no_steps() -> None:
+    """Those of a worker with data are part of its period; those of a dry one count for nothing."""
+
+    def worker(comm: offbeat.Communicator) -> list[float]:
+        net = torch.nn.Linear(1, 1)
+        sync = offbeat.palsgd(net, torch.optim.SGD(net.parameters(), lr=0.1), every=8, p=0.4, group=comm)
+        words: list[float] = []
+        tally = sync.parts[0].tally
+        own = tally.word
+
+        def word(step: int, dropped: int = 0) -> tuple[float, int]:
+            words.append(own(step, dropped)[0])
+            return own(step, dropped)
+
+        tally.word = word
+        for _ in sync.batches(range(0 if comm.rank else 24)):
+            net(torch.ones(1, 1)).sum().backward()
+            sync.step()
+            net.zero_grad()
+        return words
+
+    _, dry = offbeat.simulate(worker, 2)
+    assert set(dry) == {SHARE}

@@ -317,3 +317,23 @@ def worker_keeping(comm: offbeat.Communicator, method: str, bad: float) -> tuple
         net.seen.fill_(bad)
         sync.step()
     return ([report.dropped for report in sync.reports if report.dropped],)
+
+
+@pytest.mark.parametrize("method", ["local_sgd(every=2, guard=3.0)", "diloco(every=2, lr=1.0, guard=3.0)"])
+def test_buffers_that_are_broken_everywhere_do_not_hold_the_run_up(method: str) -> None:
+    """All return to the start of that period, once, and go on with the buffers as they are."""
+
+    def worker(comm: offbeat.Communicator) -> list[int]:
+        net = Line()
+        net.register_buffer("seen", torch.ones(1, dtype=torch.float64))
+        opt = torch.optim.SGD(net.parameters(), lr=1.0)
+        sync = offbeat.method(method)(net, opt, group=comm)
+        for step in range(12):
+            opt.zero_grad()
+            (-net.weight.sum()).backward()
+            if step == 3:
+                net.seen.fill_(math.nan)
+            sync.step()
+        return [len(report.dropped) for report in sync.reports]
+
+    assert offbeat.simulate(worker, 2) == [[0, 2, 0, 0, 0, 0]] * 2

@@ -307,3 +307,51 @@ def test_on_real_workers(pool: Pool) -> None:
     assert all(trace == found[0][0] and closed for trace, closed in found)
     with says(ValueError, "Seconds(seconds=nan): seconds must be a positive number."):
         Seconds(float("nan"))
+
+
+class Hand(offbeat.Solo):
+    """A worker whose clock is moved by hand."""
+
+    time = 0.0
+
+    def now(self) -> float:
+        return self.time
+
+
+class Slow:
+    """Something that takes a minute to say its state."""
+
+    def __init__(self, clock: Hand) -> None:
+        self.clock = clock
+
+    def state_dict(self) -> dict[str, Any]:
+        self.clock.time += 60
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.clock.time += 60
+
+
+@pytest.mark.parametrize("drift", [True, False])
+def test_only_steps_take_time(drift: bool, tmp_path: Path) -> None:
+    """Rounds come every three steps of a second, whatever is done between them for a minute."""
+    clock, net, periods = Hand(), Line(), []
+    opt = torch.optim.SGD(net.parameters(), lr=1.0)
+    sync = offbeat.local_sgd(net, opt, every=Seconds(3.0), drift=drift, group=clock)
+
+    def hear(report: offbeat.Report) -> None:
+        clock.time += 60
+        periods.append(report.period)
+
+    sync.on_report = hear
+    for step in range(16):
+        (-net.weight.sum()).backward()
+        clock.time += 1
+        sync.step()
+        if step % 3 == 1:
+            with sync.averaged():
+                clock.time += 60
+                assert sync.totals.rounds == len(periods)  # which is another pause, inside
+            sync.save(tmp_path, slow=Slow(clock))
+    # The first period begins with the first step.
+    assert [report.period for report in sync.reports] == periods == [4, 3, 3, 3, 3]

@@ -25,7 +25,7 @@ _ROUNDS = 8  # that must be known before one can be an outlier
 _LEAST = 0.05  # the smallest deviation, as a share of the mean
 
 
-# A history before the first round. `infinite` values of buffers have always been there, as in a mask.
+# A history before the first round. `infinite` counts values of buffers that were never finite, as in a mask.
 EMPTY: State = {"mean": 0.0, "variance": 0.0, "rounds": 0, "start": None, "infinite": None}
 
 
@@ -59,7 +59,7 @@ class Guard:
         return dict(EMPTY)
 
     def note(self, states: Mapping[str, State], round: Round | None = None) -> None:
-        """A period begins, with this round in the air, if there is one. Without an anchor, keep where."""
+        """A period begins, perhaps with this round in the air. Without an anchor, keep the weights."""
         room, state = self._payload.own, states["guard"]
         infinite = self._count_infinite()
         state["infinite"] = infinite if state["infinite"] is None else min(infinite, state["infinite"])
@@ -110,6 +110,8 @@ class Guard:
         else:
             update.incoming(live, mean, clock, state)
             mean.over(state["anchor"]).write(live)
+        if round.nobody:  # nobody has better buffers: they count as always having been so
+            states["guard"]["infinite"] = None
         self.note(states)
         round.sent = None  # it takes the extras as they arrive, since its own may not be finite
 

@@ -151,7 +151,7 @@ def adopt(run: Synchronizer, commits: Commits, state: State) -> None:
 
 def _skip_step(run: Synchronizer) -> None:
     """Make one iteration without a gradient."""
-    run._lr = learning_rate(run.optimizers)
+    run._lr, run._dry = learning_rate(run.optimizers), True
     for part in run.parts:
         part.plan(Clock(run.steps, 0, run._lr, dry=True))
     run._after()

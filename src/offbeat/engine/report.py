@@ -7,7 +7,7 @@ import logging
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, ClassVar
 
@@ -189,7 +189,8 @@ class Ledger:
         loss = self.mean_loss() if "loss" in self._needs else 0.0
         if not self._drift or (loss is None and not stepped):
             self.flush(wait=True)  # reports come in the order of their rounds
-            self.emit(round.report())
+            with nullcontext() if self.watch is None else self.paused():
+                self.emit(round.report())
             return
         if loss is None:
             raise ValueError(
@@ -211,7 +212,11 @@ class Ledger:
 
     def flush(self, *, wait: bool) -> None:
         """Emit the reports that are complete; with `wait`, all of them. The wait belongs to no step."""
-        self.pause(over=False)
+        if self.open:
+            with nullcontext() if self.watch is None else self.paused():
+                self._flush(wait=wait)
+
+    def _flush(self, *, wait: bool) -> None:
         while self.open and (wait or self.open[0][3].done()):
             report, lr, measured, scalars = self.open.popleft()
             try:
@@ -227,7 +232,6 @@ class Ledger:
                 self._cost = cost if cost.pace > 0 else None  # the first round knows no pace
             self._last = (drift, loss, lr)
             self.emit(replace(report, drift=drift if measured else None))
-        self.pause(over=True)
 
     def abandon(self) -> None:
         """Emit all reports now: where workers come and go, one that is lost may owe its part of a drift."""
@@ -254,7 +258,16 @@ class Ledger:
         """Stop the watch, or start it again when the pause is `over`."""
         if self.watch is not None:
             now = self._everyone.now()
-            self.watch.skip(now) if over else self.watch.read(now)
+            self.watch.go(now) if over else self.watch.stop(now)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """What is done inside belongs to no step."""
+        self.pause(over=False)
+        try:
+            yield
+        finally:
+            self.pause(over=True)
 
     def state_dict(self) -> State:
         watch = None if self.watch is None else self.watch.state_dict(self._everyone.now())

@@ -139,7 +139,7 @@ class Round:
         self.void = self.all_dry = self.nobody = False  # see `Weights`
         self.dropped = 0  # why the guard leaves this worker out
         self.factor = 1.0  # of the mean, which makes it Σ w x / Σ w
-        self._weighed = False  # whether the mean still has to be divided by the weights
+        self._weighed = False  # whether the mean has been divided by the weights
         self.mean: Pending[Packed]
         self.followed: Pending[list[Tensor]] | None = None  # rank 0's buffers
         self.moments: Pending[Packed] | None = None

@@ -21,6 +21,7 @@ from offbeat.base.errors import CheckpointMismatch
 from offbeat.base.files import delete_torn, find_damage, load_plain, write_state
 from offbeat.base.tensors import is_sharded, local, named
 from offbeat.comm.communicator import WORDS, Communicator
+from offbeat.engine.part import paused
 from offbeat.engine.report import logger
 
 if TYPE_CHECKING:
@@ -172,14 +173,15 @@ def tell_shards(words: Sequence[int], mesh: DeviceMesh | None) -> list[list[int]
 
 def capture(sync: Run, others: Mapping[str, Savable]) -> State:
     """Return all that this rank needs to continue: weights, buffers and optimizers as local shards."""
-    tensors = {name: local(tensor) for name, tensor in _tensors(sync.model).items()}
-    return {
-        "sync": sync.state_dict(),
-        "model": tensors,
-        "optimizers": [_map(optimizer.state_dict()) for optimizer in sync.optimizers],
-        "rng": _random_states(sync.model),
-        "others": {name: other.state_dict() for name, other in others.items()},
-    }
+    own = sync.state_dict()  # may wait for a round, which is counted
+    with paused(sync.parts):
+        return {
+            "sync": own,
+            "model": {name: local(tensor) for name, tensor in _tensors(sync.model).items()},
+            "optimizers": [_map(optimizer.state_dict()) for optimizer in sync.optimizers],
+            "rng": _random_states(sync.model),
+            "others": {name: other.state_dict() for name, other in others.items()},
+        }
 
 
 def plain(value: Any, where: str = "") -> Any:

@@ -15,18 +15,25 @@ class Stopwatch:
         self._passed = 0
         self._known = False  # whether the period began with a round
         self._waited = 0.0  # for rounds since then
+        self._stopped = 0  # how many pauses there are, one inside the other
         self.pace = 0.0  # seconds of a step, without waiting, in the last period; 0 if it is not known
 
     def read(self, now: float) -> float:
         """Return the seconds since the period began."""
-        if self._last is not None:
+        if self._last is not None and not self._stopped:
             self._passed += round((now - self._last) * _UNIT)
         self._last = now
         return self._passed / _UNIT
 
-    def skip(self, now: float) -> None:
-        """Do not count the time since the last reading."""
-        self._last = now
+    def stop(self, now: float) -> None:
+        """A pause begins, whose time does not count."""
+        self.read(now)
+        self._stopped += 1
+
+    def go(self, now: float) -> None:
+        """A pause is over."""
+        self.read(now)
+        self._stopped -= 1
 
     def begin(self, now: float, steps: int) -> None:
         """A round begins after so many steps."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -48,7 +49,7 @@ class Synchronizer(Run):
         self.finished, self._lr = False, learning_rate(self.optimizers)
         self._comm = Metered(everyone := self.parts[0].peers.everyone)
         self._worker, self._track = self._comm.worker, Track(self._comm.rank)
-        self._agreed = self._started = self._inside_step = self._inside_averaged = False
+        self._agreed = self._started = self._inside_step = self._inside_averaged = self._dry = False
         self._nonce = self._run = 0  # numbers of this construction and of the run, both from rank 0
         self._loaded: Loaded | None = None  # until the model has the weights to continue with
         self._losses: list[float | Tensor] = []  # observed since the last step
@@ -132,7 +133,7 @@ class Synchronizer(Run):
             self._drop_gradients()
         if self._watch is not None:
             self._watch = self._watch.look(self)
-        self._inside_step = True
+        self._inside_step, self._dry = True, dry
         self._track.step = self._place if self._timed else self.steps + 1
         self._worker.computed(self.steps, 0.0 if dry else 1.0)
         self._lr = learning_rate(self.optimizers)
@@ -168,7 +169,7 @@ class Synchronizer(Run):
                                 other.follow(landing)
                 again = bool(self._repeating) and True in [part.again(clock) for part in self._repeating]
                 for part in self.parts if again else ():
-                    part.plan(clock)
+                    part.plan(replace(clock, dry=self._dry))
         except Rejoin as late:
             late.adopt()
 

@@ -42,7 +42,7 @@ class Tally:
     def restart(self, step: int) -> None:
         """Begin to count after this step."""
         self.samples, self.missed, self.since = NO_WEIGHT, 0, step
-        self.special = self._timed or self.dry  # whether its word may be other than that of most workers
+        self.special = self._timed or self.dry  # whether its word may differ from that of most workers
 
     def add(self, clock: Clock) -> None:
         """An iteration begins. It need not be called for one with a gradient, unless `special`."""

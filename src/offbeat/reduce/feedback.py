@@ -18,8 +18,8 @@ class ErrorFeedback(Reducer):
 
         e ← decay·e + payload        q = code(e)        e ← e − q
 
-    q is this rank's part of the mean. With decay=1 nothing is ever lost: the sum of all q plus the kept e is
-    the sum of all payloads. Smaller `decay` forgets old losses faster.
+    q is this rank's part of the mean. With decay=1 and equal weights nothing is ever lost: the sum of all q
+    plus the kept e is the sum of all payloads. Smaller `decay` forgets old losses faster.
 
         offbeat.local_sgd(model, optimizer, reduce=ErrorFeedback(TopK(64)))
     """
