@@ -31,13 +31,13 @@ import offbeat
 from offbeat.base.clock import Clock
 from offbeat.comm.communicator import Communicator, Pending
 from offbeat.elastic import wire
-from offbeat.elastic.decision import check_going
+from offbeat.elastic.decision import check_going, decide
 from offbeat.elastic.group import listens
 from offbeat.elastic.scripted import Scripted
 from offbeat.engine import healing
 from offbeat.engine.commits import Rejoin
 from offbeat.engine.headers import compare_members
-from offbeat.engine.weights import NO_WEIGHT, ROUND
+from offbeat.engine.weights import DRY, NO_WEIGHT, ROUND, SHARE
 
 
 @pytest.mark.parametrize("steps", [12, 10], ids=["round", "finish"])
@@ -90,6 +90,71 @@ def test_who_is_right(rates: list[float], entered: list[int], odd: list[int]) ->
         with pytest.raises(kind, match=text):
             compare_members(rows(*rates), own, entered)
     compare_members(rows(0.5, 0.5), 0, [0, 4])
+
+
+@pytest.mark.parametrize(
+    ("weights", "entered", "odd"),
+    [
+        ([SHARE, NO_WEIGHT, 8.0], [0, 0, 0], [2]),
+        ([SHARE, 8.0, NO_WEIGHT, 8.0], [0, 0, 0, 0], [2]),
+        ([SHARE, NO_WEIGHT, 8.0], [0, 2, 2], [0, 1, 2]),  # the oldest cannot say
+    ],
+)
+def test_a_worker_that_counts_for_nothing_does_not_decide(
+    weights: list[float], entered: list[int], odd: list[int]
+) -> None:
+    """The first worker has run dry, and the others differ only in whether they count samples."""
+    heads = rows(*[0.5] * len(weights))
+    for head, weight in zip(heads, weights, strict=True):
+        (head[7],) = struct.unpack("<q", struct.pack("<d", weight))
+    heads[0][0] |= DRY
+    for own in range(len(weights)):
+        kind, text = (offbeat.PeerLost, f"without rank {odd[0]},")
+        if own in odd:
+            kind, text = offbeat.Disagreement, "Pass samples on every worker or on none"
+        with pytest.raises(kind, match=text):
+            compare_members(heads, own, entered)
+
+
+def test_who_joins_before_the_first_commit_is_younger() -> None:
+    """Also in the rounds after: its card says what the first decision said."""
+    first = decide([seat("a"), seat("b", "x", 0, open=True)], "a").members
+    assert (first.names, first.entered) == (("a", "b"), (1, 0))
+
+    def worker(comm: Communicator) -> int:
+        model, sync = build("local_sgd", Scripted(comm, [A([0, 1], [1]), A([0, 1])]), comm.rank)
+        with sync:
+            sync.start()
+            train(model, sync, comm.rank, 4)
+            assert sync._commits is not None
+            return sync._commits._entered
+
+    assert offbeat.simulate(worker, 2) == [0, 1]
+
+
+def test_a_worker_that_cannot_read_the_state_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It raises, instead of asking again; the others only lose it."""
+    describe = wire.describe
+
+    def elsewhere(value: Any, tensors: list[torch.Tensor]) -> Any:
+        text = describe(value, tensors)
+        return {"tensor": [*text["tensor"][:2], "cuda"]} if torch.is_tensor(value) else text
+
+    monkeypatch.setattr(wire, "describe", elsewhere)
+
+    def worker(comm: Communicator) -> Any:
+        model, sync = build("local_sgd", Scripted(comm, [A([0, 1]), A([0, 1, 2], [2]), A([0, 1])]), comm.rank)
+        try:
+            with sync:
+                sync.start()
+                train(model, sync, comm.rank, 8)
+        except wire.Unreadable as error:
+            return str(error)
+        return [len(report.members) for report in sync.reports]
+
+    one, other, late = offbeat.simulate(worker, 3)
+    assert "has a tensor on cuda, the model of this worker is on cpu" in late
+    assert one == other == [2, 2]
 
 
 @pytest.mark.slow

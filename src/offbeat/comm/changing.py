@@ -26,7 +26,7 @@ class Card:
     call: str  # the method as one would type it, for errors
     lineage: str = ""  # empty if the worker has no state yet
     rounds: int = -1  # in that lineage
-    entered: int = 0  # how many of them were over when the worker came
+    entered: int = 0  # how many of them were over when the worker came; one more if it has joined
     prepared: str = ""  # the lineage with one more round, which has arrived here but may be committed nowhere
     place: float = inf  # the step of the call that the worker waits in; ∞: of the next round
     open: bool = False  # a worker that joins now can receive the state of this one
@@ -43,7 +43,7 @@ class Members:
     broken: bool = False  # a worker was lost before all were connected and healed
     starts: bool = False  # nobody has a state: all begin with that of rank 0
     partial: bool = False  # others wait in a later call, which these must reach first
-    entered: tuple[int, ...] = ()  # how many rounds were over when each of them came
+    entered: tuple[int, ...] = ()  # the same of each of them
     state: State | None = field(default=None, repr=False)  # what this worker has received
 
 

@@ -137,6 +137,9 @@ class Worker(ABC):
     def leave(self, departure: Departure) -> None:
         """Tell the others that this rank has failed and sends no more, so that nobody waits for it."""
 
+    def disconnect(self) -> None:  # noqa: B027
+        """Close all connections, after a failure that the others have been told of."""
+
     @abstractmethod
     def duplicate(self) -> Communicator:
         """Another communicator of the same ranks, whose messages have an order of their own."""
@@ -184,6 +187,9 @@ class Wrapped(Communicator, Worker):
 
     def leave(self, departure: Departure) -> None:
         self.comm.worker.leave(departure)
+
+    def disconnect(self) -> None:
+        self.comm.worker.disconnect()
 
     def duplicate(self) -> Communicator:
         return self.wrap(self.comm.worker.duplicate())

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import ctypes
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent import futures
-from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
@@ -21,6 +18,7 @@ from torch.distributed.distributed_c10d import PrefixStore, get_backend_config
 from offbeat.comm.background import Sidecar, TaskQueue, ThreadQueue, ThreadSidecar
 from offbeat.comm.collective import Collective, nbytes
 from offbeat.comm.communicator import Communicator, Pending, PendingList, Tensors, Worker
+from offbeat.comm.connection import Connection
 from offbeat.comm.lookout import Lookout, Watch
 from offbeat.comm.presence import Departure, Track
 from offbeat.comm.store import bulletin, open_backend, start
@@ -33,26 +31,6 @@ _PIECES, _PIECE = 4, 2**19  # most pieces of a chunk, since each costs a latency
 
 Call = tuple[str, tuple[Any, ...]]  # a backend's method and its arguments, a tensor first
 _counts: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
-
-
-@dataclass(eq=False)
-class Connection:
-    """One backend, the number of calls begun on it, and those that may still be in flight.
-
-    The last one stays until the next. If gloo's thread were the last to hold it, that thread would free its
-    tensors, perhaps while the interpreter ends, which aborts the process.
-    """
-
-    name: str
-    backend: Any
-    begun: int = 0
-    air: deque[dist.Work] = field(default_factory=deque)
-
-    def __del__(self, keep: Callable[[Any], None] = ctypes.pythonapi.Py_IncRef) -> None:
-        # gloo's destructor holds the interpreter until all messages have arrived. After a failure they never
-        # do, so such a backend is kept as long as the process lives.
-        if not all(work.is_completed() for work in self.air):
-            keep(ctypes.py_object(self.backend))
 
 
 class Message(Pending[list[Tensor]]):
@@ -234,6 +212,12 @@ class Torch(Communicator, Worker):
     def leave(self, departure: Departure) -> None:
         if not self.left:
             self._lookout.leave(departure, self._count_begun())
+
+    def disconnect(self) -> None:
+        for connection in self._connections.values():
+            connection.close()
+        for other in (*self._children.values(), *self._beside):
+            other.disconnect()
 
     def _count_begun(self) -> dict[str, dict[str, int]]:
         """The messages begun here and on all communicators made from this one, all of which are left."""

@@ -63,7 +63,8 @@ def decide(seats: Sequence[Seat], me: str) -> Decision:
     keeps = len(keys) == 1 and "" not in keys and not joining
     attempts = json.dumps([(seat.name, seat.attempt) for seat in members])
     key = keys.pop() if keeps else hashlib.sha256(attempts.encode()).hexdigest()[:16]
-    entered = tuple(rounds if seat in joining else seat.card.entered for seat in members)
+    # One more than those who began this lineage: a worker that joins before the first commit is younger.
+    entered = tuple(rounds + 1 if seat in joining else seat.card.entered for seat in members)
     found = Members(names, key, lineage, starts=starts, partial=partial, entered=entered)
     addresses = tuple(seat.address for seat in members)
     return Decision(found, current[0].address, addresses, donors, keeps)

@@ -13,7 +13,7 @@ from offbeat.comm.changing import Card, Changing, Give, Members, unite
 from offbeat.comm.communicator import Communicator
 from offbeat.comm.presence import Departure
 from offbeat.elastic.decision import FINISHED, Decision, Seat, check_going, decide
-from offbeat.elastic.wire import receive_state, send_state
+from offbeat.elastic.wire import Unreadable, receive_state, send_state
 
 logger = logging.getLogger("offbeat")
 
@@ -56,7 +56,7 @@ class Gathering(Changing):
             raise
         if not unite(self.beside, not members.broken)[0] and not members.broken:
             if comm is not self.comm:
-                comm.worker.leave(Departure("lost a process", PeerLost.__name__))
+                _drop(comm, Departure("lost a process", PeerLost.__name__))
             return Solo(), replace(members, broken=True, state=None)
         return comm, members
 
@@ -79,8 +79,8 @@ class Gathering(Changing):
             except OffbeatError as error:
                 over = isinstance(error, RunFinished)
                 if comm is not None:
-                    comm.worker.leave(Departure(str(error), (RunFinished if over else PeerLost).__name__))
-                if over:
+                    _drop(comm, Departure(str(error), (RunFinished if over else PeerLost).__name__))
+                if over or isinstance(error, Unreadable):  # it would break every round of the others
                     raise
                 logger.warning("%s: these members have lost a worker: %s", self.name, error)
                 return Solo(), replace(decision.members, broken=True)
@@ -111,10 +111,16 @@ class Gathering(Changing):
 
     def fail(self, error: OffbeatError) -> None:
         if not self.broken:
-            self.comm.worker.leave(Departure(str(error), PeerLost.__name__))
+            _drop(self.comm, Departure(str(error), PeerLost.__name__))
         self.broken = True
 
     def leave(self, departure: Departure) -> None:
         """To the others it makes no difference why: they go on."""
         self.fail(PeerLost(f"Worker {self.name} {departure.text}."))
         self.close()
+
+
+def _drop(comm: Communicator, departure: Departure) -> None:
+    """Tell the others that this worker sends nothing more, and close the connections to them."""
+    comm.worker.leave(departure)
+    comm.worker.disconnect()

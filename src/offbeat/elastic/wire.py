@@ -23,6 +23,10 @@ _MOST = 2**26  # bytes of a description
 _PIECE = 2**22  # bytes of one message
 
 
+class Unreadable(OffbeatError):
+    """The state that was offered cannot be read by this worker, now or later."""
+
+
 def describe(value: Any, tensors: list[Tensor]) -> Any:
     """Return the value as JSON, with its tensors appended to the list."""
     if torch.is_tensor(value):
@@ -58,7 +62,7 @@ def rebuild(text: Any, tensors: list[Tensor], most: int, place: torch.device = _
     if kind != "tensor" or not all(isinstance(n, int) and n >= 0 for n in shape):
         raise ValueError(kind)
     if device not in ("cpu", place.type):
-        raise ValueError(device)
+        raise ValueError(f"it has a tensor on {device}, the model of this worker is on {place.type}")
     if math.prod(shape) * _DTYPES[dtype].itemsize > most - sum(tensor.nbytes for tensor in tensors):
         raise ValueError(shape)
     # With its index: this is not the thread in which the caller has chosen a device.
@@ -99,7 +103,7 @@ def receive_state(pair: Communicator, most: int, place: torch.device = _CPU) -> 
     """
     length, size = next(words[:2] for rank, words in enumerate(pair.tell([]).wait()) if rank != pair.rank)
     if not 0 < length <= _MOST or not 0 <= size <= most:
-        raise OffbeatError(f"The state that was offered has {size:,} bytes, which this model cannot have.")
+        raise Unreadable(f"The state that was offered has {size:,} bytes, which this model cannot have.")
     text = torch.zeros(length, dtype=torch.uint8)
     _pass(text, pair)
     tensors: list[Tensor] = []
@@ -109,7 +113,7 @@ def receive_state(pair: Communicator, most: int, place: torch.device = _CPU) -> 
         if not isinstance(state, dict) or sizes != size:
             raise ValueError(size)
     except (ValueError, KeyError, TypeError, RuntimeError) as error:
-        raise OffbeatError(f"The state that was offered cannot be read: {error!r}.") from error
+        raise Unreadable(f"This worker cannot read the state of the run: {error!r}.") from error
     for tensor in tensors:
         flat = tensor.view(-1)
         narrow = torch.uint8 if flat.dtype == torch.bool else flat.dtype

@@ -56,7 +56,7 @@ class Commits:
         self._run, self._everyone, self.meetings = run, everyone, Meetings(run, everyone, self)
         everyone.device = find_device(run.model)
         self.lineage, self.rounds, self._method = "", -1, ""
-        self._entered = 0  # how many rounds were over when this worker came
+        self._entered = 0  # how many rounds were over when this worker came; one more if it has joined
         self._landed: dict[int, Round] = {}  # by part: those whose memory still holds the mean
         self.consensus: dict[str, torch.Tensor] = {}  # the last means of parts without an anchor, by name
         self.ready: Members | None = None  # the next members, if they are known
@@ -143,7 +143,7 @@ class Commits:
     def adopt(self, state: State) -> None:
         """Continue from the state of another worker, and enter the next round with it."""
         self.lineage, self.rounds, self.joined = state["lineage"], state["rounds"], True
-        self._entered = self.rounds
+        self._entered = self.rounds + 1  # younger than those who began here
         if self.ready is not None:
             self.ready = replace(self.ready, lineage=self.lineage, state=None)
         adopt(self._run, self, state)

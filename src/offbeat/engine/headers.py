@@ -52,13 +52,16 @@ def compare_headers(headers: Heads) -> None:
 def compare_members(rows: Heads, own: int, entered: Sequence[int]) -> None:
     """The same where workers come and go: one that differs raises, and the others go on without it.
 
-    Those who are there the longest are right, or most of them if they differ among themselves. `own` is the
-    rank of this worker. `entered` says when each has come.
+    Those who are there the longest are right, or most of them if they differ among themselves. One that
+    counts for nothing fits any unit: it decides only if they all do. `own` is the rank of this worker.
+    `entered` says when each has come.
     """
     try:
         compare_headers(rows)
     except Disagreement:
         oldest = [rank for rank, since in enumerate(entered) if since == min(entered)]
+        words = read_words(rows)
+        oldest = [rank for rank in oldest if unit(rows[rank], words[rank]) is not None] or oldest
         votes = [sum(_find_difference(rows[one], rows[other]) is None for other in oldest) for one in oldest]
         first = oldest[votes.index(max(votes))]
         if error := _find_difference(rows[first], rows[own]):
@@ -67,6 +70,8 @@ def compare_members(rows: Heads, own: int, entered: Sequence[int]) -> None:
                 "Start it again once it does as they do; sync.on_join is called when it joins."
             ) from None
         odd = [rank for rank, row in enumerate(rows) if _find_difference(rows[first], row)]
+        if not odd:  # those that came later differ in their units, and nobody can say who is right
+            raise
         raise PeerLost(
             f"The others go on without rank {', '.join(map(str, odd))}, which disagrees."
         ) from None
