@@ -4,7 +4,7 @@ OffbeatError (a RuntimeError)
 ├── Disagreement        workers differ in model, method, step or learning rate
 ├── NotFinite           a worker would send NaN or infinity through a code that cannot represent them
 ├── PeerLost            a worker left, failed or stopped responding while others waited for it
-├── RunFinished         the others have finished the run, in which workers come and go, without this one
+├── RunFinished         an elastic run has ended without this worker
 ├── Deadlock            in a simulation, no worker can continue
 └── CheckpointMismatch  a checkpoint is damaged, or belongs to another run, method, rank or world size
 
@@ -42,7 +42,7 @@ class PeerLost(OffbeatError):
 
 
 class RunFinished(OffbeatError):
-    """Where workers come and go: the others have finished the run without this one."""
+    """An elastic run has ended without this worker."""
 
 
 class Deadlock(OffbeatError):
