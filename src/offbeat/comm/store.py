@@ -87,11 +87,22 @@ def bulletin() -> Bulletin:
 
 
 def _serve(store: Store, orders: queue.SimpleQueue[_Order | None]) -> None:
-    # Clone at once: torch tries for minutes to connect to a store that is gone.
-    own = store.clone()  # type: ignore[attr-defined]
+    own = _clone(store)  # at once: torch tries for minutes to connect to a store that is gone
     while (order := orders.get()) is not None:
-        _answer(*order, own)
+        own = _clone(store) if own is None else own
+        if own is None:
+            order[1].set_exception(dist.DistNetworkError(STORE_GONE))
+        else:
+            _answer(*order, own)
         del order
+
+
+def _clone(store: Store) -> Store | None:
+    """Another client; None if the host accepts none in time. It may be busy, and accept the next one."""
+    try:
+        return store.clone()  # type: ignore[attr-defined, no-any-return]
+    except dist.DistError:
+        return None
 
 
 def _end(orders: queue.SimpleQueue[_Order | None], thread: threading.Thread) -> None:
