@@ -33,7 +33,7 @@ def test_a_closed_connection_ends_what_is_in_flight() -> None:
         work.wait(timedelta(seconds=20))
     assert work.is_completed()
     for receive in arriving:
-        with pytest.raises(RuntimeError, match="closed|reset"):
+        with pytest.raises(RuntimeError, match=r"closed|reset"):
             receive.wait(timedelta(seconds=20))
 
 
