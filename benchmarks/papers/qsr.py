@@ -68,8 +68,8 @@ def tell(study: Study, log: Log) -> list[Section]:
     values = {"accuracy, %": ("accuracy", ".1%"), "loss": ("loss", ".3f"), "share, %": ("share", ".1%")}
     images = pivot("period", ON_IMAGES, values, lambda row, column: show(row, "CIFAR-10", *values[column]))
     text = (
-        f"Digits with a fifth of the training labels wrong, a perceptron of 7 210 parameters, {STEPS} steps "
-        "of 4 workers with batches of 8. *Constant* is `local_sgd(every=H)`; the rules have the period "
+        "Digits with a fifth of the training labels drawn at random, a perceptron of 7 210 parameters, "
+        f"{STEPS} steps of 4 workers with batches of 8. *Constant* is `local_sgd(every=H)`; the rules have the period "
         "H0·(peak/lr)^power, power 1, 2 or 3. Test accuracy in %, mean ± deviation of the seeds:"
     )
     return [

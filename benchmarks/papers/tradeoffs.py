@@ -70,7 +70,7 @@ def figure(study: Study, log: Log) -> str:
 
 def tell(study: Study, log: Log) -> list[Section]:
     text = (
-        "Digits with a fifth of the training labels wrong, a perceptron of 7 210 parameters, "
+        "Digits with a fifth of the training labels drawn at random, a perceptron of 7 210 parameters, "
         + f"{SAMPLES:,}".replace(",", " ")
         + " samples in all, batches of 8, SGD. `local_sgd`: test accuracy in % and "
         "the best rate of four. With H = 1 it is as good as `ddp`, apart from the momentum of each worker."

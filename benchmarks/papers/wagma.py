@@ -55,7 +55,7 @@ def tell(study: Study, log: Log) -> list[Section]:
         f"Digits, a perceptron of 7 210 parameters, {BASE.steps} steps of 8 workers, SGD. Steps take 5 ms; "
         "one in eight takes 30 ms. *Speed* is relative to `ddp()`. The equal time is that of the first "
         "contender to end, when the rate of the others has not fallen as far. "
-        "`late='join'` is the paper's rule."
+        "`late='join'` with `grace=0` is the paper's rule."
     )
     return [Section("WAGMA: delayed workers", text, list_columns(study, log, CELLS, columns), figures)]
 

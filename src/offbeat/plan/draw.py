@@ -3,6 +3,8 @@
 import math
 from collections.abc import Iterable
 from html import escape
+from itertools import cycle, islice
+from string import ascii_letters
 
 from offbeat.base.units import as_rate, as_time
 from offbeat.plan.prediction import Plan, Prediction, varied_link
@@ -47,7 +49,7 @@ def chart(plan: Plan, *, width: int = 80, height: int = 16) -> str:
     if 0 <= here <= 1:
         for row in cells:
             row[round(here * (width - 1))] = "│"
-    letters = [chr(ord("a") + i % 26) for i in range(len(curves))]
+    letters = list(islice(cycle(ascii_letters), len(curves)))
     for letter, prediction in reversed(list(zip(letters, curves, strict=True))):
         for x in range(width):
             y = _place(_seconds_at(prediction, x / (width - 1)), y_axis)

@@ -21,7 +21,7 @@ from offbeat.base.units import as_time
 BAR = 20  # characters
 LOOK = 0.2  # seconds between looks at the logs
 LINE = 10.0  # seconds until the first line without a terminal; later ones come after a tenth of the time
-WIDE = 140  # columns of a run's progress on one line, with a method of the usual length
+WIDE = 165  # columns of a run's progress on one line, with a method of the usual length
 T = TypeVar("T")
 
 
