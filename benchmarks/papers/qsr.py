@@ -69,8 +69,8 @@ def tell(study: Study, log: Log) -> list[Section]:
     images = pivot("period", ON_IMAGES, values, lambda row, column: show(row, "CIFAR-10", *values[column]))
     text = (
         "Digits with a fifth of the training labels drawn at random, a perceptron of 7 210 parameters, "
-        f"{STEPS} steps of 4 workers with batches of 8. *Constant* is `local_sgd(every=H)`; the rules have the period "
-        "H0·(peak/lr)^power, power 1, 2 or 3. Test accuracy in %, mean ± deviation of the seeds:"
+        f"{STEPS} steps of 4 workers with batches of 8. *Constant* is `local_sgd(every=H)`; the rules have "
+        "the period H0·(peak/lr)^power, power 1, 2 or 3. Test accuracy in %, mean ± deviation of the seeds:"
     )
     return [
         Section("QSR: test accuracy", text, accuracy, figures),
