@@ -394,6 +394,12 @@ def who_leaves_is_not_waited_for(comm: Communicator) -> None:
             comm.gather(torch.zeros(2)).wait()
 
 
+def connections_are_closed_once(comm: Communicator) -> None:
+    """After a failure. Who was not told in time may take a moment to notice, and nobody waits for it."""
+    assert comm.worker.disconnect() is None
+    assert comm.worker.disconnect() is None
+
+
 def layers(comm: Any) -> list[str]:
     """What a communicator is made of, from the outside."""
     comm = comm._comm if isinstance(comm, Noting) else comm
@@ -434,6 +440,7 @@ LAWS: dict[str, list[Callable[[Communicator], None]]] = {
     "skip": [what_is_skipped_takes_no_time],
     "follow": [a_run_that_is_followed_has_a_name],
     "leave": [who_leaves_is_not_waited_for],
+    "disconnect": [connections_are_closed_once],
 }
 
 # Bytes one of three or four ranks hands over: an all-reduce of n bytes 4n/3 or 6n/4, a gather of n bytes 2n

@@ -136,8 +136,8 @@ def test_a_worker_is_killed_and_another_takes_its_seat(tmp_path: Path) -> None:
     lives = [sum(e["kind"] == "life" and e["alive"] for e in rank) for rank in run.ranks]
     assert sorted(lives) == [0, 1, 2]
     stayed, came = sorted(list_presence(run), key=lambda p: lives[int(p.name[-1])])
-    assert stayed.alive == 1
-    assert came.alive < 1
+    assert came.alive < stayed.alive
+    assert stayed.alive > 0.99  # the first look may come after the start
     assert came.counted < stayed.counted == 1
 
 
