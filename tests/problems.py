@@ -61,7 +61,9 @@ def integers(g: torch.Generator, *shape: int) -> Tensor:
     return torch.randint(-4, 5, shape, generator=g).float()
 
 
+@cache
 def data(rank: int, step: int) -> Tensor:
+    """A worker's batch of a step. It is drawn once: read it only."""
     return integers(torch.Generator().manual_seed(1000 * rank + step), 7)
 
 

@@ -168,12 +168,13 @@ def test_runs_that_differ_are_foretold_with_their_spread(expression: str, comput
 @pytest.mark.parametrize(
     ("peak", "steps", "warmup", "base", "alpha", "rounds"),
     [
-        pytest.param(0.008, 93_600, 10_000, 4, 0.0175, 9_711, marks=pytest.mark.slow),
+        (0.008, 93_600, 10_000, 4, 0.0175, 9_711),
         (0.008, 93_600, 10_000, 8, 0.0175, 6_461),
-        pytest.param(0.8, 62_400, 1_560, 2, 0.2, 24_792, marks=pytest.mark.slow),
-        pytest.param(0.8, 62_400, 1_560, 4, 0.25, 12_539, marks=pytest.mark.slow),
+        (0.8, 62_400, 1_560, 2, 0.2, 24_792),
+        (0.8, 62_400, 1_560, 4, 0.25, 12_539),
     ],
 )
+@pytest.mark.slow
 def test_published_rounds_of_qsr_fall_out(
     peak: float, steps: int, warmup: int, base: int, alpha: float, rounds: int
 ) -> None:

@@ -59,6 +59,7 @@ def test_ddp_is_not_compared_with_itself(capsys: pytest.CaptureFixture[str]) -> 
     assert same.count("ddp") == 1, same
 
 
+@pytest.mark.slow
 def test_figures_of_the_table_have_no_exponents(capsys: pytest.CaptureFixture[str]) -> None:
     for link, steps in (("1mbit", "10000"), ("999.9mbit", "64"), ("1gbit", "64")):
         words = ("--workers", "4", "--step", "100ms", "--parameters", "124M", "--link", link)

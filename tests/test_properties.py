@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -172,6 +173,7 @@ def test_a_round_preserves_the_mean(
         assert math.isclose(drift, sum(spread) / workers, rel_tol=1e-9, abs_tol=1e-12)
 
 
+@pytest.mark.slow
 @lawful
 @given(worlds, shapes, optimizers, st.integers(0, 8), st.integers(0, 3))
 def test_resumed_is_as_not_resumed(
@@ -199,6 +201,7 @@ def test_resumed_is_as_not_resumed(
         assert all(same(x, y) for x, y in zip(a, b, strict=True))
 
 
+@pytest.mark.slow
 @lawful
 @given(worlds, shapes, optimizers, st.integers(0, 9))
 def test_the_bytes_are_those_of_the_reports_and_of_start_and_finish(
@@ -235,6 +238,7 @@ class Boom(Exception):
     """Raised inside averaged()."""
 
 
+@pytest.mark.slow
 @lawful
 @given(worlds, shapes, st.integers(0, 7), st.booleans())
 def test_averaged_restores_to_the_bit(world: tuple[int, str], shapes: Shapes, steps: int, fail: bool) -> None:
