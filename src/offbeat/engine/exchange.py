@@ -10,9 +10,9 @@ import torch
 from offbeat.base.clock import Clock
 from offbeat.base.tensors import Gradients, Share
 from offbeat.comm.communicator import arrived
+from offbeat.engine.exchange_state import ExchangeState
 from offbeat.engine.optimizers import read_rates
 from offbeat.engine.part import EVERYONE, Landing
-from offbeat.engine.rest import AtRest
 from offbeat.engine.round import Round
 from offbeat.engine.weights import NO_WEIGHT
 from offbeat.reduce.code import Staged
@@ -21,7 +21,7 @@ from offbeat.reduce.rounded import send
 Distances = tuple[float | None, float | None]
 
 
-class Exchange(AtRest):
+class Exchange(ExchangeState):
     """Tensors that are reduced among peers from time to time.
 
     `delay` is the number of local steps between sending and applying. With "round", or if the next round

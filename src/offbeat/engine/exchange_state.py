@@ -1,4 +1,4 @@
-"""An exchange between its rounds: what it is made of, what it shows, saves and loads."""
+"""What an exchange is made of, shows, saves and loads: all of it but its rounds."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ if TYPE_CHECKING:
     from offbeat.engine.commits import Commits
 
 
-class AtRest(Part):
-    """The calls of an exchange that are no part of a step."""
+class ExchangeState(Part):
+    """An exchange without its rounds, which `Exchange` adds."""
 
     def __init__(
         self,
