@@ -135,7 +135,7 @@ class Lookout:
         return gone
 
 
-class Watch:
+class Wait:
     """One wait for message `number`, or with −1 for all ranks to connect. Ends it when it is hopeless."""
 
     def __init__(self, lookout: Lookout, part: str, number: int, what: str) -> None:
@@ -143,7 +143,7 @@ class Watch:
         self._probed = time.perf_counter()
         self._deadline = self._probed + min(lookout.timeout, lookout.patience if number < 0 else inf)
 
-    def look(self) -> None:
+    def check(self) -> None:
         """Raise if the message will not come."""
         lookout = self._lookout
         if lookout.stopped.is_set():

@@ -19,7 +19,7 @@ from offbeat.comm.background import Sidecar, TaskQueue, ThreadQueue, ThreadSidec
 from offbeat.comm.collective import Collective, nbytes
 from offbeat.comm.communicator import Communicator, Pending, PendingList, Tensors, Worker
 from offbeat.comm.connection import Connection
-from offbeat.comm.lookout import Lookout, Watch
+from offbeat.comm.lookout import Lookout, Wait
 from offbeat.comm.presence import Departure, Track
 from offbeat.comm.store import bulletin, open_backend, start
 
@@ -47,7 +47,7 @@ class Message(Pending[list[Tensor]]):
     def wait(self) -> list[Tensor]:
         """Wait in short slices, and check between them whether the message can still come."""
         for connection, number, work in self.calls:
-            watch = None
+            wait = None
             while True:
                 over = work.is_completed()
                 try:
@@ -59,10 +59,10 @@ class Message(Pending[list[Tensor]]):
                         raise self._lookout.lost(self.describe(), error) from error
                     if work.is_completed():
                         continue
-                if watch is None:
-                    watch = Watch(self._lookout, connection.name, number, self.describe())
+                if wait is None:
+                    wait = Wait(self._lookout, connection.name, number, self.describe())
                     self._lookout.arrive(connection.name, connection.begun)
-                watch.look()
+                wait.check()
         self.done()
         return self._result
 
@@ -145,9 +145,9 @@ class Torch(Communicator, Worker):
 
         lookout.arrive(name, 0)
         connecting = start(make, "offbeat-connect")
-        watch = Watch(lookout, name, -1, "all ranks to connect")
+        wait = Wait(lookout, name, -1, "all ranks to connect")
         while not futures.wait([connecting], _GLANCE).done:
-            watch.look()
+            wait.check()
         try:
             self._connections[name] = Connection(name, connecting.result())
         except RuntimeError as error:
