@@ -36,7 +36,7 @@ from offbeat.plan.trace import (
 from offbeat.reduce import Reducer
 from offbeat.reduce.code import list_buffers
 from offbeat.server import PushPull
-from offbeat.server.rules import Watch
+from offbeat.server.rules import StabilityWatch
 from offbeat.simulate import simulate
 from offbeat.waitfree.base import Waitfree
 from offbeat.when import Every, Never
@@ -47,8 +47,8 @@ _SMALL = 16  # up to this many workers are recorded one by one
 _LOOKS = 32  # steps after which memory is measured
 _ROUNDS = 4  # rounds of an exchange with groups of their own; later rounds reuse them
 _CYCLE = 8  # the same of wait-free parts
-# A method does not own what lies behind these. The size of a Watch does not depend on the model.
-_ELSEWHERE = (type, ModuleType, CodeType, BuiltinFunctionType, nn.Module, Watch)
+# A method does not own what lies behind these. The size of a StabilityWatch does not depend on the model.
+_ELSEWHERE = (type, ModuleType, CodeType, BuiltinFunctionType, nn.Module, StabilityWatch)
 
 
 @dataclass(frozen=True)

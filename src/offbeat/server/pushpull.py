@@ -20,7 +20,7 @@ from offbeat.engine.optimizers import read_rates
 from offbeat.engine.part import Part
 from offbeat.engine.report import Emit
 from offbeat.engine.round import Round
-from offbeat.server.rules import LocalRule, LocalStep, Watch
+from offbeat.server.rules import LocalRule, LocalStep, StabilityWatch
 from offbeat.server.shard import OptimizerFactory, Replica, Shard, Slot, Transport, check_server, read_options
 
 
@@ -62,7 +62,7 @@ class PushPull(Part):
         self.every, self.warmup, self.in_flight = every, warmup, in_flight
         self.local = LocalStep() if local is None else local
         self.peers: Peers = World(among) if isinstance(among, Group) else among
-        self._transport, self._watch, self._left = Transport(), Watch(every, self.local), False
+        self._transport, self._watch, self._left = Transport(), StabilityWatch(every, self.local), False
         self._round: Round  # collects pushes until their result is requested
         self._pull: Round | None = None  # requested, not yet landed
         self._slot: Slot  # of the current step

@@ -154,7 +154,7 @@ def stable_product(every: int, momentum: float, alpha: float, beta: float) -> fl
     return low
 
 
-class Watch:
+class StabilityWatch:
     """Warns once when learning rate times curvature exceeds the stable limit.
 
     The curvature is measured along ĝ, the server's mean step, because the workers move along it. Between two
