@@ -20,7 +20,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import offbeat
-from offbeat.engine.watch import Watch
+from offbeat.engine.watch import StepWatch
 
 STEPS = 20
 DDP = (
@@ -122,7 +122,7 @@ def fail(comm: offbeat.Communicator, model: nn.Module) -> None:
     with pytest.raises(ZeroDivisionError):
         sync.step(lambda: 1 / 0)
     assert dict(vars(ProcessGroup)) == before
-    assert Watch._tracing is None
+    assert StepWatch._tracing is None
     assert not optimizer._optimizer_step_post_hooks
 
 

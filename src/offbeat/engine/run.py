@@ -28,7 +28,7 @@ from offbeat.engine.transfer import why_unshared
 
 if TYPE_CHECKING:
     from offbeat.engine.commits import Commits
-    from offbeat.engine.watch import Watch
+    from offbeat.engine.watch import StepWatch
 
 T = TypeVar("T")
 
@@ -60,7 +60,7 @@ class Run(ABC):
     _run: int
     _started: bool
     _track: Track
-    _watch: Watch | None
+    _watch: StepWatch | None
     _commits: Commits | None
     _releasing: list[Part]
     on_join: Callable[[Any], None] | None  # called when this worker has received the others' state

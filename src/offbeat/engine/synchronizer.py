@@ -25,7 +25,7 @@ from offbeat.engine.part import Landing, Part, check_parts, check_samples, check
 from offbeat.engine.report import Costs, Emit, Report, logger
 from offbeat.engine.round import Round
 from offbeat.engine.run import Run
-from offbeat.engine.watch import DriftWatch, Watch
+from offbeat.engine.watch import DriftWatch, StepWatch
 from offbeat.engine.weights import TIMED
 
 
@@ -57,7 +57,7 @@ class Synchronizer(Run):
         self._trained = [(name, p, p.requires_grad) for name, p in parameters.items()]
         self._releasing = [part for part in self.parts if type(part).release is not Part.release]
         self._repeating = [part for part in self.parts if type(part).again is not Part.again]
-        self._watch: Watch | None = (watch := Watch(self, self._comm))  # both only in the beginning
+        self._watch: StepWatch | None = (watch := StepWatch(self, self._comm))  # both only in the beginning
         self._drift_watch = DriftWatch() if watch.real else None
         for index, part in enumerate(self.parts):
             part.totals = self._costs.totals

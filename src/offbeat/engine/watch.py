@@ -52,14 +52,14 @@ _HIDDEN = (
 _UNKNOWN = ("This script communicates at every step", "do so every few steps, or inside averaged()")
 
 
-class Watch:
+class StepWatch:
     """Looks at the first steps of a run, and is gone afterwards.
 
     Messages are counted by the sequence numbers of the process groups that connect workers, which cost
     nothing. Only if there are some in nearly every step, calls are traced for a few steps.
     """
 
-    _tracing: Watch | None = None  # the one that has replaced the calls of ProcessGroup
+    _tracing: StepWatch | None = None  # the one that has replaced the calls of ProcessGroup
 
     def __init__(self, sync: Synchronizer, comm: Communicator) -> None:
         while isinstance(comm, Wrapped):
@@ -79,7 +79,7 @@ class Watch:
         real = [o for o in sync.optimizers if "_optimizer_step_post_hooks" in vars(o)]
         self._hooks = [optimizer.register_step_post_hook(stepped) for optimizer in real]
 
-    def look(self, sync: Synchronizer) -> Watch | None:
+    def look(self, sync: Synchronizer) -> StepWatch | None:
         """A step begins. Return None when the watch is over."""
         self._look_beside()
         before, self._sent, self._looks = self._sent, self._count(), self._looks + 1
@@ -88,7 +88,11 @@ class Watch:
             return self
         if not self._replaced:
             # A method that communicates at every step anyway has little to lose.
-            if self._hits >= ENOUGH and 4 * sync._costs.totals.rounds < 3 * STEPS and Watch._tracing is None:
+            if (
+                self._hits >= ENOUGH
+                and 4 * sync._costs.totals.rounds < 3 * STEPS
+                and StepWatch._tracing is None
+            ):
                 self._trace()
                 return self
         elif (traced := self._looks - self._traced) <= NAMED:
@@ -119,8 +123,8 @@ class Watch:
         for name, own in self._replaced.items():
             setattr(ProcessGroup, name, own)
         self._replaced = {}
-        if Watch._tracing is self:
-            Watch._tracing = None
+        if StepWatch._tracing is self:
+            StepWatch._tracing = None
 
     def _look_beside(self) -> None:
         beside, self._beside = self._beside, 0
@@ -147,7 +151,7 @@ class Watch:
             return 0
 
     def _trace(self) -> None:
-        Watch._tracing, self._traced = self, self._looks
+        StepWatch._tracing, self._traced = self, self._looks
         for name, own in list(vars(ProcessGroup).items()):
             if _CALLS.match(name) and callable(own):
                 self._replaced[name] = own
