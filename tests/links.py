@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from offbeat import Communicator, Throttled
-from offbeat.comm.throttled import Link
+from offbeat.comm.throttled import LinkQueue
 from offbeat.simulate.virtual import Virtual
 
 
@@ -19,5 +19,5 @@ def throttled(comm: Communicator, *, rate: float, latency: float = 0.0, burst: i
     def sleep(seconds: float) -> None:
         scheduler.clocks[scheduler.current] += seconds
 
-    link = Link(rate, latency, burst, clock=now, sleep=sleep)
+    link = LinkQueue(rate, latency, burst, clock=now, sleep=sleep)
     return Throttled(comm, rate=rate, latency=latency, burst=burst, link=link)

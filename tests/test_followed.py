@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate
 import offbeat
 from offbeat.comm.collective import BROADCAST, Collective
 from offbeat.comm.communicator import Wrapped
-from offbeat.comm.throttled import Link
+from offbeat.comm.throttled import LinkQueue
 from offbeat.engine.extras import Buffers
 from offbeat.plan.recording import RecordingComm, count_sent
 from offbeat.tasks.pictures import build_resnet
@@ -113,7 +113,7 @@ def count_real(comm: offbeat.Communicator, method: str) -> list[list[int]]:
     """The messages that an emulated link has let pass, and the broadcasts that gloo was asked for."""
     passed: list[Any] = []
     broadcasts: list[Any] = []
-    link = Link(1e12, 0.0, 0)
+    link = LinkQueue(1e12, 0.0, 0)
     link.hold = noting(link.hold, passed)  # type: ignore[method-assign]
 
     def look() -> list[int]:

@@ -30,14 +30,20 @@ class Throttled(Wrapped):
     """
 
     def __init__(
-        self, comm: Communicator, *, rate: float, latency: float = 0, burst: int = 0, link: Link | None = None
+        self,
+        comm: Communicator,
+        *,
+        rate: float,
+        latency: float = 0,
+        burst: int = 0,
+        link: LinkQueue | None = None,
     ) -> None:
         if not rate > 0:
             raise ValueError(f"Throttled(rate={rate}): rate must be a positive number of bytes per second.")
         if not latency >= 0 or not burst >= 0:
             raise ValueError(f"Throttled(latency={latency}, burst={burst}): neither may be negative.")
         super().__init__(comm)
-        self._link = link or Link(rate, latency, burst)
+        self._link = link or LinkQueue(rate, latency, burst)
 
     def __repr__(self) -> str:
         link = self._link
@@ -72,7 +78,7 @@ class _Passage:
 
 
 @dataclass(eq=False)
-class Link:
+class LinkQueue:
     """A queue that every message of one rank passes, whichever communicator it belongs to."""
 
     rate: float

@@ -13,7 +13,7 @@ from offbeat.comm.collective import COLLECTIVES, Algorithm, Crossing
 from offbeat.simulate.compute import require
 
 _ALGORITHMS: tuple[str, ...] = get_args(Algorithm)
-Link = tuple[int, int]  # a level, 0 for the workers' own links, and the worker or group it belongs to
+LinkId = tuple[int, int]  # a level, 0 for the workers' own links, and the worker or group it belongs to
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ class Traffic:
 
     def __init__(self, network: Network) -> None:
         self.network = network
-        self._free: dict[Link, float] = {}
+        self._free: dict[LinkId, float] = {}
 
     def carry(self, kind: str, members: Sequence[int], given: int, ready: float, *, queue: bool) -> float:
         """When a collective lands that is `ready` to start. It starts when all its links are free."""
@@ -121,7 +121,7 @@ class Traffic:
         delay = self.network.delay(kind, [len(members), *groups])
         return start + max(busy.values(), default=0.0) + delay
 
-    def _busy(self, kind: str, members: Sequence[int], given: int) -> dict[Link, float]:
+    def _busy(self, kind: str, members: Sequence[int], given: int) -> dict[LinkId, float]:
         """Seconds for which one collective keeps each link busy; links without a limit are left out."""
         network, size = self.network, len(members)
         sent = own_bytes(network.reduce, kind, size, given) / network.share(kind)
