@@ -78,7 +78,7 @@ class Reducer:
         """The mean of a round has been multiplied by `factor`, because not all workers count alike."""
 
 
-class Span(NamedTuple):
+class TensorSpan(NamedTuple):
     """The place of a tensor in a vector."""
 
     name: str
@@ -93,7 +93,7 @@ class Vector:
 
     values: Tensor
     residual: Tensor | None  # receives what this rank failed to send
-    spans: tuple[Span, ...]
+    spans: tuple[TensorSpan, ...]
     index: int  # of the vector in its payload
     buffers: dict[Hashable, Tensor]
 
@@ -188,7 +188,7 @@ class PayloadSplit:
         self._narrow: list[tuple[Tensor, Tensor | None, Vector]] = []
         for index, flat in enumerate(payload.flats):
             spans = [
-                Span(names[i], start, start + n, views[i].shape)
+                TensorSpan(names[i], start, start + n, views[i].shape)
                 for i, (which, start, n) in enumerate(payload.spans)
                 if which == index and coded[i]
             ]

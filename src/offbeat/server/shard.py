@@ -23,7 +23,9 @@ from offbeat.server.rules import Flats, LocalRule, ParamSlice
 
 OptimizerFactory = Callable[[Any], Optimizer]
 GroupOptions = list[dict[str, Any]]  # lr, momentum, … of each parameter group
-Span = tuple[int, slice, int]  # a slice of a flat vector, all in one parameter group: vector, slice, group
+GroupSpan = tuple[
+    int, slice, int
+]  # a slice of a flat vector, all in one parameter group: vector, slice, group
 
 # These say how a step is computed, not what it computes. decoupled_weight_decay only tells AdamW from Adam.
 _OWN = {"params", "foreach", "fused", "capturable", "differentiable", "decoupled_weight_decay"}
@@ -73,10 +75,10 @@ class Replica:
         self.lr_sum, self.next_lr_sum = state["lr_sums"]
 
 
-def _find_spans(packed: Packed, parameters: Flats, groups: Sequence[Flats]) -> list[Span]:
+def _find_spans(packed: Packed, parameters: Flats, groups: Sequence[Flats]) -> list[GroupSpan]:
     """The fewest spans that cover all parameters of the groups, in order."""
     group_of = {id(p): i for i, group in enumerate(groups) for p in group}
-    spans: list[Span] = []
+    spans: list[GroupSpan] = []
     for (flat, start, n), p in sorted(zip(packed.spans, parameters, strict=True), key=lambda row: row[0]):
         group = group_of.get(id(p), -1)  # -1: no optimizer holds it
         last, before, same = spans[-1] if spans else (-1, slice(0), -1)
