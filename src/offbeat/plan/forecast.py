@@ -14,7 +14,7 @@ from offbeat.comm.collective import traffic
 from offbeat.engine.exchange import Exchange
 from offbeat.engine.part import Part
 from offbeat.engine.round import Rhythm
-from offbeat.plan.groups import Costs, Groups
+from offbeat.plan.groups import Groups, MessageCosts
 from offbeat.plan.job import Cluster, Job
 from offbeat.plan.overlap import Early, cut_round, find_buckets
 from offbeat.plan.probe import Seen
@@ -151,7 +151,7 @@ class Forecast:
         self._seen, self._course, self._job, self._cluster = seen, course, job, cluster
         self.closing = find_closing(seen, course)
         luck = cluster.compute.spread
-        self._costs, self._world = Costs(networks, alike=not luck), Groups(cluster.workers)
+        self._costs, self._world = MessageCosts(networks, alike=not luck), Groups(cluster.workers)
         self._runs = int(min(32, max(1, 4e5 / len(networks) / cluster.workers))) if luck else 1
         self._steps = [0, *course.iterations]  # completed before each gradient
         self._early = self._find_early()

@@ -60,7 +60,7 @@ class Groups:
         return ordered.reshape(*times.shape[:-1], *shape).amax(-1).index_select(-1, self.number)
 
 
-class Costs:
+class MessageCosts:
     """The seconds of messages, cached by kind, size and groups: [network, 1, worker]. The networks differ
     only in bandwidth. `alike` workers never differ, so one stands for all."""
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from offbeat.base.draws import whole
 from offbeat.plan.decoding import find_enough
-from offbeat.plan.groups import Costs, Groups
+from offbeat.plan.groups import Groups, MessageCosts
 from offbeat.plan.job import Cluster
 from offbeat.plan.overlap import Early
 from offbeat.plan.probe import Seen
@@ -47,7 +47,7 @@ class Clocks:
     worker of each run draws its own step times. `_skewed` and `_exposed` are the mean seconds of waits for
     slower workers and for messages."""
 
-    def __init__(self, costs: Costs, cluster: Cluster, runs: int) -> None:
+    def __init__(self, costs: MessageCosts, cluster: Cluster, runs: int) -> None:
         self._costs, self._compute, self._runs = costs, cluster.compute, runs
         self._width = cluster.workers if cluster.compute.spread else 1  # workers that never differ are one
         self._shape = (len(costs.networks), runs, self._width)
