@@ -23,9 +23,7 @@ from offbeat.server.rules import Flats, LocalRule, ParamSlice
 
 OptimizerFactory = Callable[[Any], Optimizer]
 GroupOptions = list[dict[str, Any]]  # lr, momentum, … of each parameter group
-GroupSpan = tuple[
-    int, slice, int
-]  # a slice of a flat vector, all in one parameter group: vector, slice, group
+GroupSpan = tuple[int, slice, int]  # values of one parameter group: the vector, the slice of it, the group
 
 # These say how a step is computed, not what it computes. decoupled_weight_decay only tells AdamW from Adam.
 _OWN = {"params", "foreach", "fused", "capturable", "differentiable", "decoupled_weight_decay"}
