@@ -173,7 +173,7 @@ def copy_state(value: Any) -> Any:
 
 
 @torch.no_grad()
-def exchange(tensors: Sequence[Tensor], collective: Callable[[list[Tensor]], Pending[Any]]) -> None:
+def run_collective(tensors: Sequence[Tensor], collective: Callable[[list[Tensor]], Pending[Any]]) -> None:
     """Replace the tensors by what a collective makes of them, such as `comm.mean`, in one message."""
     packed = Packed.like({str(i): tensor for i, tensor in enumerate(tensors)})
     packed.read(tensors)
@@ -188,7 +188,7 @@ def average_where_different(model: nn.Module, comm: Communicator) -> None:
     answers = comm.tell([checksum(tensors) for tensors in kinds]).wait()
     different = [tensors for i, tensors in enumerate(kinds) if len({words[i] for words in answers}) > 1]
     if different:
-        exchange([tensor for tensors in different for tensor in tensors], comm.mean)
+        run_collective([tensor for tensors in different for tensor in tensors], comm.mean)
 
 
 @torch.no_grad()

@@ -116,7 +116,7 @@ def unite(model: nn.Module, parts: Sequence[Part], weights: Sequence[Tensors], c
         mean.write(list(live.values()))
     counts = [b for name, b in Buffers(model, "follow").followed().items() if name not in live]
     if counts:
-        agreement.exchange(counts, comm.broadcast)
+        agreement.run_collective(counts, comm.broadcast)
     for part in parts:  # anchors that a worker has for itself
         part.follow(Landing(trainable(model), sys.maxsize))
     means = f"the mean of {_count(number)}"

@@ -77,7 +77,7 @@ class Meetings:
         """Give rank 0's weights to all members. Return whether all have them."""
         comm, tensors = self._run._comm, agreement.list_all(self._run.model)
         with self._run._costs.including(comm):
-            return self.do(lambda: agreement.exchange(tensors, comm.broadcast))
+            return self.do(lambda: agreement.run_collective(tensors, comm.broadcast))
 
     def _find_place(self) -> float:
         if self._run.steps != self._step:

@@ -273,7 +273,7 @@ class Synchronizer(Run):
         self.agree()
         self._track.begun = True
         with self._costs.including(self._comm):
-            agreement.exchange(agreement.list_all(self.model), self._comm.broadcast)
+            agreement.run_collective(agreement.list_all(self.model), self._comm.broadcast)
         weights = agreement.weights_checksum(self.model)
         self._run, self._started = agreement.digest(f"{self.method} {self._nonce} {weights}"), True
         logger.info("%r on %d workers starts at step %d", self, self._comm.size, self.steps)

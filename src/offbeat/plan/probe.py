@@ -17,7 +17,7 @@ from offbeat.base.clock import Clock
 from offbeat.base.packed import Packed
 from offbeat.base.tensors import OptimizerState, grads, local, params
 from offbeat.comm.communicator import Communicator
-from offbeat.engine.agreement import checksum, exchange
+from offbeat.engine.agreement import checksum, run_collective
 from offbeat.engine.exchange import Exchange
 from offbeat.engine.part import Part
 from offbeat.plan.groups import Groups
@@ -199,7 +199,7 @@ class _World:
         self.traces["meet"] = [event for event in events if event.name in heads]
         self.traces["equal"] = last = [event for event in events if event.name not in heads]
         if not any(self.steps):  # otherwise everybody has pulled the same weights
-            exchange([local(p) for p in self.sync.model.parameters()], self._comm.mean)
+            run_collective([local(p) for p in self.sync.model.parameters()], self._comm.mean)
         self.traces["last"] = [*last, *self._log.take()]
         self.copies += held
 
