@@ -11,7 +11,7 @@ from offbeat.engine.exchange import Exchange
 from offbeat.engine.pull import PseudoSync
 from offbeat.engine.synchronizer import Synchronizer
 from offbeat.methods import parts
-from offbeat.methods.parts import Optimizers, Options, average, exchange, record_call
+from offbeat.methods.parts import Optimizers, Options, average, record_call, synchronize
 from offbeat.server import GLU, Compensated, LocalStep, PushPull
 from offbeat.server.shard import OptimizerFactory
 from offbeat.update.outer import SGD, Outer, Overlap
@@ -43,7 +43,7 @@ def overlap_local_sgd(
 
     Wang et al., "Overlap Local-SGD", ICASSP 2020, arXiv 2002.09539.
     """
-    return exchange(model, optimizer, every, Overlap(pull, momentum), group, delay="round", **options)
+    return synchronize(model, optimizer, every, Overlap(pull, momentum), group, delay="round", **options)
 
 
 @record_call

@@ -12,7 +12,7 @@ from offbeat.base.tensors import grads, params
 from offbeat.engine.exchange import Exchange
 from offbeat.engine.round import Delay
 from offbeat.engine.synchronizer import Synchronizer
-from offbeat.methods.parts import Optimizers, Options, average, correct, exact, exchange, record_call
+from offbeat.methods.parts import Optimizers, Options, average, correct, exact, record_call, synchronize
 from offbeat.reduce import Reducer, TwoLevel
 from offbeat.update.update import Update
 from offbeat.when import QSR, AdaComm, Adaptive, Every, Schedule, schedule
@@ -76,7 +76,7 @@ def local_sgd(
     Stich, "Local SGD Converges Fast and Communicates Little", ICLR 2019, arXiv 1805.09767.
     """
     late = correct(options, gain)  # refuses a bad gain, also without a delay
-    return exchange(
+    return synchronize(
         model, optimizer, every, late if delay else average(options), group, delay=delay, **options
     )
 
@@ -102,7 +102,7 @@ def post_local_sgd(
 
     Lin et al., "Don't Use Large Mini-batches, Use Local SGD", ICLR 2020, arXiv 1808.07217.
     """
-    return exchange(model, optimizer, every, average(options), group, warmup=switch, **options)
+    return synchronize(model, optimizer, every, average(options), group, warmup=switch, **options)
 
 
 @record_call
@@ -126,7 +126,7 @@ def cocod(
     Shen et al., "Faster Distributed Deep Net Training: Computation and Communication Decoupled SGD", IJCAI
     2019, arXiv 1906.12043. Differs from the paper, where a message has the whole period: delay="round".
     """
-    return exchange(model, optimizer, every, correct(options), group, delay=delay, **options)
+    return synchronize(model, optimizer, every, correct(options), group, delay=delay, **options)
 
 
 @record_call
@@ -150,7 +150,7 @@ def dasgd(
 
     Zhou et al., "DaSGD", 2020, arXiv 2006.00441.
     """
-    return exchange(model, optimizer, every, average(options, keep), group, delay=delay, **options)
+    return synchronize(model, optimizer, every, average(options, keep), group, delay=delay, **options)
 
 
 @record_call
@@ -243,7 +243,7 @@ def qsr(
 
     Gu et al., "A Quadratic Synchronization Rule for Distributed Deep Learning", ICLR 2024, arXiv 2310.14423.
     """
-    return exchange(
+    return synchronize(
         model, optimizer, QSR(alpha, base, warmup, peak, total), average(options), group, **options
     )
 
@@ -270,7 +270,7 @@ def adaptive(
 
     Jiang & Agrawal, "Adaptive Periodic Averaging", 2020, arXiv 2007.06134.
     """
-    return exchange(model, optimizer, Adaptive(start, sample, warmup), average(options), group, **options)
+    return synchronize(model, optimizer, Adaptive(start, sample, warmup), average(options), group, **options)
 
 
 @record_call
@@ -297,4 +297,4 @@ def adacomm(
     Wang & Joshi, "Adaptive Communication Strategies", SysML 2019, arXiv 1810.08313.
     Differs from the paper, whose intervals are seconds: here they are steps.
     """
-    return exchange(model, optimizer, AdaComm(start, interval, warmup), average(options), group, **options)
+    return synchronize(model, optimizer, AdaComm(start, interval, warmup), average(options), group, **options)

@@ -10,7 +10,7 @@ from offbeat.base.tensors import grads, params
 from offbeat.engine.exchange import Exchange
 from offbeat.engine.synchronizer import Synchronizer
 from offbeat.methods import parts
-from offbeat.methods.parts import Extras, Optimizers, Options, exchange, record_call
+from offbeat.methods.parts import Extras, Optimizers, Options, record_call, synchronize
 from offbeat.reduce import Quantized, Reducer
 from offbeat.update.outer import SGD, Eager, Gossip, Outer, SlowMo
 from offbeat.when import Every, Schedule, schedule
@@ -46,7 +46,7 @@ def slowmo(
     Wang et al., "SlowMo", ICLR 2020, arXiv 1910.00643.
     Differs from the paper in the ramp, and in form: v is the paper's momentum times the learning rate.
     """
-    return exchange(model, optimizer, every, SlowMo(lr, momentum, ramp), group, warmup=warmup, **options)
+    return synchronize(model, optimizer, every, SlowMo(lr, momentum, ramp), group, warmup=warmup, **options)
 
 
 @record_call
@@ -77,7 +77,7 @@ def diloco(
 
     Douillard et al., "DiLoCo", 2023, arXiv 2311.08105.
     """
-    return exchange(
+    return synchronize(
         model,
         optimizer,
         every,
@@ -250,7 +250,7 @@ def eager_diloco(
     Kale et al., "Eager Updates for Overlapped Communication and Computation in DiLoCo", 2025, arXiv
     2502.12996.
     """
-    return exchange(
+    return synchronize(
         model,
         optimizer,
         every,
@@ -287,6 +287,6 @@ def noloco(
     Kolehmainen et al., "NoLoCo", 2025, arXiv 2506.10911.
     Differs from the paper in the ramp, and in form: mean(Δ) + mean(φ) is mean(x), so half the bytes suffice.
     """
-    return exchange(
+    return synchronize(
         model, optimizer, every, Gossip(SGD(lr, momentum, ramp=ramp)), Pairs(group, seed), **options
     )

@@ -140,7 +140,7 @@ def start_after(steps: int, every: int | Schedule) -> Schedule:
     return Then(steps, Never(), schedule(every)) if steps else schedule(every)
 
 
-def exchange(
+def synchronize(
     model: nn.Module,
     optimizer: Optimizers,
     every: int | Schedule,
@@ -150,7 +150,7 @@ def exchange(
     warmup: int = 0,
     **options: Any,
 ) -> Synchronizer:
-    """Return a method that exchanges the parameters among all workers, after `warmup` synchronous steps."""
+    """Return the synchronizer of one exchange of the parameters, after `warmup` synchronous steps."""
     return Synchronizer(
         optimizer,
         [

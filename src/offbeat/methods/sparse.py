@@ -7,7 +7,7 @@ from typing_extensions import Unpack
 
 from offbeat.among import Group
 from offbeat.engine.synchronizer import Synchronizer
-from offbeat.methods.parts import Extras, Optimizers, exchange, record_call
+from offbeat.methods.parts import Extras, Optimizers, record_call, synchronize
 from offbeat.reduce import Code, ErrorFeedback, RandomBlock, TopK
 from offbeat.update.outer import SGD, Outer
 from offbeat.update.update import Detached
@@ -41,7 +41,7 @@ def def_sgd(
     Xu & Huang, "Detached Error Feedback for Distributed SGD with Random Sparsification", 2020, arXiv
     2004.05298.
     """
-    return exchange(
+    return synchronize(
         model,
         optimizer,
         every,
@@ -73,7 +73,7 @@ def sparse_loco(
 
     Sarfi et al., "Communication Efficient LLM Pre-training with SparseLoCo", 2025, arXiv 2508.15706.
     """
-    return exchange(
+    return synchronize(
         model,
         optimizer,
         every,
