@@ -15,8 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from offbeat.base.checks import is_whole
 from offbeat.base.draws import shuffled
-from offbeat.comm.background import Solo
 from offbeat.comm.communicator import Communicator
+from offbeat.comm.solo import Solo
 from offbeat.comm.torch_backend import Torch
 
 Group = Communicator | dist.ProcessGroup | DeviceMesh | None

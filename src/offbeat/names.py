@@ -15,8 +15,8 @@ from offbeat.base.errors import (
 )
 from offbeat.base.packed import Packed
 from offbeat.base.tensors import flatten, grads, moments, params
-from offbeat.comm.background import Solo
 from offbeat.comm.communicator import Communicator, Metered, Pending
+from offbeat.comm.solo import Solo
 from offbeat.comm.throttled import Throttled
 from offbeat.comm.torch_backend import Torch
 from offbeat.elastic import *

@@ -1,7 +1,7 @@
 """How workers talk: the communicator's contract, the table of collectives, backends, and wrappers."""
 
-from offbeat.comm.background import Solo
 from offbeat.comm.collective import sum_in_order
 from offbeat.comm.communicator import Communicator, Pending
+from offbeat.comm.solo import Solo
 
 __all__ = ["Communicator", "Pending", "Solo", "sum_in_order"]

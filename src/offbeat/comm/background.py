@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
@@ -16,9 +16,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from offbeat.base.errors import PeerLost
-from offbeat.comm.collective import Collective
-from offbeat.comm.communicator import Communicator, Pending, PendingList, Tensors, Worker, arrived
-from offbeat.comm.presence import Departure
+from offbeat.comm.communicator import Communicator, Pending, arrived
 from offbeat.comm.store import STORE_GONE, STORE_SILENT, Silent
 
 if TYPE_CHECKING:
@@ -59,30 +57,6 @@ class TaskQueue:
         except BaseException as error:
             self._error = error
             raise
-
-
-class Solo(Communicator, Worker):
-    """A world of one: every message has already arrived."""
-
-    rank, size = 0, 1
-
-    def run(self, kind: Collective, tensors: Tensors, *, src: int = 0, control: bool = False) -> PendingList:
-        return arrived(list(tensors))
-
-    def split(self, groups: Sequence[Sequence[int]]) -> Communicator:
-        return self
-
-    def leave(self, departure: Departure) -> None:
-        pass
-
-    def duplicate(self) -> Communicator:
-        return self
-
-    def task_queue(self) -> TaskQueue:
-        return TaskQueue()
-
-    def sidecar(self) -> Sidecar:
-        raise NotImplementedError("Solo.sidecar(): a world of one has no rounds to run in a second thread.")
 
 
 class ThreadQueue(TaskQueue):

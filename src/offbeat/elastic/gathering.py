@@ -8,10 +8,10 @@ from dataclasses import replace
 
 from offbeat.base.clock import State
 from offbeat.base.errors import OffbeatError, PeerLost, RunFinished
-from offbeat.comm.background import Solo
 from offbeat.comm.changing import Card, Changing, Give, Members, unite
 from offbeat.comm.communicator import Communicator
 from offbeat.comm.presence import Departure
+from offbeat.comm.solo import Solo
 from offbeat.elastic.decision import FINISHED, Decision, Seat, check_going, decide
 from offbeat.elastic.wire import Unreadable, receive_state, send_state
 

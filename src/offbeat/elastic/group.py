@@ -23,11 +23,11 @@ from torch._C._distributed_c10d import TCPStore
 
 from offbeat.base.checks import is_whole
 from offbeat.base.errors import OffbeatError, PeerLost, RunFinished
-from offbeat.comm.background import Solo
 from offbeat.comm.changing import Card, Give, Members
 from offbeat.comm.communicator import Communicator
 from offbeat.comm.lookout import Lookout
 from offbeat.comm.presence import Departure
+from offbeat.comm.solo import Solo
 from offbeat.comm.store import Bulletin, start
 from offbeat.comm.torch_backend import Torch
 from offbeat.elastic.decision import FINISHED, Decision, Seat
