@@ -14,7 +14,7 @@ from offbeat.comm.changing import Members
 from offbeat.comm.communicator import Communicator
 from offbeat.comm.connection import Connection
 from offbeat.comm.lookout import Lookout
-from offbeat.comm.store import Bulletin, open_backend, start
+from offbeat.comm.store import StoreClient, open_backend, start
 from offbeat.comm.torch_backend import Torch
 
 
@@ -42,8 +42,8 @@ def test_workers_that_come_and_go_close_their_connections_after_a_failure() -> N
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
     def connect(rank: int) -> tuple[Torch, Communicator]:
-        bulletin = Bulletin(TCPStore("127.0.0.1", store.port, is_master=False, wait_for_workers=False))
-        comm = Torch.among(Lookout("test", range(2), rank, bulletin, 20.0))
+        store_client = StoreClient(TCPStore("127.0.0.1", store.port, is_master=False, wait_for_workers=False))
+        comm = Torch.among(Lookout("test", range(2), rank, store_client, 20.0))
         return comm, comm.split([[0, 1]])
 
     connecting = [start(lambda r=rank: connect(r), "connect") for rank in range(2)]
@@ -71,7 +71,7 @@ def test_a_store_that_was_busy_is_asked_again() -> None:
                 raise dist.DistNetworkError("timed out")
             return self
 
-    bulletin = Bulletin(Busy())  # type: ignore[arg-type]
+    store_client = StoreClient(Busy())  # type: ignore[arg-type]
     with pytest.raises(dist.DistNetworkError, match="lost the process group's store"):
-        bulletin.ask(lambda store: 5, 20)
-    assert bulletin.ask(lambda store: 5, 20) == 5
+        store_client.ask(lambda store: 5, 20)
+    assert store_client.ask(lambda store: 5, 20) == 5

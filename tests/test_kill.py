@@ -21,7 +21,7 @@ from table import METHODS, SAVE_EVERY
 
 import offbeat
 from offbeat.comm.presence import Departure
-from offbeat.comm.store import Bulletin, Silent
+from offbeat.comm.store import Silent, StoreClient
 
 pytestmark = pytest.mark.slow  # real processes, many of them
 
@@ -243,16 +243,16 @@ class Mute:
 
 def test_a_silent_store_holds_up_nobody() -> None:
     store: Any = Mute()
-    bulletin = Bulletin(store)
-    first = bulletin.post(lambda client: client.check(["a"]))
+    store_client = StoreClient(store)
+    first = store_client.post(lambda client: client.check(["a"]))
     with pytest.raises(Silent):
-        bulletin.ask(lambda client: client.check(["b"]), 0.01)
+        store_client.ask(lambda client: client.check(["b"]), 0.01)
     assert not first.done()
     store.free.set()
     assert first.result(60)
-    assert bulletin.ask(lambda client: client.check(["c"]), 60)
+    assert store_client.ask(lambda client: client.check(["c"]), 60)
     with pytest.raises(ZeroDivisionError):
-        bulletin.ask(lambda client: 1 / 0, 60)
+        store_client.ask(lambda client: 1 / 0, 60)
 
 
 SCRIPT = """

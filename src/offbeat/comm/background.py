@@ -131,7 +131,7 @@ class ThreadSidecar(Sidecar):
     """
 
     def __init__(self, comm: Communicator, lookout: Lookout) -> None:
-        self.comm, self._bulletin, self._timeout = comm, lookout.bulletin, lookout.timeout
+        self.comm, self._store_client, self._timeout = comm, lookout.store_client, lookout.timeout
         self._heard = [-1] * comm.size  # by rank
         self._stopped, self._queues = lookout.stopped, f"{lookout.key}/queue"
         self._shared, self._threads = threading.Condition(), list[threading.Thread]()
@@ -160,7 +160,7 @@ class ThreadSidecar(Sidecar):
 
     def _listen(self) -> None:
         try:
-            with self._bulletin.lend(shared=False) as client:
+            with self._store_client.lend(shared=False) as client:
                 client.set_timeout(_LONG)
                 queues = PrefixStore(self._queues, client)
                 while not self._stopped.is_set():
@@ -173,7 +173,7 @@ class ThreadSidecar(Sidecar):
 
     def _ask(self, call: Callable[[Store], T]) -> T:
         try:
-            return self._bulletin.ask(lambda store: call(PrefixStore(self._queues, store)), self._timeout)
+            return self._store_client.ask(lambda store: call(PrefixStore(self._queues, store)), self._timeout)
         except Silent:
             trouble = f"timed out after {self._timeout:g} s, {STORE_SILENT}"
             raise PeerLost(f"Rank {self.comm.rank} {trouble}.") from None
@@ -221,7 +221,9 @@ class ThreadSidecar(Sidecar):
         woken, me, queues = True, str(self.comm.rank), self._queues
         if any(thread.name == _LISTENER and thread.is_alive() for thread in self._threads):
             try:
-                self._bulletin.ask(lambda store: PrefixStore(queues, store).queue_push(me, f"{me} -1"), _WAKE)
+                self._store_client.ask(
+                    lambda store: PrefixStore(queues, store).queue_push(me, f"{me} -1"), _WAKE
+                )
             except Silent:
                 woken = False  # it waits for a store that does not answer: leave it behind
             except dist.DistError:

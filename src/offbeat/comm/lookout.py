@@ -19,7 +19,7 @@ from torch.distributed.distributed_c10d import Store
 from offbeat.base.errors import Disagreement, OffbeatError, PeerLost
 from offbeat.comm.background import Stopped
 from offbeat.comm.presence import Departure, Place, Track, describe_disagreement
-from offbeat.comm.store import STORE_GONE, STORE_SILENT, Bulletin, Silent
+from offbeat.comm.store import STORE_GONE, STORE_SILENT, Silent, StoreClient
 
 _ANSWER = 1.0  # seconds in which a healthy store answers
 _GONE = 3.0  # seconds to wait after the store, which rank 0 may host, has vanished
@@ -37,7 +37,7 @@ class Lookout:
     key: str
     names: Sequence[int]  # what errors call the ranks
     name: int  # what they call this rank
-    bulletin: Bulletin
+    store_client: StoreClient
     timeout: float
     above: Lookout | None = None  # of the communicator that this one was made from
     stopped: threading.Event = field(default_factory=threading.Event)  # ends every wait
@@ -67,11 +67,11 @@ class Lookout:
 
         # Without a store, the others see our connections close, or wait for its host as well.
         with suppress(dist.DistError, Silent):
-            self.bulletin.ask(write, _ANSWER)
+            self.store_client.ask(write, _ANSWER)
 
     def arrive(self, connection: str, begun: int) -> None:
         """Tell the others that this rank waits here and how many messages it has begun."""
-        self.bulletin.post(lambda store: store.set(f"{self.key}/{connection}/at/{self.name}", str(begun)))
+        self.store_client.post(lambda store: store.set(f"{self.key}/{connection}/at/{self.name}", str(begun)))
 
     def find_leaver(self, store: Store, what: str, part: str = "", at: float = inf) -> OffbeatError | None:
         """The error if a rank has left. What it sent before still comes, unless a rank on the way is lost."""
@@ -105,7 +105,7 @@ class Lookout:
     def lost(self, what: str, error: Exception) -> OffbeatError:
         """The error for a broken connection: why a rank left, if it said so; else whose it was."""
         with suppress(dist.DistError, Silent):
-            if departure := self.bulletin.ask(lambda store: self.find_leaver(store, what), _ANSWER):
+            if departure := self.store_client.ask(lambda store: self.find_leaver(store, what), _ANSWER):
                 return departure
         gone: dict[int, RuntimeError] = {}
         for _ in range(_LOOKS if any(level.gloo for level in self._levels()) else 0):
@@ -153,7 +153,7 @@ class Wait:
             self._probe()
         timeout, trouble = f"timed out after {lookout.timeout:g} s", ""
         try:
-            if error := lookout.bulletin.ask(self._find_error, _ANSWER):
+            if error := lookout.store_client.ask(self._find_error, _ANSWER):
                 raise error
         except Silent:
             trouble = f"{timeout}, {STORE_SILENT}"
@@ -183,7 +183,9 @@ class Wait:
             return name != lookout.name and not (store.check([key]) and int(store.get(key)) > self._number)
 
         with suppress(Silent, dist.DistError):
-            if absent := lookout.bulletin.ask(lambda s: [n for n in lookout.names if lacks(s, n)], _ANSWER):
+            if absent := lookout.store_client.ask(
+                lambda s: [n for n in lookout.names if lacks(s, n)], _ANSWER
+            ):
                 return f": {list_ranks(absent)} {'is' if len(absent) == 1 else 'are'} missing"
         return ""
 

@@ -30,7 +30,7 @@ class Silent(Exception):
     """The store has not answered in time."""
 
 
-class Bulletin:
+class StoreClient:
     """The store of a process group. A daemon thread makes the calls, so callers choose how long they wait.
 
     A store whose host is stopped or cut off does not answer. torch then waits forever, whatever the timeout.
@@ -74,16 +74,16 @@ class Bulletin:
 
 
 _Order = tuple[Callable[[Store], Any], "Future[Any]"]
-_bulletins: WeakKeyDictionary[dist.ProcessGroup, Bulletin] = WeakKeyDictionary()
+_clients: WeakKeyDictionary[dist.ProcessGroup, StoreClient] = WeakKeyDictionary()
 
 
-def bulletin() -> Bulletin:
-    """The bulletin of this process, made with its default process group."""
+def store_client() -> StoreClient:
+    """The store client of this process, made with its default process group."""
     group = dist.group.WORLD
     assert group is not None
-    if group not in _bulletins:
-        _bulletins[group] = Bulletin(_get_default_store())
-    return _bulletins[group]
+    if group not in _clients:
+        _clients[group] = StoreClient(_get_default_store())
+    return _clients[group]
 
 
 def _serve(store: Store, orders: queue.SimpleQueue[_Order | None]) -> None:

@@ -21,7 +21,7 @@ from offbeat.comm.communicator import Communicator, Pending, PendingList, Tensor
 from offbeat.comm.connection import Connection
 from offbeat.comm.lookout import Lookout, Wait
 from offbeat.comm.presence import Departure, Track
-from offbeat.comm.store import bulletin, open_backend, start
+from offbeat.comm.store import open_backend, start, store_client
 
 _GLANCE = 0.25  # seconds between two looks at the store while waiting
 _GRACE = 5.0  # seconds by which torch gives up after us: we can say who is missing
@@ -99,7 +99,7 @@ class Torch(Communicator, Worker):
         ranks = dist.get_process_group_ranks(group)
         self.ranks = tuple(ranks)
         key = f"offbeat/{group.group_name}/{ranks}/{_counts[group]}"
-        lookout = Lookout(key, range(len(ranks)), ranks.index(dist.get_rank()), bulletin(), timeout)
+        lookout = Lookout(key, range(len(ranks)), ranks.index(dist.get_rank()), store_client(), timeout)
         self._backends = dict(item.split(":") for item in str(get_backend_config(group)).split(","))
         if self._backends.get("cpu") == "gloo":  # these tell who dies before our connections are there
             lookout.gloo = [group._get_backend(torch.device("cpu"))]
@@ -126,7 +126,7 @@ class Torch(Communicator, Worker):
         """Another communicator, of some of these ranks."""
         above, other = self._lookout, Torch.__new__(Torch)
         key, names = f"{above.key}/{name}", [above.names[rank] for rank in members]
-        lookout = Lookout(key, names, above.name, above.bulletin, above.timeout, above, above.stopped)
+        lookout = Lookout(key, names, above.name, above.store_client, above.timeout, above, above.stopped)
         other._backends = self._backends
         other._join(lookout, connections)
         return other
@@ -139,7 +139,7 @@ class Torch(Communicator, Worker):
         lookout, kind = self._lookout, "gloo" if name in _FIRST else self._backends[name]
 
         def make() -> Any:
-            with lookout.bulletin.lend(shared=True) as client:
+            with lookout.store_client.lend(shared=True) as client:
                 store = PrefixStore(f"{lookout.key}/{name}", client)
                 return open_backend(kind, store, self.rank, self.size, lookout.timeout + _GRACE)
 

@@ -28,7 +28,7 @@ from offbeat.comm.communicator import Communicator
 from offbeat.comm.lookout import Lookout
 from offbeat.comm.presence import Departure
 from offbeat.comm.solo import Solo
-from offbeat.comm.store import Bulletin, start
+from offbeat.comm.store import StoreClient, start
 from offbeat.comm.torch_backend import Torch
 from offbeat.elastic.decision import FINISHED, Decision, Seat
 from offbeat.elastic.gathering import Gathering
@@ -75,7 +75,7 @@ class Elastic(Gathering):
         self.lighthouse, self.least, self.timeout = lighthouse, least, timeout
         self._token = token
         self._client: Lighthouse | None = None
-        self._stores: dict[str, Bulletin] = {}  # by address
+        self._stores: dict[str, StoreClient] = {}  # by address
         self._asked: Future[tuple[Communicator, Members]] | None = None
         self._card: Card | None = None  # the last one
         self._waits = self._closed = False
@@ -201,12 +201,12 @@ class Elastic(Gathering):
         if len(names) == 1:
             return Solo()
         logger.info("%s connects to %d workers: %s", self.name, len(names), ", ".join(names))
-        bulletin = self._reach(decision.host)
+        store_client = self._reach(decision.host)
         place = f"offbeat/{key}/{self._prove(key, 'connections')[:16]}"
         if self.inside is not None:
             place += f"/{self.inside.rank}"
         own, ranks, addresses = names.index(self.name), range(len(names)), decision.addresses
-        lookout = Lookout(place, ranks, own, bulletin, self.timeout, patience=_REACH)
+        lookout = Lookout(place, ranks, own, store_client, self.timeout, patience=_REACH)
         lookout.is_alive = lambda rank: listens(addresses[rank])
         try:
             return Torch.among(lookout)
@@ -214,11 +214,11 @@ class Elastic(Gathering):
             lookout.leave(Departure(str(error), PeerLost.__name__), {})
             raise
 
-    def _reach(self, address: str) -> Bulletin:
+    def _reach(self, address: str) -> StoreClient:
         """The store at an address. Those of earlier members are closed: their workers may be dead."""
         self._stores = {known: store for known, store in self._stores.items() if known == address}
         if address not in self._stores:
-            self._stores[address] = Bulletin(_open_store(address))
+            self._stores[address] = StoreClient(_open_store(address))
         return self._stores[address]
 
 
