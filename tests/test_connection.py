@@ -13,7 +13,7 @@ import offbeat
 from offbeat.comm.changing import Members
 from offbeat.comm.communicator import Communicator
 from offbeat.comm.connection import Connection
-from offbeat.comm.lookout import Lookout
+from offbeat.comm.monitor import PeerMonitor
 from offbeat.comm.store import StoreClient, open_backend, start
 from offbeat.comm.torch_backend import Torch
 
@@ -43,7 +43,7 @@ def test_workers_that_come_and_go_close_their_connections_after_a_failure() -> N
 
     def connect(rank: int) -> tuple[Torch, Communicator]:
         store_client = StoreClient(TCPStore("127.0.0.1", store.port, is_master=False, wait_for_workers=False))
-        comm = Torch.among(Lookout("test", range(2), rank, store_client, 20.0))
+        comm = Torch.among(PeerMonitor("test", range(2), rank, store_client, 20.0))
         return comm, comm.split([[0, 1]])
 
     connecting = [start(lambda r=rank: connect(r), "connect") for rank in range(2)]

@@ -21,7 +21,7 @@ from torch.distributed import HashStore
 
 import offbeat
 from offbeat import GLU, Communicator, Compensated, LocalStep, Network, PushPull, Solo, simulate
-from offbeat.comm.lookout import Lookout
+from offbeat.comm.monitor import PeerMonitor
 from offbeat.comm.store import StoreClient
 from offbeat.comm.torch_backend import Connection, Message
 from offbeat.server.rules import stable_product
@@ -610,7 +610,7 @@ class Ending:
 
 
 def test_a_message_that_ends_with_a_slice_of_waiting_has_arrived() -> None:
-    message = Message(Lookout("key", [0], 0, StoreClient(HashStore()), 1.0), "news", [], 0, [])
+    message = Message(PeerMonitor("key", [0], 0, StoreClient(HashStore()), 1.0), "news", [], 0, [])
     message.calls = [(Connection("cpu", None), 0, Ending(fails=False))]
     assert message.wait() == []
     message.calls = [(Connection("cpu", None), 0, Ending(fails=True))]

@@ -20,7 +20,7 @@ from offbeat.comm.communicator import Communicator, Pending, arrived
 from offbeat.comm.store import STORE_GONE, STORE_SILENT, Silent
 
 if TYPE_CHECKING:
-    from offbeat.comm.lookout import Lookout
+    from offbeat.comm.monitor import PeerMonitor
 
 T = TypeVar("T")
 
@@ -130,10 +130,10 @@ class ThreadSidecar(Sidecar):
     No two threads share a connection or a client of the store. Daemons, they never keep a process alive.
     """
 
-    def __init__(self, comm: Communicator, lookout: Lookout) -> None:
-        self.comm, self._store_client, self._timeout = comm, lookout.store_client, lookout.timeout
+    def __init__(self, comm: Communicator, monitor: PeerMonitor) -> None:
+        self.comm, self._store_client, self._timeout = comm, monitor.store_client, monitor.timeout
         self._heard = [-1] * comm.size  # by rank
-        self._stopped, self._queues = lookout.stopped, f"{lookout.key}/queue"
+        self._stopped, self._queues = monitor.stopped, f"{monitor.key}/queue"
         self._shared, self._threads = threading.Condition(), list[threading.Thread]()
         try:
             self._ask(lambda queues: queues.queue_len(str(comm.rank)))

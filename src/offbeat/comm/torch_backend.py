@@ -19,7 +19,7 @@ from offbeat.comm.background import Sidecar, TaskQueue, ThreadQueue, ThreadSidec
 from offbeat.comm.collective import Collective, nbytes
 from offbeat.comm.communicator import Communicator, Pending, PendingList, Tensors, Worker
 from offbeat.comm.connection import Connection
-from offbeat.comm.lookout import Lookout, Wait
+from offbeat.comm.monitor import PeerMonitor, Wait
 from offbeat.comm.presence import Departure, Track
 from offbeat.comm.store import open_backend, start, store_client
 
@@ -36,8 +36,10 @@ _counts: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
 class Message(Pending[list[Tensor]]):
     """A collective under way. No callbacks: gloo's threads may outlive the interpreter and run no Python."""
 
-    def __init__(self, lookout: Lookout, text: str, tensors: Tensors, src: int, result: list[Tensor]) -> None:
-        self._lookout, self._text, self._tensors, self._src = lookout, text, tensors, src
+    def __init__(
+        self, monitor: PeerMonitor, text: str, tensors: Tensors, src: int, result: list[Tensor]
+    ) -> None:
+        self._monitor, self._text, self._tensors, self._src = monitor, text, tensors, src
         self._result, self._seen = result, 0.0
         self.calls: list[tuple[Connection, int, dist.Work]] = []
 
@@ -56,12 +58,12 @@ class Message(Pending[list[Tensor]]):
                 except RuntimeError as error:
                     # One that ends just as the wait does is waited for again: its own error counts.
                     if over:
-                        raise self._lookout.lost(self.describe(), error) from error
+                        raise self._monitor.lost(self.describe(), error) from error
                     if work.is_completed():
                         continue
                 if wait is None:
-                    wait = Wait(self._lookout, connection.name, number, self.describe())
-                    self._lookout.arrive(connection.name, connection.begun)
+                    wait = Wait(self._monitor, connection.name, number, self.describe())
+                    self._monitor.arrive(connection.name, connection.begun)
                 wait.check()
         self.done()
         return self._result
@@ -99,21 +101,21 @@ class Torch(Communicator, Worker):
         ranks = dist.get_process_group_ranks(group)
         self.ranks = tuple(ranks)
         key = f"offbeat/{group.group_name}/{ranks}/{_counts[group]}"
-        lookout = Lookout(key, range(len(ranks)), ranks.index(dist.get_rank()), store_client(), timeout)
+        monitor = PeerMonitor(key, range(len(ranks)), ranks.index(dist.get_rank()), store_client(), timeout)
         self._backends = dict(item.split(":") for item in str(get_backend_config(group)).split(","))
         if self._backends.get("cpu") == "gloo":  # these tell who dies before our connections are there
-            lookout.gloo = [group._get_backend(torch.device("cpu"))]
-        self._join(lookout, _FIRST)
+            monitor.gloo = [group._get_backend(torch.device("cpu"))]
+        self._join(monitor, _FIRST)
 
     @classmethod
-    def among(cls, lookout: Lookout) -> Torch:
+    def among(cls, monitor: PeerMonitor) -> Torch:
         """Workers without a process group, that meet in a store."""
         (made := cls.__new__(cls))._backends = {"cpu": "gloo", "cuda": "nccl"}
-        made._join(lookout, _FIRST)
+        made._join(monitor, _FIRST)
         return made
 
-    def _join(self, lookout: Lookout, connections: Sequence[str]) -> None:
-        self._lookout, self.rank, self.size = lookout, lookout.names.index(lookout.name), len(lookout.names)
+    def _join(self, monitor: PeerMonitor, connections: Sequence[str]) -> None:
+        self._monitor, self.rank, self.size = monitor, monitor.names.index(monitor.name), len(monitor.names)
         self._connections: dict[str, Connection] = {}
         self._children: dict[tuple[int, ...], Torch] = {}
         self._beside: WeakSet[Torch] = WeakSet()  # duplicates and sidecars
@@ -124,11 +126,11 @@ class Torch(Communicator, Worker):
 
     def _make(self, name: str, members: Sequence[int], connections: Sequence[str] = _FIRST) -> Torch:
         """Another communicator, of some of these ranks."""
-        above, other = self._lookout, Torch.__new__(Torch)
+        above, other = self._monitor, Torch.__new__(Torch)
         key, names = f"{above.key}/{name}", [above.names[rank] for rank in members]
-        lookout = Lookout(key, names, above.name, above.store_client, above.timeout, above, above.stopped)
+        monitor = PeerMonitor(key, names, above.name, above.store_client, above.timeout, above, above.stopped)
         other._backends = self._backends
-        other._join(lookout, connections)
+        other._join(monitor, connections)
         return other
 
     def _connect(self, name: str) -> Connection:
@@ -136,23 +138,23 @@ class Torch(Communicator, Worker):
 
         `new_group` numbers groups per process, and hangs where some ranks have made others.
         """
-        lookout, kind = self._lookout, "gloo" if name in _FIRST else self._backends[name]
+        monitor, kind = self._monitor, "gloo" if name in _FIRST else self._backends[name]
 
         def make() -> Any:
-            with lookout.store_client.lend(shared=True) as client:
-                store = PrefixStore(f"{lookout.key}/{name}", client)
-                return open_backend(kind, store, self.rank, self.size, lookout.timeout + _GRACE)
+            with monitor.store_client.lend(shared=True) as client:
+                store = PrefixStore(f"{monitor.key}/{name}", client)
+                return open_backend(kind, store, self.rank, self.size, monitor.timeout + _GRACE)
 
-        lookout.arrive(name, 0)
+        monitor.arrive(name, 0)
         connecting = start(make, "offbeat-connect")
-        wait = Wait(lookout, name, -1, "all ranks to connect")
+        wait = Wait(monitor, name, -1, "all ranks to connect")
         while not futures.wait([connecting], _GLANCE).done:
             wait.check()
         try:
             self._connections[name] = Connection(name, connecting.result())
         except RuntimeError as error:
-            raise lookout.lost("all ranks to connect", error) from error
-        lookout.gloo = [self._connections[name].backend for name in _FIRST if name in self._connections]
+            raise monitor.lost("all ranks to connect", error) from error
+        monitor.gloo = [self._connections[name].backend for name in _FIRST if name in self._connections]
         return self._connections[name]
 
     def run(self, kind: Collective, tensors: Tensors, *, src: int = 0, control: bool = False) -> PendingList:
@@ -176,14 +178,14 @@ class Torch(Communicator, Worker):
                     calls = [("alltoall_base", (got, given.repeat(self.size), [], []))]
                 result = list(got.view(self.size, *tensors[0].shape))
         phrase = "all ranks to report" if control else kind.phrase
-        message = Message(self._lookout, phrase, tensors, src, result)
+        message = Message(self._monitor, phrase, tensors, src, result)
         for method, arguments in calls:
             name = "control" if control else arguments[0].device.type
             connection = self._connections.get(name) or self._connect(name)
             try:
                 work = getattr(connection.backend, method)(*arguments)
             except RuntimeError as error:
-                raise self._lookout.lost(message.describe(), error) from error
+                raise self._monitor.lost(message.describe(), error) from error
             message.calls.append((connection, connection.begun, work))
             connection.begun += 1
             while connection.air and connection.air[0].is_completed():
@@ -207,11 +209,11 @@ class Torch(Communicator, Worker):
             child.computed(step, share)
 
     def follow(self, track: Track) -> None:
-        self._lookout.follow(track)
+        self._monitor.follow(track)
 
     def leave(self, departure: Departure) -> None:
         if not self.left:
-            self._lookout.leave(departure, self._count_begun())
+            self._monitor.leave(departure, self._count_begun())
 
     def disconnect(self) -> None:
         for connection in self._connections.values():
@@ -222,7 +224,7 @@ class Torch(Communicator, Worker):
     def _count_begun(self) -> dict[str, dict[str, int]]:
         """The messages begun here and on all communicators made from this one, all of which are left."""
         self.left = True
-        begun = {self._lookout.key: {name: part.begun for name, part in self._connections.items()}}
+        begun = {self._monitor.key: {name: part.begun for name, part in self._connections.items()}}
         for other in (*self._children.values(), *self._beside):
             begun.update(other._count_begun())
         return begun
@@ -235,8 +237,8 @@ class Torch(Communicator, Worker):
 
     def sidecar(self) -> Sidecar:
         aside = self._make_beside("sidecar", ())  # only the groups it is split into have connections
-        aside._lookout.stopped = threading.Event()
-        return ThreadSidecar(aside, aside._lookout)
+        aside._monitor.stopped = threading.Event()
+        return ThreadSidecar(aside, aside._monitor)
 
     def _make_beside(self, kind: str, connections: Sequence[str]) -> Torch:
         self._made_beside += 1

@@ -25,7 +25,7 @@ from offbeat.base.checks import is_whole
 from offbeat.base.errors import OffbeatError, PeerLost, RunFinished
 from offbeat.comm.changing import Card, Give, Members
 from offbeat.comm.communicator import Communicator
-from offbeat.comm.lookout import Lookout
+from offbeat.comm.monitor import PeerMonitor
 from offbeat.comm.presence import Departure
 from offbeat.comm.solo import Solo
 from offbeat.comm.store import StoreClient, start
@@ -206,12 +206,12 @@ class Elastic(Gathering):
         if self.inside is not None:
             place += f"/{self.inside.rank}"
         own, ranks, addresses = names.index(self.name), range(len(names)), decision.addresses
-        lookout = Lookout(place, ranks, own, store_client, self.timeout, patience=_REACH)
-        lookout.is_alive = lambda rank: listens(addresses[rank])
+        monitor = PeerMonitor(place, ranks, own, store_client, self.timeout, patience=_REACH)
+        monitor.is_alive = lambda rank: listens(addresses[rank])
         try:
-            return Torch.among(lookout)
+            return Torch.among(monitor)
         except OffbeatError as error:  # those who are connected wait for this one
-            lookout.leave(Departure(str(error), PeerLost.__name__), {})
+            monitor.leave(Departure(str(error), PeerLost.__name__), {})
             raise
 
     def _reach(self, address: str) -> StoreClient:

@@ -31,7 +31,7 @@ _unread: list[Any] = []  # kept, since gloo must not destroy them
 
 
 @dataclass(eq=False)
-class Lookout:
+class PeerMonitor:
     """What one rank reads in the store while it waits, and what it writes there for the others."""
 
     key: str
@@ -39,7 +39,7 @@ class Lookout:
     name: int  # what they call this rank
     store_client: StoreClient
     timeout: float
-    above: Lookout | None = None  # of the communicator that this one was made from
+    above: PeerMonitor | None = None  # of the communicator that this one was made from
     stopped: threading.Event = field(default_factory=threading.Event)  # ends every wait
     patience: float = inf  # seconds for all ranks to connect, if that is less than the timeout
     gloo: list[Any] = field(default_factory=list)  # backends that can tell which ranks are connected
@@ -47,7 +47,7 @@ class Lookout:
     _tracks: WeakSet[Track] = field(default_factory=WeakSet)
     _runs: int = 0
 
-    def _levels(self) -> list[Lookout]:
+    def _levels(self) -> list[PeerMonitor]:
         """This one and those above, whose notes concern a rank that waits here, too."""
         return [self] if self.above is None else [self, *self.above._levels()]
 
@@ -138,22 +138,22 @@ class Lookout:
 class Wait:
     """One wait for message `number`, or with −1 for all ranks to connect. Ends it when it is hopeless."""
 
-    def __init__(self, lookout: Lookout, part: str, number: int, what: str) -> None:
-        self._lookout, self._part, self._number, self._what = lookout, part, number, what
+    def __init__(self, monitor: PeerMonitor, part: str, number: int, what: str) -> None:
+        self._monitor, self._part, self._number, self._what = monitor, part, number, what
         self._probed = time.perf_counter()
-        self._deadline = self._probed + min(lookout.timeout, lookout.patience if number < 0 else inf)
+        self._deadline = self._probed + min(monitor.timeout, monitor.patience if number < 0 else inf)
 
     def check(self) -> None:
         """Raise if the message will not come."""
-        lookout = self._lookout
-        if lookout.stopped.is_set():
+        monitor = self._monitor
+        if monitor.stopped.is_set():
             raise Stopped
         # gloo notices a dead rank only once it is connected.
         if self._number < 0 and time.perf_counter() > self._probed + _PROBES:
             self._probe()
-        timeout, trouble = f"timed out after {lookout.timeout:g} s", ""
+        timeout, trouble = f"timed out after {monitor.timeout:g} s", ""
         try:
-            if error := lookout.store_client.ask(self._find_error, _ANSWER):
+            if error := monitor.store_client.ask(self._find_error, _ANSWER):
                 raise error
         except Silent:
             trouble = f"{timeout}, {STORE_SILENT}"
@@ -163,28 +163,28 @@ class Wait:
             self._deadline = min(self._deadline, time.perf_counter() + _GONE)
         if time.perf_counter() > self._deadline:
             trouble = trouble or timeout + self._list_absent()
-            raise PeerLost(f"Waiting for {self._what}: rank {lookout.name} {trouble}.")
+            raise PeerLost(f"Waiting for {self._what}: rank {monitor.name} {trouble}.")
 
     def _find_error(self, store: Store) -> OffbeatError | None:
-        leaver = self._lookout.find_leaver(store, self._what, self._part, self._number)
-        return leaver or self._lookout.find_conflict(store)
+        leaver = self._monitor.find_leaver(store, self._what, self._part, self._number)
+        return leaver or self._monitor.find_conflict(store)
 
     def _probe(self) -> None:
         self._probed = time.perf_counter()
-        for error in self._lookout.closed().values():
-            raise self._lookout.lost(self._what, error) from error
+        for error in self._monitor.closed().values():
+            raise self._monitor.lost(self._what, error) from error
 
     def _list_absent(self) -> str:
         """The ranks that have not begun the message, according to the store, in words."""
-        lookout = self._lookout
+        monitor = self._monitor
 
         def lacks(store: Store, name: int) -> bool:
-            key = f"{lookout.key}/{self._part}/at/{name}"
-            return name != lookout.name and not (store.check([key]) and int(store.get(key)) > self._number)
+            key = f"{monitor.key}/{self._part}/at/{name}"
+            return name != monitor.name and not (store.check([key]) and int(store.get(key)) > self._number)
 
         with suppress(Silent, dist.DistError):
-            if absent := lookout.store_client.ask(
-                lambda s: [n for n in lookout.names if lacks(s, n)], _ANSWER
+            if absent := monitor.store_client.ask(
+                lambda s: [n for n in monitor.names if lacks(s, n)], _ANSWER
             ):
                 return f": {list_ranks(absent)} {'is' if len(absent) == 1 else 'are'} missing"
         return ""
