@@ -102,14 +102,14 @@ class PeerMonitor:
                     return Disagreement(verdict.decode())
         return None
 
-    def lost(self, what: str, error: Exception) -> OffbeatError:
+    def explain_loss(self, what: str, error: Exception) -> OffbeatError:
         """The error for a broken connection: why a rank left, if it said so; else whose it was."""
         with suppress(dist.DistError, Silent):
             if departure := self.store_client.ask(lambda store: self.find_leaver(store, what), _ANSWER):
                 return departure
         gone: dict[int, RuntimeError] = {}
         for _ in range(_LOOKS if any(level.gloo for level in self._levels()) else 0):
-            if gone := self.closed():
+            if gone := self.find_closed():
                 break
             time.sleep(_PAUSE)  # one of a rank's connections may close before the others
         if not gone and isinstance(error, dist.DistNetworkError | dist.DistStoreError):
@@ -118,7 +118,7 @@ class PeerMonitor:
         whose = f"the connection to {list_ranks(list(gone))}" if gone else "a connection"
         return PeerLost(f"Waiting for {what}: rank {self.name} lost {whose} ({reason}).")
 
-    def closed(self) -> dict[int, RuntimeError]:
+    def find_closed(self) -> dict[int, RuntimeError]:
         """The ranks that are dead or closed a connection: gloo refuses to send to them. Others ignore it."""
         gone = {}
         # A communicator that is not yet connected asks the one it was made from.
@@ -171,8 +171,8 @@ class Wait:
 
     def _probe(self) -> None:
         self._probed = time.perf_counter()
-        for error in self._monitor.closed().values():
-            raise self._monitor.lost(self._what, error) from error
+        for error in self._monitor.find_closed().values():
+            raise self._monitor.explain_loss(self._what, error) from error
 
     def _list_absent(self) -> str:
         """The ranks that have not begun the message, according to the store, in words."""

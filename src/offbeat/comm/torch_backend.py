@@ -58,7 +58,7 @@ class Message(Pending[list[Tensor]]):
                 except RuntimeError as error:
                     # One that ends just as the wait does is waited for again: its own error counts.
                     if over:
-                        raise self._monitor.lost(self.describe(), error) from error
+                        raise self._monitor.explain_loss(self.describe(), error) from error
                     if work.is_completed():
                         continue
                 if wait is None:
@@ -153,7 +153,7 @@ class Torch(Communicator, Worker):
         try:
             self._connections[name] = Connection(name, connecting.result())
         except RuntimeError as error:
-            raise monitor.lost("all ranks to connect", error) from error
+            raise monitor.explain_loss("all ranks to connect", error) from error
         monitor.gloo = [self._connections[name].backend for name in _FIRST if name in self._connections]
         return self._connections[name]
 
@@ -185,7 +185,7 @@ class Torch(Communicator, Worker):
             try:
                 work = getattr(connection.backend, method)(*arguments)
             except RuntimeError as error:
-                raise self._monitor.lost(message.describe(), error) from error
+                raise self._monitor.explain_loss(message.describe(), error) from error
             message.calls.append((connection, connection.begun, work))
             connection.begun += 1
             while connection.air and connection.air[0].is_completed():
