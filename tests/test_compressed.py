@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import offbeat
 from offbeat import ErrorFeedback, Mean, Quantized, RandomBlock, TopK
-from offbeat.base.draws import whole
+from offbeat.base.draws import draw_whole
 from offbeat.lab import Lab, unavailable
 
 SLOPES = [torch.tensor([1.0, 2.0, 4.0, 8.0]), torch.tensor([3.0, 2.0, 0.0, -8.0])]
@@ -61,7 +61,7 @@ def test_def_by_hand() -> None:
     expected: list[Any] = []
     shown: list[Any] = []
     for round in range(steps):
-        first = whole(0, round, "x") % 4
+        first = draw_whole(0, round, "x") % 4
         piece = {first, (first + 1) % 4}
         delta = []
         for k in range(2):

@@ -9,19 +9,19 @@ import torch
 from torch import Tensor
 
 
-def whole(*key: object) -> int:
+def draw_whole(*key: object) -> int:
     """A whole number below 2⁶⁴, drawn from a seed, a step or round, and a name. Equal on all workers."""
     return int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=8).digest(), "little")
 
 
 def uniform(*key: object) -> float:
     """A number in [0, 1)."""
-    return (whole(*key) >> 11) * 2.0**-53
+    return (draw_whole(*key) >> 11) * 2.0**-53
 
 
 @lru_cache(maxsize=8, typed=True)
 def shuffled(length: int, *key: object) -> tuple[int, ...]:
-    """The numbers below `length`, sorted by whole(*key, i). The common prefix is hashed once."""
+    """The numbers below `length`, sorted by draw_whole(*key, i). The common prefix is hashed once."""
     start = hashlib.blake2b(repr(key).removesuffix(")").removesuffix(",").encode() + b", ", digest_size=8)
 
     def draw(i: int) -> int:
@@ -34,7 +34,7 @@ def shuffled(length: int, *key: object) -> tuple[int, ...]:
 
 def uniforms(these: Tensor, those: Tensor, *key: object) -> Tensor:
     """Numbers in (0, 1), one for each pair of whole numbers after broadcasting. Equal on all workers."""
-    bits = _mix(_mix(these * _ODD + _signed(whole(*key))) + those)
+    bits = _mix(_mix(these * _ODD + _signed(draw_whole(*key))) + those)
     return bits.bitwise_right_shift_(11).bitwise_and_(2**53 - 1).double().add_(0.5).mul_(2.0**-53)
 
 

@@ -7,7 +7,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from offbeat.base.draws import whole
+from offbeat.base.draws import draw_whole
 from offbeat.plan.decoding import find_enough
 from offbeat.plan.groups import Groups, MessageCosts
 from offbeat.plan.job import Cluster
@@ -195,7 +195,7 @@ class Clocks:
         if not part.blocking(round):
             called = now.amin(-1, keepdim=True)  # by the first to arrive
             if isinstance(part, EagerGradients) and part.activation == "majority":
-                initiator = whole(part.seed, round, "initiator") % seen.workers
+                initiator = draw_whole(part.seed, round, "initiator") % seen.workers
                 called = now[..., initiator % self._width, None]
             awake = torch.maximum(self._sidecar, torch.minimum(now, called + self._costs.announcement))
             late = torch.minimum(now, self._patience(part, awake))

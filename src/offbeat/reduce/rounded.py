@@ -12,7 +12,7 @@ from torch import Tensor
 
 from offbeat.base.checks import is_whole
 from offbeat.base.clock import Clock, State
-from offbeat.base.draws import whole
+from offbeat.base.draws import draw_whole
 from offbeat.base.packed import Packed
 from offbeat.comm.communicator import Communicator, Pending
 from offbeat.reduce.code import Code, Messages, Residual, Vector
@@ -130,7 +130,7 @@ class Quantized(Code):
         if not self.stochastic:
             return mean_in_two_phases(vector, comm, codec)
         key = (self.seed, clock.step, clock.round, vector.spans[0].name, comm.rank)
-        seeds, device = [whole(*key, way) % 2**63 for way in ("out", "back")], vector.values.device
+        seeds, device = [draw_whole(*key, way) % 2**63 for way in ("out", "back")], vector.values.device
         rngs = [torch.Generator(device).manual_seed(seed) for seed in seeds]
         return mean_in_two_phases(vector, comm, codec, rngs)
 

@@ -10,7 +10,7 @@ from torch.nn.functional import pad
 
 from offbeat.base.checks import is_whole
 from offbeat.base.clock import Clock, State
-from offbeat.base.draws import whole
+from offbeat.base.draws import draw_whole
 from offbeat.comm.communicator import Communicator
 from offbeat.reduce.code import Code, Messages, Vector
 
@@ -134,7 +134,7 @@ class RandomBlock(Code):
         ends = []
         for span in vector.spans:
             length = max(1, (span.end - span.start) // self.ratio)
-            first = span.start + whole(self.seed, clock.round, span.name) % (span.end - span.start)
+            first = span.start + draw_whole(self.seed, clock.round, span.name) % (span.end - span.start)
             over = max(0, first + length - span.end)  # these wrap around
             ends.append((first, first + length - over))
             if over:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from offbeat.base.checks import is_whole
 from offbeat.base.clock import Clock, State
-from offbeat.base.draws import whole
+from offbeat.base.draws import draw_whole
 from offbeat.base.packed import Packed
 from offbeat.base.tensors import PRESENT
 from offbeat.comm.communicator import Communicator, Pending, arrived
@@ -56,7 +56,7 @@ class LowRank(Code):
         for span, m in zip(vector.spans, matrices, strict=True):
             q = factors.get(span.name)
             if q is None or not q.any():  # at first, and after a mean of zero
-                rng = torch.Generator().manual_seed(whole(self.seed, span.name) % 2**63)
+                rng = torch.Generator().manual_seed(draw_whole(self.seed, span.name) % 2**63)
                 q = torch.randn(m.shape[1], self.rank, generator=rng).to(m.device)
             thin.append(m @ q)
         (mean,) = yield comm.mean([torch.cat([p.flatten() for p in thin])])

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from offbeat.among import Butterfly, World
 from offbeat.base.clock import Clock, State
-from offbeat.base.draws import whole
+from offbeat.base.draws import draw_whole
 from offbeat.base.tensors import Gradients
 from offbeat.comm.background import Sidecar
 from offbeat.engine.agreement import checksum
@@ -61,7 +61,7 @@ class EagerGradients(Waitfree):
 
     def calls(self, round: int) -> bool:
         comm = self.peers.everyone
-        return self.activation == "solo" or whole(self.seed, round, "initiator") % comm.size == comm.rank
+        return self.activation == "solo" or draw_whole(self.seed, round, "initiator") % comm.size == comm.rank
 
     def open_handover(self, version: int, sidecar: Sidecar) -> None:
         notes = {f"+{name}": note for name, note in self.live.notes().items()}

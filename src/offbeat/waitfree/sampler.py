@@ -15,7 +15,7 @@ from torch.utils.data import default_collate
 
 from offbeat.base.checks import is_whole
 from offbeat.base.clock import State
-from offbeat.base.draws import shuffled, whole
+from offbeat.base.draws import draw_whole, shuffled
 from offbeat.engine.synchronizer import Synchronizer
 from offbeat.waitfree.coded import CodedGradients
 
@@ -130,7 +130,7 @@ class CodedSampler:
         chosen = order[place * size * self.batch_size : (place + 1) * size * self.batch_size]
         own = tuple(chosen[number::size])
         weight = coefficient * len(own) * size / len(chosen)
-        seed = whole(self.seed, step, number, "part") >> 1
+        seed = draw_whole(self.seed, step, number, "part") >> 1
         return DataPart(number, own, weight, seed, self.dataset, self.collate)
 
     def state_dict(self) -> State:

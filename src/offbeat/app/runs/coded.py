@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 
 from offbeat.app.runs.setting import Setting
 from offbeat.app.runs.trainer import Trainer, Watched
-from offbeat.base.draws import whole
+from offbeat.base.draws import draw_whole
 from offbeat.tasks import Batch, Task
 from offbeat.waitfree import CodedGradients
 from offbeat.waitfree.sampler import seeded
@@ -36,7 +36,7 @@ class CodedTrainer(Trainer):
         losses, step = [], self.sync.steps
         self.coded.unfinished = self.coded.load
         for number, coefficient in self.coded.hand_out(step):
-            with seeded(whole(self._seed, step, number, "part") >> 1, self.model):
+            with seeded(draw_whole(self._seed, step, number, "part") >> 1, self.model):
                 loss = self.task.loss(self.model, batch[number])
                 (coefficient * loss).backward()  # type: ignore[no-untyped-call]
                 losses.append(loss.detach())
