@@ -31,7 +31,7 @@ from offbeat import (
     World,
     params,
 )
-from offbeat.base.draws import shuffled
+from offbeat.base.draws import draw_order
 from offbeat.update.outer import Eager, Overlap
 
 STEPS, EVERY = 7, 2
@@ -185,7 +185,7 @@ UPDATES = [
 
 
 def pairs(workers: int, round: int) -> Groups:
-    order = shuffled(workers, 0, round, "pairs")
+    order = draw_order(workers, 0, round, "pairs")
     return [order[i : i + 2] for i in range(0, workers, 2)]
 
 

@@ -13,7 +13,7 @@ from slopes import Slopes, Walk, composed, walked
 from torch import Tensor, nn
 
 import offbeat
-from offbeat.base.draws import shuffled
+from offbeat.base.draws import draw_order
 
 ADAM = functools.partial(torch.optim.Adam, lr=0.01)
 
@@ -159,7 +159,7 @@ def test_noloco_of_three_leaves_one_alone() -> None:
     #          m = −1 + 0.5·(−13.375 + 4) = −5.6875,  −2.875 + 0.5·(−13.75 + 7.75) = −5.875,
     #              −2.875 + 0.5·(−13.375 + 10.75) = −4.1875
     #          φ = −9.6875, −13.625, −14.9375, whose mean is −12.75
-    assert [shuffled(3, 1, round, "pairs")[2] for round in range(3)] == [2, 0, 1]
+    assert [draw_order(3, 1, round, "pairs")[2] for round in range(3)] == [2, 0, 1]
     traces = walked("noloco(every=2, lr=0.5, momentum=0.5, ramp=0, seed=1)", 6, workers=3)
     assert [trace[1] for trace in traces] == [-2, -2, -5]
     assert [trace[3] for trace in traces] == [-4, -7.75, -10.75]
@@ -173,7 +173,7 @@ def test_noloco_is_the_papers_form() -> None:
     phi, m = torch.zeros(4).double(), torch.zeros(4).double()
     expected = []
     for round in range(6):
-        order = shuffled(4, 5, round, "pairs")
+        order = draw_order(4, 5, round, "pairs")
         partner = {order[i]: order[i ^ 1] for i in range(4)}
         other = torch.tensor([partner[rank] for rank in range(4)])
         delta = -3 * slopes

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from offbeat.base.checks import is_whole
-from offbeat.base.draws import shuffled
+from offbeat.base.draws import draw_order
 from offbeat.comm.communicator import Communicator
 from offbeat.comm.solo import Solo
 from offbeat.comm.torch_backend import Torch
@@ -98,7 +98,7 @@ class Pairs(_Grouped):
         return self.everyone.size <= 2
 
     def at(self, round: int) -> Communicator:
-        order = shuffled(self.everyone.size, self.seed, round, "pairs")
+        order = draw_order(self.everyone.size, self.seed, round, "pairs")
         return self.everyone.split([sorted(order[i : i + 2]) for i in range(0, len(order), 2)])
 
 
@@ -189,7 +189,7 @@ class Butterfly(_Grouped):
         if size == 1:
             return [[rank] for rank in range(workers)]
         if self._bits is None:
-            order = shuffled(workers, self.seed, round % _PARTITIONS, "butterfly")
+            order = draw_order(workers, self.seed, round % _PARTITIONS, "butterfly")
             count = -(-workers // size)
             edges = [workers * i // count for i in range(count + 1)]
             return [sorted(order[low:high]) for low, high in itertools.pairwise(edges)]

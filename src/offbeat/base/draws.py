@@ -20,8 +20,9 @@ def uniform(*key: object) -> float:
 
 
 @lru_cache(maxsize=8, typed=True)
-def shuffled(length: int, *key: object) -> tuple[int, ...]:
-    """The numbers below `length`, sorted by draw_whole(*key, i). The common prefix is hashed once."""
+def draw_order(length: int, *key: object) -> tuple[int, ...]:
+    """A random order of the numbers below `length`, sorted by draw_whole(*key, i)."""
+    # The prefix that all keys share is hashed once.
     start = hashlib.blake2b(repr(key).removesuffix(")").removesuffix(",").encode() + b", ", digest_size=8)
 
     def draw(i: int) -> int:

@@ -15,7 +15,7 @@ from torch.utils.data import default_collate
 
 from offbeat.base.checks import is_whole
 from offbeat.base.clock import State
-from offbeat.base.draws import draw_whole, shuffled
+from offbeat.base.draws import draw_order, draw_whole
 from offbeat.engine.synchronizer import Synchronizer
 from offbeat.waitfree.coded import CodedGradients
 
@@ -126,7 +126,7 @@ class CodedSampler:
         size, samples, (epoch, place) = self._size, len(self.dataset), divmod(step, self._steps())
         order: Sequence[int] = range(samples)
         if self.shuffle:
-            order = shuffled(samples, self.seed, epoch, "order")
+            order = draw_order(samples, self.seed, epoch, "order")
         chosen = order[place * size * self.batch_size : (place + 1) * size * self.batch_size]
         own = tuple(chosen[number::size])
         weight = coefficient * len(own) * size / len(chosen)
