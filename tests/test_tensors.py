@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import offbeat
 from offbeat import Clock, Communicator, Every, Exchange, Packed, Reducer, Synchronizer, grads, params
-from offbeat.base.tensors import local, named, trainable
+from offbeat.base.tensors import clean_names, local, trainable
 
 
 def awkward() -> dict[str, Tensor]:
@@ -202,8 +202,8 @@ def test_names_that_would_collide_stay_as_they_are() -> None:
     both["a"].weight = nn.Parameter(torch.zeros(1))
     assert set(trainable(both)) == {"a.weight", "a.module.weight"}
     t = torch.zeros(1)
-    assert list(named([("module.x", t), ("x", t), ("module.y", t)])) == ["module.x", "x", "module.y"]
-    assert list(named([("module.x", t), ("modules.x", t), ("y_orig_mod.z", t)])) == [
+    assert list(clean_names([("module.x", t), ("x", t), ("module.y", t)])) == ["module.x", "x", "module.y"]
+    assert list(clean_names([("module.x", t), ("modules.x", t), ("y_orig_mod.z", t)])) == [
         "x",
         "modules.x",
         "y_orig_mod.z",

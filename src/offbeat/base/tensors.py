@@ -47,7 +47,7 @@ def mark(tensor: Tensor | None) -> tuple[object, ...]:
     return tensor._version, norm.nan_to_num_(nan=-1.0)  # NaN would differ from itself
 
 
-def named(items: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+def clean_names(items: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
     """Tensors by name, without the prefixes that `torch.compile` and wrappers add."""
     items = list(items)
     clean = [".".join(part for part in name.split(".") if part not in _WRAPPERS) for name, _ in items]
@@ -58,7 +58,7 @@ def named(items: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
 
 def trainable(model: nn.Module) -> dict[str, Tensor]:
     """Every trainable parameter by name; tied ones appear once."""
-    return {name: p for name, p in named(model.named_parameters()).items() if p.requires_grad}
+    return {name: p for name, p in clean_names(model.named_parameters()).items() if p.requires_grad}
 
 
 class Live:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from offbeat.base.clock import State
 from offbeat.base.errors import CheckpointMismatch, Disagreement
 from offbeat.base.packed import Packed
-from offbeat.base.tensors import local, named, trainable
+from offbeat.base.tensors import clean_names, local, trainable
 from offbeat.comm.communicator import Communicator, Pending
 from offbeat.engine.extras import Buffers
 
@@ -39,7 +39,7 @@ def describe(call: str, model: nn.Module) -> list[str]:
     """Describe the method and every tensor of the model, one line each; frozen ones with a checksum."""
     lines = [f"the method {call}"]
     for kind, items in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):
-        for name, tensor in named(items).items():
+        for name, tensor in clean_names(items).items():
             fixed = kind == "parameter" and not tensor.requires_grad
             frozen = f", frozen with checksum {checksum([tensor])}" if fixed else ""
             dtype = str(tensor.dtype).removeprefix("torch.")

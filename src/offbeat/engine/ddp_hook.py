@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from offbeat.base.clock import Clock, State
 from offbeat.base.errors import CheckpointMismatch
 from offbeat.base.packed import Packed
-from offbeat.base.tensors import named
+from offbeat.base.tensors import clean_names
 from offbeat.comm.communicator import Communicator, Metered
 from offbeat.comm.presence import Departure
 from offbeat.comm.torch_backend import Torch
@@ -56,7 +56,7 @@ class Hook:
         self._saved: dict[str, State] = {}  # states from the checkpoint, until their buckets come
         self._buckets: dict[str, tuple[Packed, State]] = {}  # memory and state, by the names of the gradients
         self._held: list[_Bucket] = []  # of a first pass, whose buckets are not those of the checkpoint
-        known = {} if model is None else named(model.named_parameters())
+        known = {} if model is None else clean_names(model.named_parameters())
         self._parameters = {id(p): (name, p) for name, p in known.items()}
         compare_lines([f"the hook {self!r}"], self._comm)
 

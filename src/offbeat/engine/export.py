@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from offbeat.base.files import replacing
-from offbeat.base.tensors import is_sharded, named
+from offbeat.base.tensors import clean_names, is_sharded
 from offbeat.comm.communicator import Communicator
 from offbeat.engine.saving import find_mesh, tell_shards
 
@@ -29,7 +29,7 @@ def write_model(path: Path, model: nn.Module, comm: Communicator) -> None:
     mesh = find_mesh(model)
     first = comm.rank == 0 and not (mesh is not None and any(mesh.get_coordinate() or ()))
     tensors: dict[str, Tensor] = {}
-    for name, tensor in named(model.state_dict().items()).items():
+    for name, tensor in clean_names(model.state_dict().items()).items():
         whole = tensor.full_tensor() if is_sharded(tensor) else tensor
         if first:
             # safetensors refuses tied weights, which share memory.

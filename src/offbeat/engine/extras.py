@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from offbeat.base.packed import Packed
-from offbeat.base.tensors import Live, OptimizerState, local, named
+from offbeat.base.tensors import Live, OptimizerState, clean_names, local
 from offbeat.comm.communicator import Communicator, Pending, arrived
 from offbeat.engine.optimizers import check_reset, reset
 from offbeat.engine.report import logger
@@ -33,7 +33,7 @@ class Buffers:
         self.rule = rule
         # Looked up once: walking through a large model takes a millisecond.
         owners = {id(b): (m, key) for m in model.modules() for key, b in m._buffers.items()}
-        self._places = {name: owners[id(b)] for name, b in named(model.named_buffers()).items()}
+        self._places = {name: owners[id(b)] for name, b in clean_names(model.named_buffers()).items()}
         self.moves = bool(self._places) and rule != "keep"  # whether rounds carry any
 
     def averaged(self) -> dict[str, Tensor]:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from offbeat.among import World, communicator
 from offbeat.base.clock import Clock, State
 from offbeat.base.errors import CheckpointMismatch
-from offbeat.base.tensors import Share, local, named, trainable
+from offbeat.base.tensors import Share, clean_names, local, trainable
 from offbeat.comm.changing import Changing
 from offbeat.engine import agreement
 from offbeat.engine.exchange import Exchange
@@ -104,7 +104,7 @@ def capture(run: Synchronizer, commits: Commits) -> State:
         "rates": [[float(group["lr"]) for group in optimizer.param_groups] for optimizer in run.optimizers],
         "parts": [share(part, part.state_dict()).state for part in run.parts],
         "weights": {name: value.clone() for name, value in weights.items()},
-        "buffers": {name: local(b).clone() for name, b in named(run.model.named_buffers()).items()},
+        "buffers": {name: local(b).clone() for name, b in clean_names(run.model.named_buffers()).items()},
     }
 
 
@@ -128,7 +128,7 @@ def adopt(run: Synchronizer, commits: Commits, state: State) -> None:
     for part, saved in zip(run.parts, state["parts"], strict=True):
         part.load_state_dict(saved)
     agreement.write(run.model, state["weights"])
-    for name, buffer in named(run.model.named_buffers()).items():
+    for name, buffer in clean_names(run.model.named_buffers()).items():
         local(buffer).copy_(state["buffers"][name])
     commits.keep()
     for optimizer, rates in zip(run.optimizers, state["rates"], strict=True):
@@ -162,7 +162,7 @@ def _check(run: Synchronizer, state: State) -> None:
     ours = {name: list(local(p).shape) for name, p in trainable(run.model).items()}
     theirs = {name: list(value.shape) for name, value in state["weights"].items()}
     groups = [len(optimizer.param_groups) for optimizer in run.optimizers]
-    buffers = {name: list(local(b).shape) for name, b in named(run.model.named_buffers()).items()}
+    buffers = {name: list(local(b).shape) for name, b in clean_names(run.model.named_buffers()).items()}
     fits = (
         ours == theirs
         and [len(rates) for rates in state["rates"]] == groups

@@ -19,7 +19,7 @@ from torch.serialization import get_safe_globals
 from offbeat.base.clock import State
 from offbeat.base.errors import CheckpointMismatch
 from offbeat.base.files import delete_torn, find_damage, load_plain, write_state
-from offbeat.base.tensors import is_sharded, local, named
+from offbeat.base.tensors import clean_names, is_sharded, local
 from offbeat.comm.communicator import WORDS, Communicator
 from offbeat.engine.part import paused
 from offbeat.engine.report import logger
@@ -254,7 +254,7 @@ def _write(state: State, model: nn.Module, optimizers: Sequence[Optimizer]) -> N
 
 
 def _tensors(model: nn.Module) -> dict[str, Tensor]:
-    return named([*model.named_parameters(), *model.named_buffers()])
+    return clean_names([*model.named_parameters(), *model.named_buffers()])
 
 
 def _map(value: Any) -> Any:

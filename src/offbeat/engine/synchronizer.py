@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from offbeat.base.clock import Clock, State
-from offbeat.base.tensors import named, trainable
+from offbeat.base.tensors import clean_names, trainable
 from offbeat.comm.changing import Changing
 from offbeat.comm.communicator import Metered
 from offbeat.comm.presence import Track
@@ -53,7 +53,7 @@ class Synchronizer(Run):
         self._nonce = self._run = 0  # numbers of this construction and of the run, both from rank 0
         self._loaded: Loaded | None = None  # until the model has the weights to continue with
         self._losses: list[float | Tensor] = []  # observed since the last step
-        self._costs, parameters = Costs(), named(self.model.named_parameters())
+        self._costs, parameters = Costs(), clean_names(self.model.named_parameters())
         self._trained = [(name, p, p.requires_grad) for name, p in parameters.items()]
         self._releasing = [part for part in self.parts if type(part).release is not Part.release]
         self._repeating = [part for part in self.parts if type(part).again is not Part.again]

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from offbeat.app.runs.setting import Setting
 from offbeat.base.errors import CheckpointMismatch
-from offbeat.base.tensors import named
+from offbeat.base.tensors import clean_names
 from offbeat.comm.background import Sidecar, TaskQueue, ThreadQueue
 from offbeat.comm.collective import Collective, nbytes, traffic
 from offbeat.comm.communicator import Communicator, Pending, Wrapped
@@ -134,7 +134,7 @@ class Trainer:
     def resize(self, state: dict[str, Any], models: Sequence[dict[str, Tensor]]) -> None:
         """Continue from a state of another number of workers. Each of its models is with one worker."""
         self.sync.load_state_dict(state, resize=True)
-        self.sync._count_weights([named(model.items()) for model in models])
+        self.sync._count_weights([clean_names(model.items()) for model in models])
 
     def begin(self) -> bool:
         """Whether this worker computes anything in the coming step."""
