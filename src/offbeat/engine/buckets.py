@@ -102,7 +102,7 @@ class Buckets(Sender):
             self._remove_hooks = weakref.finalize(self, lambda: [hook.remove() for hook in hooks])
         return self._outside
 
-    def landed(self, clock: Clock, rhythm: Rhythm, states: dict[str, State]) -> None:
+    def prepare_next(self, clock: Clock, rhythm: Rhythm, states: dict[str, State]) -> None:
         """Let the buckets of the next step leave early, if it is certain to have a round."""
         self._forget()
         if self._pause:
@@ -244,7 +244,7 @@ class Buckets(Sender):
                 self._refused = self._refused or error
         return fence(self.payload.packed.flats)
 
-    def settled(self, states: dict[str, State]) -> dict[str, State]:
+    def rewind(self, states: dict[str, State]) -> dict[str, State]:
         """The states as they were before any bucket left early."""
         own = states["reduce"]
         return {**states, "reduce": {**own, "parts": [*self._kept, *own["parts"][len(self._kept) :]]}}

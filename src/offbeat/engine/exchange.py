@@ -156,7 +156,7 @@ class Exchange(ExchangeState):
             clock = replace(clock, round=round.clock.round, workers=round.comm.size, rates=self._rates)
             distances = self._apply(round, clock)
         if self.sender.parts:
-            self.sender.landed(clock, self.rhythm, self._states)
+            self.sender.prepare_next(clock, self.rhythm, self._states)
         stepped = clock.step > self.landed_at
         self.landed_at = self.landed_at if round.void else clock.step
         if not round.alike:

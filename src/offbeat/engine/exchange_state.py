@@ -186,7 +186,7 @@ class ExchangeState(Part):
 
     def state_dict(self) -> State:
         air = None if self._round is None else self._round.state_dict()  # first: arrivals change states
-        own = {"states": copy_state(self.sender.settled(self._states)), "air": air}
+        own = {"states": copy_state(self.sender.rewind(self._states)), "air": air}
         place = {"landed_at": self.landed_at, "opened": self.opened, "tally": self.tally.state_dict()}
         inside = {"rhythm": copy_state(self.rhythm.state_dict()), "ledger": self.ledger.state_dict()}
         if self.when.timed:  # workers are in the same round, after different steps

@@ -57,11 +57,11 @@ class Sender:
         for part in memory.get("parts", [memory] if memory else []):
             self.reduce.reweigh(part, factor)
 
-    def landed(self, clock: Clock, rhythm: Rhythm, states: dict[str, State]) -> None:
-        """A round has landed."""
+    def prepare_next(self, clock: Clock, rhythm: Rhythm, states: dict[str, State]) -> None:
+        """A round has landed: prepare for the next."""
 
-    def settled(self, states: dict[str, State]) -> dict[str, State]:
-        """The states between two rounds."""
+    def rewind(self, states: dict[str, State]) -> dict[str, State]:
+        """The states as they were before any payload left early."""
         return states
 
     def check(self, states: dict[str, State]) -> None:
