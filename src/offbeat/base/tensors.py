@@ -35,7 +35,7 @@ def local(tensor: Tensor) -> Tensor:
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
-def mark(tensor: Tensor | None) -> tuple[object, ...]:
+def read_version(tensor: Tensor | None) -> tuple[object, ...]:
     """A value that differs after the tensor has been changed in place.
 
     `torch._foreach_mul_` and FSDP2 change a DTensor without a new version, so its norm is compared too.

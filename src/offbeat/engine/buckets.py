@@ -16,7 +16,7 @@ from offbeat.among import Peers, World
 from offbeat.base.clock import Clock, State
 from offbeat.base.errors import CheckpointMismatch, NotFinite
 from offbeat.base.packed import Packed
-from offbeat.base.tensors import Gradients, Share, local, mark
+from offbeat.base.tensors import Gradients, Share, local, read_version
 from offbeat.comm.background import TaskQueue
 from offbeat.comm.communicator import Communicator, Metered, Pending
 from offbeat.engine.agreement import copy_state
@@ -76,7 +76,7 @@ class Buckets(Sender):
         self._air = list[Pending[Any]]()
         self._means = list[Pending[Packed]]()  # of the buckets that the queue has sent
         self._refused: NotFinite | None = None
-        self._left = list[tuple[Tensor | None, Any]]()  # gradients that left early, and their marks
+        self._left = list[tuple[Tensor | None, Any]]()  # gradients that left early, and their versions
         self._grew_late = False  # whether one of them has grown since
         self._kept = list[State]()  # states of the buckets that left, as they were before
 
@@ -136,7 +136,7 @@ class Buckets(Sender):
             self._began = self._everyone.now() if self._began is None else self._began
             for grad, view in zip(own, self.parts[b].views, strict=True):
                 view.zero_() if grad is None else view.copy_(local(grad))
-            self._left += [(grad, mark(grad)) for grad in own]
+            self._left += [(grad, read_version(grad)) for grad in own]
             self._send(b, clock, self._states)
 
     def check_unchanged(self, round: Round, weight: float) -> float:
@@ -147,7 +147,7 @@ class Buckets(Sender):
         if weight <= SHARE and self._left:
             raise RuntimeError("join(): a backward pass has no step yet: call step() first.")
         left = zip(self._parameters, self._left, strict=False)
-        changed = any(p.grad is not grad or mark(grad) != before for p, (grad, before) in left)
+        changed = any(p.grad is not grad or read_version(grad) != before for p, (grad, before) in left)
         return AGAIN if (changed or self._grew_late) and weight == NO_WEIGHT else weight
 
     def start(
