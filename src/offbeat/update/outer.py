@@ -19,7 +19,7 @@ from offbeat.update.update import Anchor, Anchored, blend, square_distance
 Factory = Callable[[list[Tensor]], Optimizer]
 
 
-def check_step(value: object, lr: float, momentum: float, ramp: int) -> None:
+def check_outer_step(value: object, lr: float, momentum: float, ramp: int) -> None:
     if not (math.isfinite(lr) and lr > 0):
         raise ValueError(f"{value!r}: lr must be a positive number.")
     if not 0 <= momentum < 1:
@@ -28,7 +28,7 @@ def check_step(value: object, lr: float, momentum: float, ramp: int) -> None:
         raise ValueError(f"{value!r}: ramp must be a whole number of rounds, at least 0.")
 
 
-def climb(momentum: float, ramp: int, round: int) -> float:
+def ramp_momentum(momentum: float, ramp: int, round: int) -> float:
     """Return the momentum of a round, counted from 0: see `SGD`."""
     return min(momentum, (round + 1) / (round + 1 + ramp))
 
@@ -52,16 +52,16 @@ class SGD:
     ramp: int = 0
 
     def __post_init__(self) -> None:
-        check_step(self, self.lr, self.momentum, self.ramp)
+        check_outer_step(self, self.lr, self.momentum, self.ramp)
 
     def __call__(self, tensors: list[Tensor]) -> Optimizer:
         nesterov = self.nesterov and self.momentum > 0
         return torch.optim.SGD(tensors, lr=self.lr, momentum=self.momentum, nesterov=nesterov)
 
-    def climb(self, optimizer: Optimizer, round: int) -> None:
+    def set_momentum(self, optimizer: Optimizer, round: int) -> None:
         """Give the optimizer the momentum of a round, counted from 0."""
         for group in optimizer.param_groups:
-            group["momentum"] = climb(self.momentum, self.ramp, round)
+            group["momentum"] = ramp_momentum(self.momentum, self.ramp, round)
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ def outer_step(factory: Factory, anchor: Packed, gradient: Packed, round: int | 
     if state["outer"] is not None:
         optimizer.load_state_dict(state["outer"])
     if isinstance(factory, SGD) and round is not None:
-        factory.climb(optimizer, round)
+        factory.set_momentum(optimizer, round)
     optimizer.step()
     state["outer"] = optimizer.state_dict()
 
@@ -156,12 +156,12 @@ class SlowMo(Anchored):
     ramp: int = 0
 
     def __post_init__(self) -> None:
-        check_step(self, self.lr, self.momentum, self.ramp)
+        check_outer_step(self, self.lr, self.momentum, self.ramp)
 
     def incoming(self, live: Sequence[Tensor], mean: Packed, clock: Clock, state: State) -> None:
         anchor, momentum = mean.over(state["anchor"]), mean.over(state["momentum"])
         views = (anchor.views, momentum.views, mean.views)
-        beta = climb(self.momentum, self.ramp, clock.round)
+        beta = ramp_momentum(self.momentum, self.ramp, clock.round)
         for a, v, d, ratio in zip(*views, ratios(clock, state), strict=True):
             if ratio is None:
                 a.sub_(d, alpha=self.lr)
@@ -274,7 +274,7 @@ class Overlap(Anchored):
     def __post_init__(self) -> None:
         if not 0 < self.pull <= 1:
             raise ValueError(f"{self!r}: pull must be above 0 and at most 1.")
-        check_step(self, 1.0, self.momentum, 0)
+        check_outer_step(self, 1.0, self.momentum, 0)
 
     def shown(self, live: Sequence[Tensor], room: Packed, state: State) -> None:
         """The consensus is the mean of the live weights: the anchor is a round behind."""
