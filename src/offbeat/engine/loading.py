@@ -73,7 +73,7 @@ class Loaded:
         if weights is None:  # each worker of the checkpoint counts once
             first = self.ranks.index(self.ranks[comm.rank]) == comm.rank
             weights = [list_tensors(run.model)] if first else []
-        start = unite(run.model, run.parts, weights, comm)
+        start = share_consensus(run.model, run.parts, weights, comm)
         if comm.rank == 0:
             dropped = f"; dropped: {', '.join(sorted(self._dropped))}" if self._dropped else ""
             logger.warning(
@@ -93,7 +93,9 @@ def list_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def unite(model: nn.Module, parts: Sequence[Part], weights: Sequence[Tensors], comm: Communicator) -> str:
+def share_consensus(
+    model: nn.Module, parts: Sequence[Part], weights: Sequence[Tensors], comm: Communicator
+) -> str:
     """Give all workers the consensus. Return what it is.
 
     That is the anchor where a part shows one, and otherwise the mean over all `weights` of all workers; equal
