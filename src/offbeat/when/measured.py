@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from statistics import mean, median
 
 from offbeat.base.clock import Clock, State
-from offbeat.when.schedule import LATER, Schedule, check_whole
+from offbeat.when.schedule import LATER, Schedule, check_fields
 
 _ROUNDS = 4  # whose times are averaged
 _GROWTH = 4  # a period is at most so many times as long as the one before
@@ -52,8 +52,8 @@ class Budget(Schedule):
     needs = frozenset({"cost"})
 
     def __post_init__(self) -> None:
-        check_whole(self, least=1)
-        check_whole(self, most=self.least)
+        check_fields(self, least=1)
+        check_fields(self, most=self.least)
         share = self.share
         if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share < 1:
             raise ValueError(f"{self!r}: share must be above 0 and below 1.")

@@ -45,7 +45,7 @@ class Schedule:
         raise NotImplementedError
 
 
-def check_whole(value: Schedule, **least: int) -> None:
+def check_fields(value: Schedule, **least: int) -> None:
     """Refuse a value unless the named fields are whole numbers, each at least the given number."""
     for name, low in least.items():
         given = getattr(value, name)
@@ -68,7 +68,7 @@ class Every(Schedule):
     floor = "steps"
 
     def __post_init__(self) -> None:
-        check_whole(self, steps=1)
+        check_fields(self, steps=1)
         if not 0 <= self.offset < self.steps:
             raise ValueError(f"{self!r}: offset must be between 0 and steps - 1.")
         if self.skip is not None and (self.skip < 1 or self.skip % self.steps):
@@ -107,7 +107,7 @@ class Then(Schedule):
     second: Schedule
 
     def __post_init__(self) -> None:
-        check_whole(self, switch=0)
+        check_fields(self, switch=0)
         for name in ("first", "second"):
             if not isinstance(getattr(self, name), Schedule):
                 raise TypeError(f"{self!r}: {name} must be a schedule, such as Every(8).")
@@ -159,11 +159,11 @@ class QSR(Schedule):
     def __post_init__(self) -> None:
         if not (math.isfinite(self.alpha) and self.alpha >= 0):
             raise ValueError(f"{self!r}: alpha must be a finite number, at least 0.")
-        check_whole(self, base=1, warmup=0)
+        check_fields(self, base=1, warmup=0)
         if self.peak is not None and not self.peak > 0:
             raise ValueError(f"{self!r}: peak must be positive.")
         if self.total is not None:
-            check_whole(self, total=1)
+            check_fields(self, total=1)
         if not self.power > 0:
             raise ValueError(f"{self!r}: power must be positive.")
 
@@ -189,7 +189,7 @@ class Adaptive(Schedule):
     floor, needs = "start", frozenset({"drift"})
 
     def __post_init__(self) -> None:
-        check_whole(self, start=1, sample=1, warmup=0)
+        check_fields(self, start=1, sample=1, warmup=0)
         if self.warmup >= self.sample:
             raise ValueError(f"{self!r}: warmup must be below sample.")
 
@@ -222,7 +222,7 @@ class AdaComm(Schedule):
     floor, needs = "start", frozenset({"loss"})
 
     def __post_init__(self) -> None:
-        check_whole(self, start=1, interval=1, warmup=0)
+        check_fields(self, start=1, interval=1, warmup=0)
 
     def init(self) -> State:
         return {"period": self.start, "seen": 0, "at": 0, "total": 0.0, "steps": 0, "ended": 0, "first": None}
