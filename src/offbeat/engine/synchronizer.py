@@ -132,7 +132,7 @@ class Synchronizer(Run):
             self._start()
             self._drop_gradients()
         if self._watch is not None:
-            self._watch = self._watch.look(self)
+            self._watch = self._watch.check(self)
         self._inside_step, self._dry = True, dry
         self._track.step = self._place if self._timed else self.steps + 1
         self._worker.computed(self.steps, 0.0 if dry else 1.0)
@@ -197,7 +197,7 @@ class Synchronizer(Run):
             finally:
                 self._inside_averaged = False
                 if self._watch is not None:
-                    self._watch.forgive()
+                    self._watch.skip_sent()
 
     def _show_consensus(self) -> None:
         self._meet(AVERAGED)
@@ -295,6 +295,6 @@ class Synchronizer(Run):
     def _emit(self, report: Report) -> None:
         self._costs.add(report)
         if self._drift_watch is not None:
-            self._drift_watch = self._drift_watch.look(report, self)
+            self._drift_watch = self._drift_watch.check(report, self)
         if self.on_report is not None:
             self.on_report(report)

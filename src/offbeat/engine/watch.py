@@ -79,9 +79,9 @@ class StepWatch:
         real = [o for o in sync.optimizers if "_optimizer_step_post_hooks" in vars(o)]
         self._hooks = [optimizer.register_step_post_hook(stepped) for optimizer in real]
 
-    def look(self, sync: Synchronizer) -> StepWatch | None:
+    def check(self, sync: Synchronizer) -> StepWatch | None:
         """A step begins. Return None when the watch is over."""
-        self._look_beside()
+        self._check_double_steps()
         before, self._sent, self._looks = self._sent, self._count(), self._looks + 1
         self._hits += self._looks > 1 and self._sent > before
         if self._looks <= STEPS:
@@ -98,11 +98,11 @@ class StepWatch:
         elif (traced := self._looks - self._traced) <= NAMED:
             return self
         else:
-            self._say(sync, traced)
+            self._warn(sync, traced)
         self.close()
         return None
 
-    def forgive(self) -> None:
+    def skip_sent(self) -> None:
         """What was sent until now is not counted."""
         self._sent = self._count()
 
@@ -126,7 +126,7 @@ class StepWatch:
         if StepWatch._tracing is self:
             StepWatch._tracing = None
 
-    def _look_beside(self) -> None:
+    def _check_double_steps(self) -> None:
         beside, self._beside = self._beside, 0
         self._streak = self._streak + 1 if beside and self._looks else 0
         if self._streak == 2 and self._speaks:
@@ -160,12 +160,12 @@ class StepWatch:
     def _traced_call(self, name: str, own: Any) -> Callable[..., Any]:
         def call(group: ProcessGroup, *args: Any, **options: Any) -> Any:
             if self._connects(_world.pg_group_ranks.get(group, ())):
-                self._calls[describe(name, sys._getframe(1))] += 1
+                self._calls[describe_call(name, sys._getframe(1))] += 1
             return own.__get__(group)(*args, **options)
 
         return call
 
-    def _say(self, sync: Synchronizer, steps: int) -> None:
+    def _warn(self, sync: Synchronizer, steps: int) -> None:
         """Name each culprit once: a wrapper, whose messages do not go through Python, and traced calls."""
         named: dict[tuple[str, str], str] = {}
         if find_ddp(sync.model):
@@ -178,7 +178,7 @@ class StepWatch:
             logger.warning("%s, which costs what %r saves: %s%s.", what, sync, remedy, where)
 
 
-def describe(name: str, frame: FrameType | None) -> tuple[str, str, tuple[str, str]]:
+def describe_call(name: str, frame: FrameType | None) -> tuple[str, str, tuple[str, str]]:
     """Return the call, its place outside of torch and Offbeat, and what is known about it."""
     place, known = "an unknown place", _UNKNOWN
     while frame is not None:
@@ -211,17 +211,17 @@ class DriftWatch:
     def __init__(self) -> None:
         self._rounds = self._equal = 0
 
-    def look(self, report: Report, sync: Synchronizer) -> DriftWatch | None:
+    def check(self, report: Report, sync: Synchronizer) -> DriftWatch | None:
         """A round was reported. Return None when the watch is over."""
         self._rounds += 1
         stood = report.period == 0 or report.workers == 1 or sync._lr == 0
         if report.drift is not None:
             self._equal = 0 if stood or not is_zero(report.drift, sync.model) else self._equal + 1
         if self._equal == 2:
-            self._say(report, sync)
+            self._warn(report, sync)
         return self if self._rounds < ROUNDS and self._equal < 2 else None
 
-    def _say(self, report: Report, sync: Synchronizer) -> None:
+    def _warn(self, report: Report, sync: Synchronizer) -> None:
         if sync._comm.rank > 0 or any(isinstance(vars(p).get("live"), Gradients) for p in sync.parts):
             return
         wrapped = find_ddp(sync.model)
