@@ -35,7 +35,7 @@ def without_addresses(call: str) -> str:
     return re.sub(r" at 0x[0-9a-f]+", "", call)
 
 
-def describe(call: str, model: nn.Module) -> list[str]:
+def describe_run(call: str, model: nn.Module) -> list[str]:
     """Describe the method and every tensor of the model, one line each; frozen ones with a checksum."""
     lines = [f"the method {call}"]
     for kind, items in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):

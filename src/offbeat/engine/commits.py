@@ -75,7 +75,7 @@ class Commits:
 
     def ask(self, prepared: str = "", place: float = math.inf, *, can_heal: bool = False) -> None:
         if not self._method:
-            self._method = _extend("\n".join(agreement.describe(self._run.method, self._run.model)), "")
+            self._method = _extend("\n".join(agreement.describe_run(self._run.method, self._run.model)), "")
         own = (self._run.method, self.lineage, self.rounds, self._entered, prepared, place, can_heal)
         self._everyone.ask(Card(self._method, *own), self._give)
         self.asked = True

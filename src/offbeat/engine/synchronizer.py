@@ -69,7 +69,7 @@ class Synchronizer(Run):
         if method is not None:
             self.method = agreement.without_addresses(method)
         if not self._agreed:
-            lines, nonce = agreement.describe(self.method, self.model), round(self._comm.now() * 1e9)
+            lines, nonce = agreement.describe_run(self.method, self.model), round(self._comm.now() * 1e9)
             self._nonce = agreement.compare_lines(lines, self._comm, nonce=nonce)
             self._worker.follow(self._track)
             for part in self.parts:
