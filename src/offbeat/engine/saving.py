@@ -56,7 +56,7 @@ class Folder:
         path, error = self._path(step), None
         delete_torn(self._path("*"))
         try:
-            write_state(path, plain(state))
+            write_state(path, to_plain(state))
         except (OSError, RuntimeError, TypeError) as reason:  # torch turns a full disk into a RuntimeError
             error = reason
         written = self._common(self.comm.tell([] if error else [step + 1]).wait())
@@ -87,7 +87,7 @@ class Folder:
             self._refuse(rows, damaged, advice)
         seen = {word - 1 for row in rows for word in row[2:] if word} | damaged.keys()
         if ignored := sorted(step for step in seen if step > newest):
-            self._say(ignored[-1], newest, rows)
+            self._warn(ignored[-1], newest, rows)
         for step in own | damaged.keys() if newest >= 0 else ():
             if step > newest:  # the run writes it again
                 self._path(step).unlink(missing_ok=True)
@@ -118,7 +118,7 @@ class Folder:
                 f"{where}: the checkpoint is of {workers} workers, this run has {self.comm.size}{advice}"
             )
 
-    def _say(self, ignored: int, newest: int, rows: Sequence[Sequence[int]]) -> None:
+    def _warn(self, ignored: int, newest: int, rows: Sequence[Sequence[int]]) -> None:
         lacking = ", ".join(str(rank) for rank, row in enumerate(rows) if ignored + 1 not in row[2:])
         then = "there is no earlier one" if newest < 0 else f"continuing from step {newest}"
         if self.comm.rank == 0:
@@ -178,21 +178,21 @@ def capture(sync: Run, others: Mapping[str, Savable]) -> State:
         return {
             "sync": own,
             "model": {name: local(tensor) for name, tensor in _tensors(sync.model).items()},
-            "optimizers": [_map(optimizer.state_dict()) for optimizer in sync.optimizers],
+            "optimizers": [_take_local(optimizer.state_dict()) for optimizer in sync.optimizers],
             "rng": _random_states(sync.model),
             "others": {name: other.state_dict() for name, other in others.items()},
         }
 
 
-def plain(value: Any, where: str = "") -> Any:
+def to_plain(value: Any, where: str = "") -> Any:
     """Return the value with numbers of NumPy as those of Python. Raise if `weights_only` would refuse it."""
     kind, inside = type(value), f"{where}[{{!r}}]" if where else "{}"
     if kind.__module__ == "numpy" and hasattr(value, "item") and not value.shape:
         value, kind = value.item(), type(value.item())
     if kind in (dict, OrderedDict):
-        return kind((plain(key, where), plain(item, inside.format(key))) for key, item in value.items())
+        return kind((to_plain(key, where), to_plain(item, inside.format(key))) for key, item in value.items())
     if kind in (list, tuple, set):
-        return kind(plain(item, inside.format(i)) for i, item in enumerate(value))
+        return kind(to_plain(item, inside.format(i)) for i, item in enumerate(value))
     if kind not in _PLAIN and kind not in get_safe_globals():
         raise TypeError(
             f"{where} is a {kind.__module__}.{kind.__qualname__}, which torch.load(weights_only=True) "
@@ -247,7 +247,7 @@ def _write(state: State, model: nn.Module, optimizers: Sequence[Optimizer]) -> N
     for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         states = {
-            index: {key: _like(value, parameters[index]) for key, value in own.items()}
+            index: {key: _shard_like(value, parameters[index]) for key, value in own.items()}
             for index, own in saved["state"].items()
         }
         optimizer.load_state_dict({**saved, "state": states})
@@ -257,16 +257,16 @@ def _tensors(model: nn.Module) -> dict[str, Tensor]:
     return clean_names([*model.named_parameters(), *model.named_buffers()])
 
 
-def _map(value: Any) -> Any:
+def _take_local(value: Any) -> Any:
     """Return the value with each sharded tensor replaced by its local shard."""
     if torch.is_tensor(value):
         return value.to_local() if is_sharded(value) else value
     if isinstance(value, dict):
-        return {key: _map(item) for key, item in value.items()}
-    return type(value)(map(_map, value)) if type(value) in (list, tuple) else value
+        return {key: _take_local(item) for key, item in value.items()}
+    return type(value)(map(_take_local, value)) if type(value) in (list, tuple) else value
 
 
-def _like(value: Any, parameter: Tensor) -> Any:
+def _shard_like(value: Any, parameter: Tensor) -> Any:
     """Return a local shard as a sharded tensor again, if it belongs to a sharded parameter."""
     if not torch.is_tensor(value) or not is_sharded(parameter) or value.shape != parameter.to_local().shape:
         return value

@@ -45,7 +45,7 @@ class Stateful:
     def state_dict(self) -> State:
         """Return all that this rank needs to continue, as bytes under a name of its own."""
         file = io.BytesIO()
-        torch.save(saving.plain(saving.capture(self.sync, self.others)), file)
+        torch.save(saving.to_plain(saving.capture(self.sync, self.others)), file)
         return {self._key: file.getvalue()}
 
     def load_state_dict(self, state: State) -> None:
