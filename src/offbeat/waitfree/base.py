@@ -24,7 +24,7 @@ from offbeat.engine.part import Part
 from offbeat.engine.report import Emit
 from offbeat.reduce import Mean, Reducer
 from offbeat.waitfree.rounds import WORDS, Attendance, Handover, Kind, Rounds
-from offbeat.waitfree.whom import Everyone, Grace, Whom
+from offbeat.waitfree.wait_rules import Everyone, Grace, WaitRule
 
 logger = logging.getLogger("offbeat")
 
@@ -102,8 +102,8 @@ class Waitfree(Part):
         """Whether this worker's arrival starts a round that does not block."""
         return True
 
-    def whom(self) -> tuple[Whom, Whom]:
-        """Whom rounds wait for that do not block, and those that do."""
+    def wait_rules(self) -> tuple[WaitRule, WaitRule]:
+        """The rule for rounds that do not block, and the rule for those that do."""
         return Grace(self.grace), Everyone()
 
     def open_handover(self, version: int, sidecar: Sidecar) -> None:
@@ -126,7 +126,7 @@ class Waitfree(Part):
             assert self._sidecar is not None
             self.open_handover(step - 1, self._sidecar)
             among = replace(self.among, group=self._sidecar.comm)
-            how = self.every, self.sidecars, self.whom(), self._due()
+            how = self.every, self.sidecars, self.wait_rules(), self._due()
             rounds = Rounds(self._sidecar, self.handover, among, self.reduce, *how)
             # The threads hold no reference to this part: they end when it is collected or the process exits.
             self._stop_sidecar = weakref.finalize(self, self._sidecar.stop)

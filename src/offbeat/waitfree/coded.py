@@ -19,7 +19,7 @@ from offbeat.waitfree.answers import Answers, Decoded
 from offbeat.waitfree.base import Waitfree
 from offbeat.waitfree.clusters import Clusters
 from offbeat.waitfree.rounds import GroupReport
-from offbeat.waitfree.whom import Enough, Whom
+from offbeat.waitfree.wait_rules import Enough, WaitRule
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class CodedGradients(Waitfree):
     def __repr__(self) -> str:
         return f"CodedGradients({self.live!r}, {self._call}, grace={self.grace}, behind={self.behind})"
 
-    def whom(self) -> tuple[Whom, Whom]:
+    def wait_rules(self) -> tuple[WaitRule, WaitRule]:
         assert self.grace is not None
         return Enough(self.grace), Enough(self.grace)
 

@@ -20,7 +20,7 @@ from offbeat.engine.round import Round
 from offbeat.reduce import Reducer
 
 if TYPE_CHECKING:
-    from offbeat.waitfree.whom import Whom
+    from offbeat.waitfree.wait_rules import WaitRule
 
 Kind = Literal["fresh", "late", "nothing new"]
 WORDS = ("fresh", "late", "nothing new", "rounds", "ages", "oldest", "microseconds")
@@ -223,8 +223,8 @@ class SumGradients(Handover):
 class Rounds:
     """The rounds of one worker, run by its sidecar.
 
-    The number of a round determines its collective. `whom` therefore only says how far a sidecar may go: it
-    has two values, for rounds that do not block, and for those that do.
+    The number of a round determines its collective, so the rules only say how far a sidecar may go.
+    `wait_rules` are those for rounds that do not block and for rounds that do.
     """
 
     sidecar: Sidecar
@@ -233,7 +233,7 @@ class Rounds:
     reduce: Reducer
     every: int  # every so many rounds, one blocks
     sidecars: bool  # whether sidecars also run the blocking rounds; otherwise the workers do
-    whom: tuple[Whom, Whom]
+    wait_rules: tuple[WaitRule, WaitRule]
     due: float  # when the worker is overdue, on its clock
 
     def __post_init__(self) -> None:
@@ -251,7 +251,7 @@ class Rounds:
             torch.accelerator.set_device_index(self.handover.device.index)
         for number in itertools.count(self.first):
             blocking = (number + 1) % self.every == 0
-            self.whom[blocking].hold(self, number)
+            self.wait_rules[blocking].wait(self, number)
             if self.sidecars or not blocking:
                 self._run(number)
             else:

@@ -1,4 +1,4 @@
-"""Whom a round waits for: everyone, a late worker for a while, or only as many as are needed."""
+"""Which workers a round waits for: all, late ones for a while, or only as many as it needs."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ _FIRST_LOOK, _LOOKS = 1.0, 20  # seconds until rank 0 asks who is alive; each pa
 _ATTEMPTS = 8  # bits of an announcement that number it within its round
 
 
-class Whom:
-    """Whom the rounds of sidecars wait for. A frozen value: each sidecar asks it before each round."""
+class WaitRule:
+    """Which workers the rounds of sidecars wait for. A frozen value; sidecars ask it before a round."""
 
-    def hold(self, rounds: Rounds, round: int) -> None:
+    def wait(self, rounds: Rounds, round: int) -> None:
         """Return once the round may run."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True)
-class Everyone(Whom):
+class Everyone(WaitRule):
     """Each sidecar waits for its own worker, so a round waits for all of them."""
 
-    def hold(self, rounds: Rounds, round: int) -> None:
+    def wait(self, rounds: Rounds, round: int) -> None:
         own = rounds.handover
         with rounds.sidecar.locked():
             rounds.sidecar.until(lambda: own.version >= round, f"its worker or a call to round {round}")
 
 
 @dataclass(frozen=True)
-class Grace(Whom):
+class Grace(WaitRule):
     """Once any worker has called for the round, each sidecar waits for its own worker for so many seconds.
 
     With None it waits until the worker is overdue, and not at all for one that is rounds behind.
@@ -41,7 +41,7 @@ class Grace(Whom):
 
     seconds: float | None = None
 
-    def hold(self, rounds: Rounds, round: int) -> None:
+    def wait(self, rounds: Rounds, round: int) -> None:
         sidecar, own, what = rounds.sidecar, rounds.handover, f"its worker or a call to round {round}"
         with sidecar.locked():
             sidecar.until(lambda: own.version >= round or sidecar.heard >= round, what)
@@ -53,7 +53,7 @@ class Grace(Whom):
 
 
 @dataclass(frozen=True)
-class Enough(Whom):
+class Enough(WaitRule):
     """A round waits until the answers that have arrived decode, and then for the rest for `grace` seconds.
 
     Workers tell rank 0's sidecar that they have answered. It tells all others once the answers are enough,
@@ -63,7 +63,7 @@ class Enough(Whom):
 
     grace: float = 0.0
 
-    def hold(self, rounds: Rounds, round: int) -> None:
+    def wait(self, rounds: Rounds, round: int) -> None:
         size, answers = rounds.sidecar.comm.size, rounds.handover
         assert isinstance(answers, Answers)
         count = _Count(rounds, answers, round, self.grace) if rounds.sidecar.comm.rank == 0 else None
