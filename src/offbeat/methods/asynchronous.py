@@ -15,7 +15,7 @@ from offbeat.methods.parts import Optimizers, Options, average, record_call, syn
 from offbeat.server import GLU, Compensated, LocalStep, PushPull
 from offbeat.server.shard import OptimizerFactory
 from offbeat.update.outer import SGD, Outer, Overlap
-from offbeat.waitfree.parts import Activation, EagerGradients, GroupAverage, Late
+from offbeat.waitfree.parts import Activation, EagerGradients, GroupAverage, LateRule
 from offbeat.when import Every, Schedule
 
 __all__ = ["eager_sgd", "od_sgd", "overlap_local_sgd", "palsgd", "ssd_sgd", "wagma"]
@@ -194,7 +194,7 @@ def wagma(
     group_size: int | None = None,
     every: int = 10,
     grace: float | None = None,
-    late: Late = "join",
+    late: LateRule = "join",
     seed: int = 0,
     group: Group = None,
     **options: Unpack[Options],

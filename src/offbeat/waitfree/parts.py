@@ -21,7 +21,7 @@ from offbeat.waitfree.rounds import AddSteps, Handover, SumGradients
 from offbeat.when import Every
 
 Activation = Literal["solo", "majority"]
-Late = Literal["join", "add"]
+LateRule = Literal["join", "add"]
 _EXAMPLE = "Exchange(params(model), when=Every(10))"
 _UNEQUAL = f"this exchange must leave equal weights on all workers at a fixed period, as {_EXAMPLE} does."
 
@@ -116,9 +116,9 @@ class GroupAverage(Waitfree):
         among: Among | None = None,
         reduce: Reducer | None = None,
         grace: float | None = None,
-        late: Late = "join",
+        late: LateRule = "join",
     ) -> None:
-        if late not in get_args(Late):
+        if late not in get_args(LateRule):
             raise ValueError(f'late={late!r}: choose "join" or "add".')
         if not isinstance(exchange, Exchange):
             raise TypeError(f"GroupAverage({exchange!r}): pass the global exchange, such as {_EXAMPLE}.")
