@@ -24,7 +24,7 @@ import offbeat
 from offbeat import CodedReport, Constant, Network, Stragglers
 from offbeat.plan import Cluster, Job, predict
 from offbeat.waitfree.clusters import Clusters
-from offbeat.waitfree.cyclic import combine, cyclic
+from offbeat.waitfree.cyclic import cyclic, find_coefficients
 from offbeat.waitfree.sampler import seeded
 
 Compute = Callable[[int, int], float]
@@ -247,7 +247,7 @@ def test_a_cyclic_code_by_hand() -> None:
     assert matrix is not None
     assert (matrix != 0).tolist() == [[True, True, False], [False, True, True], [True, False, True]]
     for rows in combinations(range(3), 2):
-        factors = combine(matrix[list(rows)])
+        factors = find_coefficients(matrix[list(rows)])
         assert (factors @ matrix[list(rows)]).tolist() == pytest.approx([1.0] * 3)
     # Ranks 0 and 1 answer after 1 s: the sum of all parts, 1 + 2 + 3, over 3.
     runs = walk("gradient_code(stragglers=1, clusters=1)", lambda r, s: 9.0 if r == 2 else 1.0, 1, 3)
@@ -262,7 +262,7 @@ def test_any_answers_but_the_stragglers_decode_with_small_coefficients(size: int
     matrix = cyclic(size, stragglers)
     assert matrix is not None
     for rows in combinations(range(size), size - stragglers):
-        factors = combine(matrix[list(rows)])
+        factors = find_coefficients(matrix[list(rows)])
         torch.testing.assert_close(factors @ matrix[list(rows)], torch.ones(size, dtype=torch.float64))
         assert factors.abs().max() < 10
 

@@ -9,7 +9,7 @@ from itertools import islice
 
 from offbeat.base.checks import is_whole
 from offbeat.base.errors import BadArgument
-from offbeat.waitfree.cyclic import combine, cyclic
+from offbeat.waitfree.cyclic import cyclic, find_coefficients
 
 
 @dataclass(frozen=True)
@@ -109,4 +109,4 @@ class Clusters:
 def _solve(size: int, stragglers: int, seats: tuple[int, ...]) -> tuple[float, ...]:
     matrix = cyclic(size, stragglers)
     assert matrix is not None
-    return tuple(combine(matrix[list(seats)]).tolist())
+    return tuple(find_coefficients(matrix[list(seats)]).tolist())

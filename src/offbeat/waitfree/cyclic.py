@@ -37,7 +37,7 @@ def cyclic(size: int, stragglers: int) -> Tensor | None:
     return best
 
 
-def combine(rows: Tensor) -> Tensor:
+def find_coefficients(rows: Tensor) -> Tensor:
     """The coefficients with which these rows add up to a row of ones."""
     ones = torch.ones(*rows.shape[:-2], rows.shape[-1], 1, dtype=rows.dtype)
     solved: Tensor = torch.linalg.lstsq(rows.mT, ones, driver="gelsd").solution
@@ -74,4 +74,4 @@ def _list_sets(size: int, stragglers: int) -> Tensor:
 
 
 def _largest(matrix: Tensor, sets: Tensor) -> float:
-    return float(combine(matrix[sets]).abs().max())
+    return float(find_coefficients(matrix[sets]).abs().max())
