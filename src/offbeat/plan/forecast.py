@@ -17,7 +17,7 @@ from offbeat.engine.round import Rhythm
 from offbeat.plan.groups import Groups, MessageCosts
 from offbeat.plan.job import Cluster, Job
 from offbeat.plan.overlap import Early, cut_round, find_buckets
-from offbeat.plan.probe import Seen
+from offbeat.plan.probe import MethodProfile
 from offbeat.plan.recording import Events, count_sent
 from offbeat.plan.replay import Clocks, Spent
 from offbeat.simulate import Network
@@ -97,28 +97,28 @@ def _find_acts(part: Part, job: Job, iterations: list[int]) -> Iterator[tuple[in
                 rhythm.land()
 
 
-def find_closing(seen: Seen, course: Timeline) -> Events:
+def find_closing(profile: MethodProfile, course: Timeline) -> Events:
     """The last messages of finish(): a mean, unless it finds all workers with the same weights."""
     end = course.iterations[-1]
-    if any(isinstance(part, CodedGradients) for part in seen.sync.parts):
-        return seen.traces["equal"]
+    if any(isinstance(part, CodedGradients) for part in profile.sync.parts):
+        return profile.traces["equal"]
     for act in [*course.acts, *course.flush]:
-        part = seen.sync.parts[act.place]
-        after_round, after_flush = seen.equality[act.place]
+        part = profile.sync.parts[act.place]
+        after_round, after_flush = profile.equality[act.place]
         assert isinstance(part, Exchange)
-        whole = part.live.only is None and seen.groups(act.place, act.round).members is None
+        whole = part.live.only is None and profile.groups(act.place, act.round).members is None
         if act.what == "land" and whole:
             # Shared gradients keep workers equal only if every step has shared them.
             always = not part.live.early or course.rounds[act.place] == end
             at_once = act.iteration == end and not part.delay
             if after_flush or (at_once and always and after_round):
-                return seen.traces["equal"]
-    return seen.traces["last"]
+                return profile.traces["equal"]
+    return profile.traces["last"]
 
 
-def bytes_sent(seen: Seen, course: Timeline, last: Events) -> int:
+def bytes_sent(profile: MethodProfile, course: Timeline, last: Events) -> int:
     """Sent by one worker, on average, in the whole run that ends with these messages."""
-    world, steps = Groups(seen.workers), len(course.iterations)
+    world, steps = Groups(profile.workers), len(course.iterations)
 
     def count(events: Events, groups: Groups = world) -> float:
         total = 0.0
@@ -127,18 +127,18 @@ def bytes_sent(seen: Seen, course: Timeline, last: Events) -> int:
             sizes, counts = torch.unique(among.sizes, return_counts=True)
             for size, groups_of in zip(sizes.tolist(), counts.tolist(), strict=True):
                 sent = traffic(event.kind, size, event.given.at(size))
-                total += times * size * groups_of / seen.workers * sent
+                total += times * size * groups_of / profile.workers * sent
         return total
 
-    total = sum(map(count, (seen.traces["start"], seen.traces["meet"], last)))
-    total += sum(n * count(seen.periodic.steps[i]) for i, n in seen.periodic.count(steps).items())
-    for place, size in seen.waitfree.items():
-        for groups, rounds in seen.count_rushes(place, steps).items():
-            own = round(float((groups.sizes * groups.sizes).sum()) / seen.workers)  # of a worker's group
+    total = sum(map(count, (profile.traces["start"], profile.traces["meet"], last)))
+    total += sum(n * count(profile.periodic.steps[i]) for i, n in profile.periodic.count(steps).items())
+    for place, size in profile.waitfree.items():
+        for groups, rounds in profile.count_rushes(place, steps).items():
+            own = round(float((groups.sizes * groups.sizes).sum()) / profile.workers)  # of a worker's group
             total += rounds * traffic("mean", own, size.at(own))
     acts = [*course.acts, *course.flush]
-    often = Counter((act.place, act.what, seen.groups(act.place, act.round)) for act in acts)
-    total += sum(n * count(seen.traces[place, what], groups) for (place, what, groups), n in often.items())
+    often = Counter((act.place, act.what, profile.groups(act.place, act.round)) for act in acts)
+    total += sum(n * count(profile.traces[place, what], groups) for (place, what, groups), n in often.items())
     return round(total)
 
 
@@ -146,10 +146,15 @@ class Forecast:
     """The seconds of one method on one cluster, for several networks at once."""
 
     def __init__(
-        self, seen: Seen, course: Timeline, job: Job, cluster: Cluster, networks: Sequence[Network]
+        self,
+        profile: MethodProfile,
+        course: Timeline,
+        job: Job,
+        cluster: Cluster,
+        networks: Sequence[Network],
     ) -> None:
-        self._seen, self._course, self._job, self._cluster = seen, course, job, cluster
-        self.closing = find_closing(seen, course)
+        self._profile, self._course, self._job, self._cluster = profile, course, job, cluster
+        self.closing = find_closing(profile, course)
         luck = cluster.compute.spread
         self._costs, self._world = MessageCosts(networks, alike=not luck), Groups(cluster.workers)
         self._runs = int(min(32, max(1, 4e5 / len(networks) / cluster.workers))) if luck else 1
@@ -157,7 +162,7 @@ class Forecast:
         self._early = self._find_early()
         due = {done: tuple(acts) for done, acts in groupby(course.acts, key=lambda act: act.done)}
         # Parts other than exchanges act at every step.
-        self._constant = bool(seen.periodic or seen.waitfree)
+        self._constant = bool(profile.periodic or profile.waitfree)
         when = range(1, job.steps + 1) if self._constant else due
         self._moments = [(done, due.get(done, ())) for done in when]  # after so many gradients, what happens
 
@@ -197,8 +202,8 @@ class Forecast:
 
     def _window(self, first: int, last: int) -> Spent:
         """Of these moments. A few before them let workers drift apart and put messages into the air."""
-        parts = [(i, part) for i, part in enumerate(self._seen.sync.parts) if isinstance(part, Exchange)]
-        drift = any(part.delay or self._seen.groups(i, 0).members is not None for i, part in parts)
+        parts = [(i, part) for i, part in enumerate(self._profile.sync.parts) if isinstance(part, Exchange)]
+        drift = any(part.delay or self._profile.groups(i, 0).members is not None for i, part in parts)
         clocks = Clocks(self._costs, self._cluster, self._runs)
         self._go(clocks, max(0, first - 4) if drift or self._constant else first, first)
         clocks.start_here()
@@ -207,19 +212,19 @@ class Forecast:
 
     def _start(self, runs: int) -> Clocks:
         clocks = Clocks(self._costs, self._cluster, runs)
-        clocks.act(self._seen.traces["start"], self._world, "start")
+        clocks.act(self._profile.traces["start"], self._world, "start")
         return clocks
 
     def _go(self, clocks: Clocks, first: int, last: int) -> int:
         """Go through these moments; return the number of gradients done."""
-        seen, done = self._seen, self._moments[first - 1][0] if first else 0
+        profile, done = self._profile, self._moments[first - 1][0] if first else 0
         for after, acts in self._moments[first:last]:
             clocks.compute(self._steps[done:after])
             before, done = done, after
-            for place in seen.waitfree:
-                clocks.rush(seen, place, done - 1)
-            if seen.periodic:
-                events = seen.periodic.steps[seen.periodic.like(done - 1)]
+            for place in profile.waitfree:
+                clocks.rush(profile, place, done - 1)
+            if profile.periodic:
+                events = profile.periodic.steps[profile.periodic.like(done - 1)]
                 clocks.act(events, self._world, "periodic", done - 1)
             for act in acts:
                 self._act(clocks, act)
@@ -228,29 +233,29 @@ class Forecast:
 
     def _find_early(self) -> dict[int, Early]:
         """By the place of an exchange, its round if its gradients leave during the backward pass."""
-        found, traces = {}, self._seen.traces
-        for place, part in enumerate(self._seen.sync.parts):
+        found, traces = {}, self._profile.traces
+        for place, part in enumerate(self._profile.sync.parts):
             if buckets := find_buckets(part, self._job):
                 found[place] = cut_round(part, buckets, traces[place, "begin"], traces[place, "land"])
         return found
 
     def _leaves_early(self, act: Act) -> bool:
         """Not in the first round, which shows how often each gradient grows, and only if it is certain."""
-        part = self._seen.sync.parts[act.place]
+        part = self._profile.sync.parts[act.place]
         certain = isinstance(part, Exchange) and Rhythm(part.when, 0).is_certain(act.iteration)
         return act.place in self._early and act.round > 0 and certain
 
     def _act(self, clocks: Clocks, act: Act) -> None:
-        groups = self._seen.groups(act.place, act.round)
+        groups = self._profile.groups(act.place, act.round)
         if self._leaves_early(act):
             if act.what == "begin":
                 clocks.act_early(self._early[act.place], groups, act.place, act.round)
             if act.what in ("begin", "land"):
                 return
-        clocks.act(self._seen.traces[act.place, act.what], groups, act.place, act.round)
+        clocks.act(self._profile.traces[act.place, act.what], groups, act.place, act.round)
 
     def _finish(self, clocks: Clocks) -> Spent:
-        clocks.act(self._seen.traces["meet"], self._world, "meet")
+        clocks.act(self._profile.traces["meet"], self._world, "meet")
         for act in self._course.flush:
             self._act(clocks, act)
         clocks.wait_all()

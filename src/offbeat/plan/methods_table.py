@@ -82,10 +82,12 @@ def _describe_part(part: Part) -> Line:
 def _measure(call: Call) -> tuple[float, float]:
     """Mean bytes that a worker sends per step after the warm-up, and the most copies that it keeps."""
     job = replace(JOB, optimizer="momentum") if call.takes("server") else JOB  # a server needs SGD
-    seen = probe(without_warmup(call), job, WORKERS)
+    profile = probe(without_warmup(call), job, WORKERS)
     steps = (_LEAD, _LEAD + STEPS)
-    before, after = (bytes_sent(seen, unroll(seen.sync.parts, replace(job, steps=n)), ()) for n in steps)
-    return (after - before) / STEPS, seen.copies
+    before, after = (
+        bytes_sent(profile, unroll(profile.sync.parts, replace(job, steps=n)), ()) for n in steps
+    )
+    return (after - before) / STEPS, profile.copies
 
 
 def without_warmup(call: Call) -> Call:

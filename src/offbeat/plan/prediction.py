@@ -16,7 +16,7 @@ from offbeat.plan.forecast import Forecast, bytes_sent, unroll
 from offbeat.plan.job import Cluster, Job
 from offbeat.plan.overlap import find_buckets
 from offbeat.plan.periods import fix_period
-from offbeat.plan.probe import Seen, probe
+from offbeat.plan.probe import MethodProfile, probe
 from offbeat.simulate import Network
 from offbeat.waitfree import CodedGradients
 
@@ -75,17 +75,17 @@ def predict(expression: str, job: Job, cluster: Cluster) -> Prediction:
     if fixed := fix_period(call, cluster, lambda call: _exposed_share(call, job, cluster)):
         found = predict(str(fixed[0]), job, cluster)
         return replace(found, method=expression.strip(), notes=(*found.notes, fixed[1]))
-    seen, job, notes = _probe_or_sgd(call, job, cluster)
-    if (load := max(part.load for part in seen.sync.parts)) > 1:
+    profile, job, notes = _probe_or_sgd(call, job, cluster)
+    if (load := max(part.load for part in profile.sync.parts)) > 1:
         cluster = replace(cluster, compute=cluster.compute.loaded(load))
-    course, networks = unroll(seen.sync.parts, job), _vary(cluster)
+    course, networks = unroll(profile.sync.parts, job), _vary(cluster)
     rounds = sum(course.rounds.values())
-    if not (seen.periodic or seen.waitfree or rounds):
+    if not (profile.periodic or profile.waitfree or rounds):
         why = f"there is no round in {job.steps} steps: shorten the period or lengthen the run."
-        raise ValueError(f"{seen.sync!r}: {why}")
-    rounds += sum(n * seen.periodic.reports[step] for step, n in seen.periodic.count(job.steps).items())
-    rounds += sum(seen.count_rushes(place, job.steps).total() for place in seen.waitfree)
-    forecast = Forecast(seen, course, job, cluster, networks)
+        raise ValueError(f"{profile.sync!r}: {why}")
+    rounds += sum(n * profile.periodic.reports[step] for step, n in profile.periodic.count(job.steps).items())
+    rounds += sum(profile.count_rushes(place, job.steps).total() for place in profile.waitfree)
+    forecast = Forecast(profile, course, job, cluster, networks)
     spent = forecast.spent()
     # Everyone waits for a failed worker: the restart, and half the time between checkpoints.
     failures, mean = cluster.failures, float(spent.mean[0])
@@ -96,7 +96,7 @@ def predict(expression: str, job: Job, cluster: Cluster) -> Prediction:
     return Prediction(
         method=expression.strip(),
         rounds=rounds,
-        bytes_sent=bytes_sent(seen, course, forecast.closing),
+        bytes_sent=bytes_sent(profile, course, forecast.closing),
         seconds=totals[0],
         spread=math.sqrt(float(spent.variance[0]) + number * squares),
         computing=float(spent.computed[0]),
@@ -104,7 +104,7 @@ def predict(expression: str, job: Job, cluster: Cluster) -> Prediction:
         exposed=float(spent.exposed[0]),
         hidden=max(0.0, float(spent.flown[0] - spent.exposed[0])),
         failing=totals[0] - mean,
-        copies=seen.copies,
+        copies=profile.copies,
         curve=tuple(sorted(zip(map(varied_link, networks[1:]), totals[1:], strict=True))),
         notes=notes,
     )
@@ -117,20 +117,20 @@ def _exposed_share(call: Call, job: Job, cluster: Cluster) -> float:
     return found.exposed / found.seconds
 
 
-def _probe_or_sgd(call: Call, job: Job, cluster: Cluster) -> tuple[Seen, Job, tuple[str, ...]]:
+def _probe_or_sgd(call: Call, job: Job, cluster: Cluster) -> tuple[MethodProfile, Job, tuple[str, ...]]:
     """Probe the method, with SGD if it refuses the job's optimizer. Returns that job, and notes."""
     notes = []
     try:
-        seen = probe(call, job, cluster.workers)
+        profile = probe(call, job, cluster.workers)
     except (TypeError, ValueError) as error:
         if job.optimizer != "adamw":
             raise
         job, notes = replace(job, optimizer="momentum"), ["it needs SGD"]
         try:
-            seen = probe(call, job, cluster.workers)
+            profile = probe(call, job, cluster.workers)
         except (TypeError, ValueError):
             raise error from None
-    for part in seen.sync.parts:
+    for part in profile.sync.parts:
         if isinstance(part, Exchange) and (needs := " and ".join(sorted(part.when.needs))):
             notes.append(f"its period follows the {needs}; planned as it starts")
         if isinstance(part, Exchange) and part.live.early and not part.delay:
@@ -139,7 +139,7 @@ def _probe_or_sgd(call: Call, job: Job, cluster: Cluster) -> tuple[Seen, Job, tu
             notes.append(f"each worker computes {part.load} batches per step; a step has as many as ddp's")
         if isinstance(part, CodedGradients) and part.dynamic:
             notes.append("planned with the clusters that it starts with")
-    return seen, job, tuple(dict.fromkeys(notes))
+    return profile, job, tuple(dict.fromkeys(notes))
 
 
 def _overlap_note(part: Exchange, job: Job) -> str:

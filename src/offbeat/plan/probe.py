@@ -52,7 +52,7 @@ _ELSEWHERE = (type, ModuleType, CodeType, BuiltinFunctionType, nn.Module, Stabil
 
 
 @dataclass(frozen=True)
-class Seen:
+class MethodProfile:
     """Everything observed of one method. `traces` has the messages of the "start"; of finish(), those that
     "meet" first, and the "last", or "equal" if all workers are. Each exchange, by its place among the parts,
     adds those of a round that begins ("begin"), is half-way ("advance") and lands ("land"), and those before
@@ -88,7 +88,7 @@ class Seen:
         return Counter(self.groups(place, step) for step in range(steps) if self.rushes(place, step))
 
 
-def probe(build: Build, job: Job, workers: int) -> Seen:
+def probe(build: Build, job: Job, workers: int) -> MethodProfile:
     """Build the method on proxy models of three widths, and record what its parts send."""
     sizes = _choose_sizes(build, job, workers)
     worlds = [_World(build, job, size, width) for size in sizes for width in _WIDTHS]
@@ -126,7 +126,7 @@ def probe(build: Build, job: Job, workers: int) -> Seen:
         elif isinstance(part, Waitfree):
             waitfree[place] = Size(job.parameters * Packed.like(part.live.like()).flats[0].element_size())
     periodic = find_period(trace, first.reports, first.gap)
-    return Seen(sync, workers, traces, equality, periodic, waitfree, most)
+    return MethodProfile(sync, workers, traces, equality, periodic, waitfree, most)
 
 
 def _measure_equality(part: Exchange, job: Job) -> tuple[bool, bool]:

@@ -12,7 +12,7 @@ from offbeat.plan.decoding import find_enough
 from offbeat.plan.groups import Groups, MessageCosts
 from offbeat.plan.job import Cluster
 from offbeat.plan.overlap import Early
-from offbeat.plan.probe import Seen
+from offbeat.plan.probe import MethodProfile
 from offbeat.plan.recording import Beside, Events, Name, Repeated, Sent, Size, Waited, count_sent
 from offbeat.simulate import Compute
 from offbeat.waitfree import CodedGradients, EagerGradients
@@ -181,26 +181,30 @@ class Clocks:
                 self._go(bucket.rest, groups, key)
         self._flown.copy_(flown + _mean(torch.maximum(queue, self._now) - times[0]))
 
-    def rush(self, seen: Seen, place: int, round: int) -> None:
+    def rush(self, profile: MethodProfile, place: int, round: int) -> None:
         """A round run by sidecars: each joins with its own worker, or some time after it is called."""
-        if not seen.rushes(place, round):
+        if not profile.rushes(place, round):
             self._sidecar = torch.maximum(self._sidecar, self._now)
             return
-        part, groups, now = seen.sync.parts[place], seen.groups(place, round), self._now.expand(self._shape)
+        part, groups, now = (
+            profile.sync.parts[place],
+            profile.groups(place, round),
+            self._now.expand(self._shape),
+        )
         assert isinstance(part, Waitfree)
         if isinstance(part, CodedGradients):
-            self._decode(part, seen.waitfree[place])
+            self._decode(part, profile.waitfree[place])
             return
         start = torch.maximum(self._sidecar, now)
         if not part.blocking(round):
             called = now.amin(-1, keepdim=True)  # by the first to arrive
             if isinstance(part, EagerGradients) and part.activation == "majority":
-                initiator = draw_whole(part.seed, round, "initiator") % seen.workers
+                initiator = draw_whole(part.seed, round, "initiator") % profile.workers
                 called = now[..., initiator % self._width, None]
             awake = torch.maximum(self._sidecar, torch.minimum(now, called + self._costs.announcement))
             late = torch.minimum(now, self._patience(part, awake))
             start = torch.where(now <= awake, awake, late)
-        busy, delay = self._costs.of("mean", seen.waitfree[place], groups)
+        busy, delay = self._costs.of("mean", profile.waitfree[place], groups)
         if self._width > 1:
             start = torch.maximum(groups.latest(start), groups.latest(self._free))
         self._free = start + busy
