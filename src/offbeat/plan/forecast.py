@@ -133,7 +133,7 @@ def bytes_sent(profile: MethodProfile, course: Timeline, last: Events) -> int:
     total = sum(map(count, (profile.traces["start"], profile.traces["meet"], last)))
     total += sum(n * count(profile.periodic.steps[i]) for i, n in profile.periodic.count(steps).items())
     for place, size in profile.waitfree.items():
-        for groups, rounds in profile.count_rushes(place, steps).items():
+        for groups, rounds in profile.count_sidecar_rounds(place, steps).items():
             own = round(float((groups.sizes * groups.sizes).sum()) / profile.workers)  # of a worker's group
             total += rounds * traffic("mean", own, size.at(own))
     acts = [*course.acts, *course.flush]
@@ -222,7 +222,7 @@ class Forecast:
             clocks.compute(self._steps[done:after])
             before, done = done, after
             for place in profile.waitfree:
-                clocks.rush(profile, place, done - 1)
+                clocks.run_sidecars(profile, place, done - 1)
             if profile.periodic:
                 events = profile.periodic.steps[profile.periodic.like(done - 1)]
                 clocks.act(events, self._world, "periodic", done - 1)

@@ -84,7 +84,7 @@ def predict(expression: str, job: Job, cluster: Cluster) -> Prediction:
         why = f"there is no round in {job.steps} steps: shorten the period or lengthen the run."
         raise ValueError(f"{profile.sync!r}: {why}")
     rounds += sum(n * profile.periodic.reports[step] for step, n in profile.periodic.count(job.steps).items())
-    rounds += sum(profile.count_rushes(place, job.steps).total() for place in profile.waitfree)
+    rounds += sum(profile.count_sidecar_rounds(place, job.steps).total() for place in profile.waitfree)
     forecast = Forecast(profile, course, job, cluster, networks)
     spent = forecast.spent()
     # Everyone waits for a failed worker: the restart, and half the time between checkpoints.

@@ -77,15 +77,15 @@ class MethodProfile:
             self._groups[key] = Groups.of(self.workers, comm.groups)
         return self._groups[key]
 
-    def rushes(self, place: int, round: int) -> bool:
+    def sidecars_send(self, place: int, round: int) -> bool:
         """Whether the sidecars of a wait-free part send anything in a round."""
         part = self.sync.parts[place]
         assert isinstance(part, Waitfree)
         return part.active and (part.sidecars or not part.blocking(round))
 
-    def count_rushes(self, place: int, steps: int) -> Counter[Groups]:
+    def count_sidecar_rounds(self, place: int, steps: int) -> Counter[Groups]:
         """How many such rounds there are in so many steps, by their groups."""
-        return Counter(self.groups(place, step) for step in range(steps) if self.rushes(place, step))
+        return Counter(self.groups(place, step) for step in range(steps) if self.sidecars_send(place, step))
 
 
 def probe(build: Build, job: Job, workers: int) -> MethodProfile:

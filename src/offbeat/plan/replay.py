@@ -181,9 +181,9 @@ class Clocks:
                 self._go(bucket.rest, groups, key)
         self._flown.copy_(flown + _mean(torch.maximum(queue, self._now) - times[0]))
 
-    def rush(self, profile: MethodProfile, place: int, round: int) -> None:
+    def run_sidecars(self, profile: MethodProfile, place: int, round: int) -> None:
         """A round run by sidecars: each joins with its own worker, or some time after it is called."""
-        if not profile.rushes(place, round):
+        if not profile.sidecars_send(place, round):
             self._sidecar = torch.maximum(self._sidecar, self._now)
             return
         part, groups, now = (
