@@ -97,28 +97,28 @@ def _find_acts(part: Part, job: Job, iterations: list[int]) -> Iterator[tuple[in
                 rhythm.land()
 
 
-def find_closing(profile: MethodProfile, course: Timeline) -> Events:
+def find_closing(profile: MethodProfile, timeline: Timeline) -> Events:
     """The last messages of finish(): a mean, unless it finds all workers with the same weights."""
-    end = course.iterations[-1]
+    end = timeline.iterations[-1]
     if any(isinstance(part, CodedGradients) for part in profile.sync.parts):
         return profile.traces["equal"]
-    for act in [*course.acts, *course.flush]:
+    for act in [*timeline.acts, *timeline.flush]:
         part = profile.sync.parts[act.place]
         after_round, after_flush = profile.equality[act.place]
         assert isinstance(part, Exchange)
         whole = part.live.only is None and profile.groups(act.place, act.round).members is None
         if act.what == "land" and whole:
             # Shared gradients keep workers equal only if every step has shared them.
-            always = not part.live.early or course.rounds[act.place] == end
+            always = not part.live.early or timeline.rounds[act.place] == end
             at_once = act.iteration == end and not part.delay
             if after_flush or (at_once and always and after_round):
                 return profile.traces["equal"]
     return profile.traces["last"]
 
 
-def bytes_sent(profile: MethodProfile, course: Timeline, last: Events) -> int:
+def bytes_sent(profile: MethodProfile, timeline: Timeline, last: Events) -> int:
     """Sent by one worker, on average, in the whole run that ends with these messages."""
-    world, steps = Groups(profile.workers), len(course.iterations)
+    world, steps = Groups(profile.workers), len(timeline.iterations)
 
     def count(events: Events, groups: Groups = world) -> float:
         total = 0.0
@@ -136,7 +136,7 @@ def bytes_sent(profile: MethodProfile, course: Timeline, last: Events) -> int:
         for groups, rounds in profile.count_sidecar_rounds(place, steps).items():
             own = round(float((groups.sizes * groups.sizes).sum()) / profile.workers)  # of a worker's group
             total += rounds * traffic("mean", own, size.at(own))
-    acts = [*course.acts, *course.flush]
+    acts = [*timeline.acts, *timeline.flush]
     often = Counter((act.place, act.what, profile.groups(act.place, act.round)) for act in acts)
     total += sum(n * count(profile.traces[place, what], groups) for (place, what, groups), n in often.items())
     return round(total)
@@ -148,19 +148,19 @@ class Forecast:
     def __init__(
         self,
         profile: MethodProfile,
-        course: Timeline,
+        timeline: Timeline,
         job: Job,
         cluster: Cluster,
         networks: Sequence[Network],
     ) -> None:
-        self._profile, self._course, self._job, self._cluster = profile, course, job, cluster
-        self.closing = find_closing(profile, course)
+        self._profile, self._timeline, self._job, self._cluster = profile, timeline, job, cluster
+        self.closing = find_closing(profile, timeline)
         luck = cluster.compute.spread
         self._costs, self._world = MessageCosts(networks, alike=not luck), Groups(cluster.workers)
         self._runs = int(min(32, max(1, 4e5 / len(networks) / cluster.workers))) if luck else 1
-        self._steps = [0, *course.iterations]  # completed before each gradient
+        self._steps = [0, *timeline.iterations]  # completed before each gradient
         self._early = self._find_early()
-        due = {done: tuple(acts) for done, acts in groupby(course.acts, key=lambda act: act.done)}
+        due = {done: tuple(acts) for done, acts in groupby(timeline.acts, key=lambda act: act.done)}
         # Parts other than exchanges act at every step.
         self._constant = bool(profile.periodic or profile.waitfree)
         when = range(1, job.steps + 1) if self._constant else due
@@ -195,7 +195,7 @@ class Forecast:
             return 0.0
         luck = self._cluster.compute.spread
         rows = self._runs * (self._cluster.workers if luck else 1)
-        each = len(self._course.acts) / len(self._moments) + 4 * self._constant
+        each = len(self._timeline.acts) / len(self._moments) + 4 * self._constant
         each += sum(len(early.buckets) for early in self._early.values())
         draws, clocks = rows * self._job.steps * 2e-8 if luck else 0.0, len(self._costs.networks) * rows
         return len(self._moments) * each * 12 * (4e-6 + clocks * 1.5e-9) + draws
@@ -256,7 +256,7 @@ class Forecast:
 
     def _finish(self, clocks: Clocks) -> Spent:
         clocks.act(self._profile.traces["meet"], self._world, "meet")
-        for act in self._course.flush:
+        for act in self._timeline.flush:
             self._act(clocks, act)
         clocks.wait_all()
         clocks.act(self.closing, self._world, "last")

@@ -78,14 +78,14 @@ def predict(expression: str, job: Job, cluster: Cluster) -> Prediction:
     profile, job, notes = _probe_or_sgd(call, job, cluster)
     if (load := max(part.load for part in profile.sync.parts)) > 1:
         cluster = replace(cluster, compute=cluster.compute.loaded(load))
-    course, networks = unroll(profile.sync.parts, job), _vary(cluster)
-    rounds = sum(course.rounds.values())
+    timeline, networks = unroll(profile.sync.parts, job), _vary(cluster)
+    rounds = sum(timeline.rounds.values())
     if not (profile.periodic or profile.waitfree or rounds):
         why = f"there is no round in {job.steps} steps: shorten the period or lengthen the run."
         raise ValueError(f"{profile.sync!r}: {why}")
     rounds += sum(n * profile.periodic.reports[step] for step, n in profile.periodic.count(job.steps).items())
     rounds += sum(profile.count_sidecar_rounds(place, job.steps).total() for place in profile.waitfree)
-    forecast = Forecast(profile, course, job, cluster, networks)
+    forecast = Forecast(profile, timeline, job, cluster, networks)
     spent = forecast.spent()
     # Everyone waits for a failed worker: the restart, and half the time between checkpoints.
     failures, mean = cluster.failures, float(spent.mean[0])
@@ -96,7 +96,7 @@ def predict(expression: str, job: Job, cluster: Cluster) -> Prediction:
     return Prediction(
         method=expression.strip(),
         rounds=rounds,
-        bytes_sent=bytes_sent(profile, course, forecast.closing),
+        bytes_sent=bytes_sent(profile, timeline, forecast.closing),
         seconds=totals[0],
         spread=math.sqrt(float(spent.variance[0]) + number * squares),
         computing=float(spent.computed[0]),
