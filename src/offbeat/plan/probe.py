@@ -22,7 +22,7 @@ from offbeat.engine.exchange import Exchange
 from offbeat.engine.part import Part
 from offbeat.plan.groups import Groups
 from offbeat.plan.job import Job, ProxyModel, local_optimizer
-from offbeat.plan.recording import COMPUTED, Beside, Event, Events, RecordingComm, Sent, Size, Waited
+from offbeat.plan.recording import COMPUTED, Event, Events, QueuedJob, RecordingComm, Sent, Size, Waited
 from offbeat.plan.trace import (
     Differ,
     Key,
@@ -194,7 +194,7 @@ class _World:
                 self._record_round(part, place)
         self.sync.finish()
         # Headers come first. The last word is a checksum.
-        events = [event for event in self._log.take() if isinstance(event, Sent | Waited | Beside)]
+        events = [event for event in self._log.take() if isinstance(event, Sent | Waited | QueuedJob)]
         heads = [event.name for event in events if isinstance(event, Sent) and event.control][:-1]
         self.traces["meet"] = [event for event in events if event.name in heads]
         self.traces["equal"] = last = [event for event in events if event.name not in heads]

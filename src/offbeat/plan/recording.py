@@ -50,7 +50,7 @@ COMPUTED = Waited((-1, -1))  # for a gradient
 
 
 @dataclass(frozen=True)
-class Beside:
+class QueuedJob:
     """A job was given to a task queue, which sends and waits beside the worker, one job after the other."""
 
     name: Name
@@ -66,7 +66,7 @@ class Repeated:
     events: "Events"
 
 
-Event = Sent | Waited | Beside | Repeated
+Event = Sent | Waited | QueuedJob | Repeated
 Events = tuple[Event, ...]
 
 
@@ -75,7 +75,7 @@ def count_sent(events: Sequence[Event], times: int = 1) -> Iterator[tuple[Sent, 
     for event in events:
         if isinstance(event, Sent):
             yield event, times
-        elif isinstance(event, Beside | Repeated):
+        elif isinstance(event, QueuedJob | Repeated):
             yield from count_sent(event.events, times * (event.times if isinstance(event, Repeated) else 1))
 
 
@@ -165,7 +165,7 @@ class RecordingQueue(TaskQueue):
     def give(self, job: Callable[[], T]) -> Pending[T]:
         log, name, before = self._log, self._log.next_name(), self._log.take()
         result = self._do(job)
-        log.events = [*before, Beside(name, self._number, tuple(log.events))]
+        log.events = [*before, QueuedJob(name, self._number, tuple(log.events))]
 
         def wait() -> T:
             log.events.append(Waited(name))

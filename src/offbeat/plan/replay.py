@@ -13,7 +13,7 @@ from offbeat.plan.groups import Groups, MessageCosts
 from offbeat.plan.job import Cluster
 from offbeat.plan.overlap import Early
 from offbeat.plan.probe import MethodProfile
-from offbeat.plan.recording import Beside, Events, Name, Repeated, Sent, Size, Waited, count_sent
+from offbeat.plan.recording import Events, Name, QueuedJob, Repeated, Sent, Size, Waited, count_sent
 from offbeat.simulate import Compute
 from offbeat.waitfree import CodedGradients, EagerGradients
 from offbeat.waitfree.base import REMEMBERED, Waitfree, allowance
@@ -95,7 +95,7 @@ class Clocks:
                 self._send(event, self._world if event.everyone else groups, key)
             elif isinstance(event, Waited):
                 self._wait(key(event.name))
-            elif isinstance(event, Beside):
+            elif isinstance(event, QueuedJob):
                 worker, self._beside = self._now, True
                 self._now = torch.maximum(worker, self._queues.get(event.task_queue, worker))
                 self._go(event.events, groups, key)

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from offbeat.plan.recording import Beside, Event, Events, Name, Repeated, Sent, Size, Waited
+from offbeat.plan.recording import Event, Events, Name, QueuedJob, Repeated, Sent, Size, Waited
 
 Key = str | tuple[int, str]  # of a trace: a moment of the run, or the place of an exchange and what it does
 Worlds = Sequence[tuple[int, int]]  # the number of workers and the width of the model of each recording
@@ -27,8 +27,8 @@ def combine(worlds: Worlds, recordings: Sequence[Sequence[Event]], width: float,
         event, last = events[0], events[-1]
         if isinstance(event, Sent):
             event = replace(event, given=_fit(worlds, events, width))
-        elif isinstance(event, Beside | Repeated):
-            inside = [e.events for e in events if isinstance(e, Beside | Repeated)]
+        elif isinstance(event, QueuedJob | Repeated):
+            inside = [e.events for e in events if isinstance(e, QueuedJob | Repeated)]
             event = replace(event, events=combine(worlds, inside, width, workers))
         if isinstance(event, Repeated) and isinstance(last, Repeated):
             (few, _), (many, _) = worlds[0], worlds[-1]
@@ -88,7 +88,7 @@ def fold(events: Sequence[Event]) -> Events:
     heads: dict[Name, Sent] = {}  # the first message of the chain that each message belongs to
     renamed: list[Event] = []
     for event in events:
-        if isinstance(event, Beside):
+        if isinstance(event, QueuedJob):
             event = replace(event, events=fold(event.events))
         elif isinstance(event, Waited) and event.name in heads:
             event = Waited(heads[event.name].name)
@@ -150,7 +150,7 @@ def find_period(steps: Sequence[Events], reports: Sequence[int], gap: tuple[int,
 def _relate(events: Events, step: int) -> Events:
     related: list[Event] = []
     for event in events:
-        if isinstance(event, Beside | Repeated):
+        if isinstance(event, QueuedJob | Repeated):
             event = replace(event, events=_relate(event.events, step))
         if not isinstance(event, Repeated):
             event = replace(event, name=(step - event.name[0], event.name[1]))
