@@ -28,7 +28,7 @@ _SECONDS = 1.0  # about how long planning one method may take
 _WINDOWS = 12
 
 
-class Act(NamedTuple):
+class PlannedAct(NamedTuple):
     """One exchange does something after `done` gradients; `iteration` counts steps without one, too."""
 
     done: int
@@ -44,8 +44,8 @@ class Act(NamedTuple):
 class Timeline:
     """The whole run."""
 
-    acts: list[Act]
-    flush: list[Act]  # what finish() still has to land
+    acts: list[PlannedAct]
+    flush: list[PlannedAct]  # what finish() still has to land
     rounds: Counter[int]  # of each exchange
     iterations: list[int]  # completed after each gradient, those without one included
 
@@ -53,12 +53,12 @@ class Timeline:
 def unroll(parts: list[Part], job: Job) -> Timeline:
     """All rounds of all exchanges of a run."""
     iterations = _count_iterations(parts, job)
-    acts, flush = list[Act](), list[Act]()
+    acts, flush = list[PlannedAct](), list[PlannedAct]()
     for place, part in enumerate(parts):
         for order, (at, what, round) in enumerate(_find_acts(part, job, iterations)):
             done = bisect.bisect_left(iterations, at) + 1
             late = what != "ask" and not (isinstance(part, Exchange) and part.live.early)
-            act = Act(done, at, late, place, order, what, round)
+            act = PlannedAct(done, at, late, place, order, what, round)
             (acts if at <= iterations[-1] else flush).append(act)
     return Timeline(sorted(acts), flush, Counter(a.place for a in acts if a.what == "begin"), iterations)
 
@@ -239,13 +239,13 @@ class Forecast:
                 found[place] = cut_round(part, buckets, traces[place, "begin"], traces[place, "land"])
         return found
 
-    def _leaves_early(self, act: Act) -> bool:
+    def _leaves_early(self, act: PlannedAct) -> bool:
         """Not in the first round, which shows how often each gradient grows, and only if it is certain."""
         part = self._profile.sync.parts[act.place]
         certain = isinstance(part, Exchange) and Rhythm(part.when, 0).is_certain(act.iteration)
         return act.place in self._early and act.round > 0 and certain
 
-    def _act(self, clocks: Clocks, act: Act) -> None:
+    def _act(self, clocks: Clocks, act: PlannedAct) -> None:
         groups = self._profile.groups(act.place, act.round)
         if self._leaves_early(act):
             if act.what == "begin":
