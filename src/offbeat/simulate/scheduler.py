@@ -217,7 +217,7 @@ class Scheduler:
         return Deadlock("Nobody can move: " + "; ".join(waits) + ".")
 
 
-class Aside:
+class BackgroundActor:
     """An actor beside a worker, so that a job and the worker can wait for different messages.
 
     It runs the jobs of its task queues in the order given, each at the time of its queue.
@@ -249,12 +249,12 @@ class Aside:
 class VirtualQueue(TaskQueue):
     """Runs jobs at the virtual time at which a thread would have run them."""
 
-    def __init__(self, aside: Aside) -> None:
-        self._aside, self._now = aside, 0.0
-        aside.queues.add(self)
+    def __init__(self, background: BackgroundActor) -> None:
+        self._background, self._now = background, 0.0
+        background.queues.add(self)
 
     def give(self, job: Callable[[], T]) -> Pending[T]:
-        scheduler, me, result, done = self._aside.scheduler, self._aside.actor, list[T](), [0.0]
+        scheduler, me, result, done = self._background.scheduler, self._background.actor, list[T](), [0.0]
         clocks, given = scheduler.clocks, scheduler.clocks[scheduler.current]
 
         def run() -> None:
@@ -264,23 +264,25 @@ class VirtualQueue(TaskQueue):
             self._now = done[0] = clocks[me]
 
         def wait() -> T:
-            told = f"rank {self._aside.rank} waits for its task queue"
+            told = f"rank {self._background.rank} waits for its task queue"
             scheduler.until(lambda: bool(result) or self._error is not None, told)
             if not result and self._error is not None:
                 raise self._error
             clocks[scheduler.current] = max(clocks[scheduler.current], done[0])
             return result[0]
 
-        self._aside.jobs.append(run)
-        self._aside.notify()
+        self._background.jobs.append(run)
+        self._background.notify()
         return Pending(wait, lambda: bool(result) and done[0] <= clocks[scheduler.current], lambda: done[0])
 
     def close(self) -> None:
-        aside = self._aside
-        aside.scheduler.until(lambda: not aside.jobs, f"rank {aside.rank} waits for its task queue")
+        background = self._background
+        background.scheduler.until(
+            lambda: not background.jobs, f"rank {background.rank} waits for its task queue"
+        )
         self.abandon()
 
     def abandon(self) -> None:
-        self._aside.jobs = []
-        self._aside.queues.discard(self)
-        self._aside.notify()
+        self._background.jobs = []
+        self._background.queues.discard(self)
+        self._background.notify()

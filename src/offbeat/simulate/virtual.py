@@ -16,7 +16,7 @@ from offbeat.comm.presence import Departure, Track
 from offbeat.simulate.compute import Failures
 from offbeat.simulate.network import Network
 from offbeat.simulate.scheduler import (
-    Aside,
+    BackgroundActor,
     Call,
     Condition,
     Path,
@@ -89,7 +89,7 @@ class Virtual(Communicator, Worker):
         self._scheduler, self._path, self._me = scheduler, path, me
         self._members, self._number, self._duplicates, self._runs = path[-1], Counter[str](), 0, 0
         self.rank, self.size = self._members.index(me), len(self._members)
-        self._aside: Aside | None = None
+        self._background: BackgroundActor | None = None
 
     def run(
         self, kind: Collective, tensors: Sequence[Tensor], *, src: int = 0, control: bool = False
@@ -123,15 +123,15 @@ class Virtual(Communicator, Worker):
 
     def task_queue(self) -> TaskQueue:
         """Queues that are made without a duplicate in between share an actor."""
-        if self._aside is None or not self._aside.queues:
-            self._aside = Aside(self._scheduler, self._me)
-        return VirtualQueue(self._aside)
+        if self._background is None or not self._background.queues:
+            self._background = BackgroundActor(self._scheduler, self._me)
+        return VirtualQueue(self._background)
 
     def sidecar(self) -> Sidecar:
         return VirtualSidecar(self._scheduler, self._path_beside(), self._me)
 
     def _path_beside(self) -> Path:
-        self._duplicates, self._aside = self._duplicates + 1, None
+        self._duplicates, self._background = self._duplicates + 1, None
         return (*self._path, (-self._duplicates,), self._members)
 
     def leave(self, departure: Departure) -> None:
