@@ -22,7 +22,7 @@ from offbeat.simulate.network import Network, Traffic
 
 T = TypeVar("T")
 # A communicator's members, after those of the communicators it was made from; (−n,) is its nth duplicate.
-Path = tuple[tuple[int, ...], ...]
+CommPath = tuple[tuple[int, ...], ...]
 StepSeconds = Callable[[int, int], float]  # by rank and step
 
 
@@ -40,7 +40,7 @@ class Post:
 
 
 @dataclass
-class Call:
+class CollectiveCall:
     """One collective: what its members have posted, and when its results land."""
 
     members: tuple[int, ...]
@@ -82,17 +82,17 @@ class Scheduler:
         self.compute, self.traffic = compute, Traffic(network)
         self.shares = [0.0] * workers  # of the gradient under way that each has computed
         self.uptimes = [Uptime(failures, rank) for rank in range(workers)]
-        self.calls: dict[tuple[Path, str, int], Call] = {}
+        self.calls: dict[tuple[CommPath, str, int], CollectiveCall] = {}
         self.departures: dict[int, Departure] = {}
         self.failure: BaseException | None = None
         self.tracks: WeakSet[Track] = WeakSet()  # of all runs
-        self.heard: dict[tuple[Path, int, int], int] = {}  # numbers announced, by sidecar and sender
-        self.views: dict[tuple[Path, int], Communicator] = {}
+        self.heard: dict[tuple[CommPath, int, int], int] = {}  # numbers announced, by sidecar and sender
+        self.views: dict[tuple[CommPath, int], Communicator] = {}
         self.on_exit: dict[int, list[Callable[[], None]]] = {rank: [] for rank in range(workers)}
         self.threads: list[threading.Thread] = []
         self.current = 0  # the actor that holds the baton
         self.clocks: list[float] = []  # of every actor, as what follows
-        self.waiting: dict[int, Call | Condition | None] = {}  # None: can run
+        self.waiting: dict[int, CollectiveCall | Condition | None] = {}  # None: can run
         self._ranks: list[int] = []
         self._turns: list[threading.Lock] = []  # a lock is released when it is the actor's turn
         self._rng: list[Tensor] = []
@@ -127,7 +127,7 @@ class Scheduler:
         """Deliver something at a given time, before the next actor runs."""
         heapq.heappush(self._posts, (when, next(self._number), deliver))
 
-    def wait(self, call: Call) -> None:
+    def wait(self, call: CollectiveCall) -> None:
         """Give the baton away until the call is complete, then move this actor's clock to its landing."""
         actor = self.current
         if call.missing:
@@ -143,7 +143,7 @@ class Scheduler:
             raise self.failure
         self.clocks[actor] = max(self.clocks[actor], call.lands)
 
-    def has_landed(self, call: Call) -> bool:
+    def has_landed(self, call: CollectiveCall) -> bool:
         """Whether a message has landed by now. First lets all actors that are behind in time catch up."""
         actor = self.current
         self.catch_up(actor)
@@ -208,7 +208,7 @@ class Scheduler:
             return Disagreement(apart)
         waits = []
         for actor, what in self.waiting.items():
-            if isinstance(what, Call):
+            if isinstance(what, CollectiveCall):
                 rank = self._ranks[actor]
                 others = ", ".join(f"rank {other}" for other in what.members if other not in what.posts)
                 waits.append(f"rank {rank} waits for {what.posts[rank]} from {others}")

@@ -17,9 +17,9 @@ from offbeat.simulate.compute import Failures
 from offbeat.simulate.network import Network
 from offbeat.simulate.scheduler import (
     BackgroundActor,
-    Call,
+    CollectiveCall,
+    CommPath,
     Condition,
-    Path,
     Post,
     Scheduler,
     StepSeconds,
@@ -85,7 +85,7 @@ def simulate(
 class Virtual(Communicator, Worker):
     """One simulated worker's view of its peers."""
 
-    def __init__(self, scheduler: Scheduler, path: Path, me: int) -> None:
+    def __init__(self, scheduler: Scheduler, path: CommPath, me: int) -> None:
         self._scheduler, self._path, self._me = scheduler, path, me
         self._members, self._number, self._duplicates, self._runs = path[-1], Counter[str](), 0, 0
         self.rank, self.size = self._members.index(me), len(self._members)
@@ -97,7 +97,7 @@ class Virtual(Communicator, Worker):
         lane, given, scheduler = "control" if control else "data", list(tensors), self._scheduler
         key = (self._path, lane, self._number[lane])
         self._number[lane] += 1
-        call = scheduler.calls.setdefault(key, Call(self._members, set(self._members)))
+        call = scheduler.calls.setdefault(key, CollectiveCall(self._members, set(self._members)))
         call.posts[self._me] = Post(kind, given, self.now())
         call.missing.discard(self._me)
         if not call.missing:
@@ -130,7 +130,7 @@ class Virtual(Communicator, Worker):
     def sidecar(self) -> Sidecar:
         return VirtualSidecar(self._scheduler, self._path_beside(), self._me)
 
-    def _path_beside(self) -> Path:
+    def _path_beside(self) -> CommPath:
         self._duplicates, self._background = self._duplicates + 1, None
         return (*self._path, (-self._duplicates,), self._members)
 
@@ -156,7 +156,7 @@ class Virtual(Communicator, Worker):
         self._scheduler.shares[self._me] = 1.0
 
 
-def find_view(scheduler: Scheduler, path: Path, me: int) -> Communicator:
+def find_view(scheduler: Scheduler, path: CommPath, me: int) -> Communicator:
     """The view that worker `me` has of a communicator. There is one, because it numbers the messages."""
     return scheduler.views.setdefault((path, me), Virtual(scheduler, path, me))
 
@@ -165,7 +165,7 @@ class VirtualSidecar(Sidecar):
     """One more actor of the scheduler, with a clock of its own. Before an actor touches shared state, all
     actors behind it in virtual time catch up, so changes happen in the order of time."""
 
-    def __init__(self, scheduler: Scheduler, path: Path, rank: int) -> None:
+    def __init__(self, scheduler: Scheduler, path: CommPath, rank: int) -> None:
         self._scheduler, self._path, self._rank, self._stopped = scheduler, path, rank, False
         self._actor = scheduler.add(rank, scheduler.clocks[rank])
         self.comm = find_view(scheduler, path, rank)
