@@ -29,7 +29,7 @@ _FIRST = ("control", "cpu")  # the connections that every communicator begins wi
 _LONG = 2**15  # bytes of a chunk from which on chunks are sent one after the other
 _PIECES, _PIECE = 4, 2**19  # most pieces of a chunk, since each costs a latency; fewest bytes of a piece
 
-Call = tuple[str, tuple[Any, ...]]  # a backend's method and its arguments, a tensor first
+BackendCall = tuple[str, tuple[Any, ...]]  # a backend's method and its arguments, a tensor first
 _counts: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
 
 
@@ -158,7 +158,7 @@ class Torch(Communicator, Worker):
         return self._connections[name]
 
     def run(self, kind: Collective, tensors: Tensors, *, src: int = 0, control: bool = False) -> PendingList:
-        calls, result = list[Call](), list(tensors)
+        calls, result = list[BackendCall](), list(tensors)
         if kind.in_place:
             method, root = ("broadcast", (src,)) if kind.name == "broadcast" else ("allreduce", ())
             for tensor in tensors:
@@ -247,7 +247,7 @@ class Torch(Communicator, Worker):
         return other
 
 
-def _exchange_calls(rank: int, size: int, chunks: Tensors) -> tuple[list[Call], list[Tensor]]:
+def _exchange_calls(rank: int, size: int, chunks: Tensors) -> tuple[list[BackendCall], list[Tensor]]:
     """The calls of an exchange, and the tensors they fill. Long chunks go to one rank after the other.
 
     When all send to all at once, some links fall idle before others. gloo works on two calls at a time, in
@@ -268,7 +268,7 @@ def _exchange_calls(rank: int, size: int, chunks: Tensors) -> tuple[list[Call], 
     return calls, result
 
 
-def _pass_call(size: int, given: Tensor, to: int, got: Tensor, by: int) -> Call:
+def _pass_call(size: int, given: Tensor, to: int, got: Tensor, by: int) -> BackendCall:
     """Send to one rank, and receive as much from another."""
     ours, theirs = [0] * size, [0] * size
     ours[to], theirs[by] = len(given), len(got)
