@@ -23,7 +23,7 @@ from offbeat.engine.agreement import copy_state
 from offbeat.engine.extras import Payload
 from offbeat.engine.report import logger
 from offbeat.engine.round import Delay, Rhythm, Round
-from offbeat.engine.sender import Heads, Sender
+from offbeat.engine.sender import PendingHeaders, Sender
 from offbeat.engine.weights import AGAIN, NO_WEIGHT, SHARE, read_words
 from offbeat.reduce import Mean, Reducer
 from offbeat.update.update import Replace, Update
@@ -151,7 +151,7 @@ class Buckets(Sender):
         return AGAIN if (changed or self._grew_late) and weight == NO_WEIGHT else weight
 
     def start(
-        self, round: Round, share: Share, factor: float, heads: Heads, states: dict[str, State]
+        self, round: Round, share: Share, factor: float, heads: PendingHeaders, states: dict[str, State]
     ) -> Pending[Packed]:
         notes, live = share
         # This worker has waited for all weights. A dry one may not know that others have some.
@@ -169,7 +169,7 @@ class Buckets(Sender):
         self.pack(round, share, factor, states)
         return self._send_rest(round, None, states)
 
-    def _has_changed(self, round: Round, heads: Heads) -> bool:
+    def _has_changed(self, round: Round, heads: PendingHeaders) -> bool:
         """Wait for all workers' headers: do all buckets have to be sent again?"""
         with round.waiting():
             weights = read_words(heads.wait())

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from offbeat.base.errors import Disagreement, PeerLost
 from offbeat.comm.presence import BATCHES
-from offbeat.engine.weights import COUNTED, PLACE, RATES, ROUND, TIMED, Heads, read_words, unit
+from offbeat.engine.weights import COUNTED, PLACE, RATES, ROUND, TIMED, Headers, read_words, unit
 
 KINDS = ("round {round}", "averaged()", "finish()", "save()", "load()")
 AVERAGED, FINISH, SAVE, LOAD = range(ROUND + 1, 5)
@@ -30,7 +30,7 @@ _SENTENCES = (
 )
 
 
-def compare_headers(headers: Heads) -> None:
+def compare_headers(headers: Headers) -> None:
     """Raise unless all ranks are at the same point."""
     units = [unit(head, weight) for head, weight in zip(headers, read_words(headers), strict=True)]
     known = next((i for i, found in enumerate(units) if found is not None), 0)
@@ -49,7 +49,7 @@ def compare_headers(headers: Heads) -> None:
             raise Disagreement(_SENTENCES[field].format(**words))
 
 
-def compare_members(rows: Heads, own: int, entered: Sequence[int]) -> None:
+def compare_members(rows: Headers, own: int, entered: Sequence[int]) -> None:
     """The same where workers come and go: one that differs raises, and the others go on without it.
 
     Those who are there the longest are right, or most of them if they differ among themselves. One that

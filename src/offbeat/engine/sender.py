@@ -13,7 +13,7 @@ from offbeat.engine.round import Rhythm, Round
 from offbeat.reduce import Reducer
 from offbeat.update.update import Update
 
-Heads = Pending[list[list[int]]]
+PendingHeaders = Pending[list[list[int]]]
 
 
 class Sender:
@@ -38,7 +38,7 @@ class Sender:
         return weight
 
     def start(
-        self, round: Round, share: Share, factor: float, heads: Heads, states: dict[str, State]
+        self, round: Round, share: Share, factor: float, heads: PendingHeaders, states: dict[str, State]
     ) -> Pending[Packed]:
         """Send the live tensors times `factor`; extras are packed. `heads` brings all workers' headers."""
         self.pack(round, share, factor, states)

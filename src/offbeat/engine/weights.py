@@ -9,7 +9,7 @@ from typing import Literal
 
 from offbeat.base.clock import Clock, State
 
-Heads = Sequence[Sequence[int]]  # the headers of a round, in the order of ranks
+Headers = Sequence[Sequence[int]]  # the headers of a round, in the order of ranks
 
 # The weight in a header. From 0 on, it is a number of samples or steps. Below, the word says what is sent.
 NO_WEIGHT = -1.0  # all of it
@@ -99,7 +99,7 @@ class Tally:
 class Weights:
     """The weights of all workers of a round, from their headers."""
 
-    def __init__(self, heads: Heads) -> None:
+    def __init__(self, heads: Headers) -> None:
         words = read_words(heads)
         self.size, self._known = len(words), max(words) >= 0  # by all, before anybody sends
         self.all_dry = all(head[0] & DRY for head in heads)
@@ -130,7 +130,7 @@ def factor_of(word: float) -> float:
     return 1.0 if word in (NO_WEIGHT, AGAIN) else SHARE - word
 
 
-def read_words(heads: Heads) -> tuple[float, ...]:
+def read_words(heads: Headers) -> tuple[float, ...]:
     """Return the weight in each header."""
     return struct.unpack(f"<{len(heads)}d", struct.pack(f"<{len(heads)}q", *[head[7] for head in heads]))
 
