@@ -112,7 +112,7 @@ class Exchange(ExchangeState):
             moments, digest = payload.moments.collect(step) if payload.moments.travel else ({}, 0)
             weight, flags, factor = NO_WEIGHT, 0, 1.0
             if special := tally.special or self.guard is not None:
-                out = self.guard is not None and tally.made(step) and self.guard.judge(self._states)
+                out = self.guard is not None and tally.count_steps(step) and self.guard.judge(self._states)
                 weight, flags = tally.word(step, int(out))
             weight = sender.check_unchanged(round, weight) if sender.parts else weight
             waited = self.totals.seconds_waited

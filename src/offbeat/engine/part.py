@@ -109,7 +109,7 @@ class Part:
 
 
 @contextmanager
-def hold(parts: Sequence[Part]) -> Iterator[None]:
+def hold_gradients(parts: Sequence[Part]) -> Iterator[None]:
     """Let no gradient leave inside, because more backward passes of the same step follow."""
     senders = [part.sender for part in parts if part.sender is not None]
     before = [sender.held for sender in senders]

@@ -22,7 +22,7 @@ from offbeat.engine.export import check_path, write_model
 from offbeat.engine.headers import LOAD, SAVE
 from offbeat.engine.loading import Loaded
 from offbeat.engine.optimizers import replace_steps
-from offbeat.engine.part import Part, hold, paused
+from offbeat.engine.part import Part, hold_gradients, paused
 from offbeat.engine.report import Costs, Report, Totals, logger
 from offbeat.engine.transfer import why_unshared
 
@@ -118,7 +118,7 @@ class Run(ABC):
 
     def accumulate(self) -> AbstractContextManager[None]:
         """For all backward passes of a step but the last: gradients grow inside, and leave with the last."""
-        return hold(self.parts)
+        return hold_gradients(self.parts)
 
     @property
     def rounds(self) -> int:

@@ -52,14 +52,14 @@ class Tally:
             self.samples = max(self.samples, 0.0) + clock.samples
         self.special = self._timed or self.dry or self.missed > 0 or self.samples >= 0
 
-    def made(self, step: int) -> int:
+    def count_steps(self, step: int) -> int:
         """Return how many steps this worker has made."""
         return step - self.since - self.missed
 
     def word(self, step: int, dropped: int = 0) -> tuple[float, int]:
         """Return the weight and the flags of this worker's header, after this step."""
         flags = self._flags | dropped | DRY * self.dry | COUNTED * (self._timed and self.samples < 0)
-        made, passed = self.made(step), step - self.since
+        made, passed = self.count_steps(step), step - self.since
         if self.samples >= 0 or self._timed:
             weight = self.samples if self.samples >= 0 else float(made)
             return (0.0 if dropped else weight), flags
