@@ -321,7 +321,7 @@ LAWS = [
     ),
     # One worker's two means are everybody's.
     Law("a2sgd(every=3)", "ddp()", options={"workers": 1, **FLOATS}),
-    # A message in the air for no time at all corrects by exactly what averaging would have changed.
+    # A message in flight for no time at all corrects by exactly what averaging would have changed.
     Law("local_sgd(every=3, delay='round')", "local_sgd(every=3, delay=3)", options=FLOATS),
     # A server that is always pulled from is a synchronous optimizer; buffers stay with their workers.
     Law("ssd_sgd(warmup=100)", "ddp()", exact=False, options={**FLOATS, "buffers": False}),

@@ -75,7 +75,7 @@ class Run:
             self.net(slopes).backward()
 
     def step(self, **options: Any) -> None:
-        self.left.append(len(self.sender._air))
+        self.left.append(len(self.sender._in_flight))
         self.sync.step(**options)
         self.opt.zero_grad()
         self.steps += 1
@@ -274,7 +274,7 @@ def test_an_accumulation_inside_another() -> None:
             with run.sync.accumulate():
                 run.backward(0.5)
             run.backward(0.25)
-        assert len(run.sender._air) == 0
+        assert len(run.sender._in_flight) == 0
         run.backward(0.25)
         run.step()
         assert (run.left, run.sender._times) == ([0, 3, 3], 0)
@@ -427,7 +427,7 @@ def test_a_gradient_that_never_comes_holds_nothing_up() -> None:
             assert run.net.layers[3].grad is None
             run.opt.zero_grad()
         run.backward()
-        return [len(run.sender._air)]
+        return [len(run.sender._in_flight)]
 
     assert offbeat.simulate(worker, 2) == [[3], [3]]
 
@@ -443,7 +443,7 @@ def test_tied_and_frozen_parameters() -> None:
         sync = offbeat.ddp(net, opt, group=comm)
         for _ in range(3):
             net([1.0 + comm.rank] * 6).backward()
-            left = len(sync.parts[0].sender._air)
+            left = len(sync.parts[0].sender._in_flight)
             sync.step()
             opt.zero_grad()
         assert (left, sync.parts[0].sender._times) == (3, 0)
@@ -538,11 +538,11 @@ def between(comm: offbeat.Communicator, expression: str, act: str, late: bool = 
     saved, before = run.sync.state_dict(), run.weights()
     run.backward()
     if not late:
-        assert len(run.sender._air) == (1 if comm.rank == 1 else 3)
+        assert len(run.sender._in_flight) == (1 if comm.rank == 1 else 3)
     if act == "finish":
         run.sync.finish()
         assert equal(before, run.weights())
-        assert run.sender._air == []
+        assert run.sender._in_flight == []
         return before
     if act == "averaged":
         with run.sync.averaged():
@@ -601,7 +601,7 @@ def test_exact_resume(expression: str, between: bool) -> None:
     alike(worker, plain(expression))
 
 
-def test_loading_while_buckets_are_in_the_air() -> None:
+def test_loading_while_buckets_are_in_flight() -> None:
     expression = METHODS[2]
 
     def worker(comm: offbeat.Communicator) -> list[Tensor]:
@@ -931,7 +931,7 @@ def train_squares(net: nn.Module, sync: offbeat.Synchronizer, opt: Any, rank: in
             net(data).square().mean().mul(-2).backward()  # turns all signs, and keeps the norm
         if change == "scaled" and step == 2:
             torch._foreach_mul_([p.grad for p in net.parameters()], 3.0)
-        left = len(sync.parts[0].sender._air)
+        left = len(sync.parts[0].sender._in_flight)
         sync.step()
         opt.zero_grad()
     return left

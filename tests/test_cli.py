@@ -51,10 +51,10 @@ def test_every_method_is_in_the_catalogue_with_its_paper(entries: dict[str, meth
         ("qsr", 1 / 4, 1),  # while the rate is high
         ("adaptive", 1 / 4, 1),
         ("adacomm", 1 / 16, 1),
-        ("cocod", 1 / 8, 2),  # one of them in the air
+        ("cocod", 1 / 8, 2),  # one of them in flight
         ("dasgd", 1 / 8, 1),
         ("coda", 1 / 8, 4),
-        ("desloc", (1 + 1 / 3 + 1 / 6) / 64, 2),  # one of them in the air
+        ("desloc", (1 + 1 / 3 + 1 / 6) / 64, 2),  # one of them in flight
         ("slowmo", 1 / 12, 3),
         ("overlap_local_sgd", 1 / 2, 3),
         ("diloco", 1 / 64, 3),

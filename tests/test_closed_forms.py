@@ -87,8 +87,8 @@ def test_replace_one_step_late() -> None:
 
 def test_replace_late_keeping_half() -> None:
     # DaSGD. Sent after step 2: mean 4. After step 3 x = 3 and 9: ½·3 + ½·4 = 3.5 and ½·9 + ½·4 = 6.5.
-    # Sent after step 4: 4.5 and 9.5, mean 7. After step 5 x = 5.5 and 12.5: 6.25 and 9.75. Nothing is in the
-    # air at the end: the mean of 6.25 and 9.75.
+    # Sent after step 4: 4.5 and 9.5, mean 7. After step 5 x = 5.5 and 12.5: 6.25 and 9.75. Nothing is in
+    # flight at the end: the mean of 6.25 and 9.75.
     expected = [[1, 2, 3.5, 4.5, 6.25, 8], [3, 6, 6.5, 9.5, 9.75, 8]]
     assert walk(exchange(2, Replace(keep=0.5), delay=1), 5) == expected
 

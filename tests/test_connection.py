@@ -25,7 +25,7 @@ def test_a_closed_connection_ends_what_is_in_flight() -> None:
     one, other, third = [Connection("cpu", future.result(20)) for future in opening]
     arriving = [peer.backend.recv([torch.ones(1)], 0, 5) for peer in (other, third)]
     work = one.backend.allreduce(torch.ones(4))
-    one.air.append(work)
+    one.in_flight.append(work)
     assert not work.is_completed()
     one.close()
     one.close()

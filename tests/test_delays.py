@@ -413,7 +413,7 @@ def test_late_gradients_resume_exactly(delay: Delay, stop: int) -> None:
     assert offbeat.simulate(worker, 2) == [True, True]
 
 
-# Periods that change: what is in the air lands at the latest when the next round begins.
+# Periods that change: what is in flight lands at the latest when the next round begins.
 
 
 @dataclass(frozen=True)

@@ -58,7 +58,7 @@ def seeded(
 
 
 def beside_the_users_own(comm: offbeat.Communicator) -> tuple[float, bool]:
-    """The user's collectives on the default group, while a message of ours is in the air."""
+    """The user's collectives on the default group, while a message of ours is in flight."""
     net = Dyadic(comm.rank)
     opt = optimizer_for(net)
     total = torch.zeros(())

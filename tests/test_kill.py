@@ -276,7 +276,7 @@ with offbeat.local_sgd(net, opt, every=3, delay=1) as sync:
 
 @pytest.mark.slow
 def test_a_script_that_fails_ends_at_once(tmp_path: Path) -> None:
-    """With messages in the air that will never arrive, the interpreter must still be able to shut down."""
+    """With messages in flight that will never arrive, the interpreter must still be able to shut down."""
     (tmp_path / "script.py").write_text(SCRIPT)
     command = ["-m", "torch.distributed.run", "--nproc-per-node=3", "--standalone", "--no-python"]
     command += [sys.executable, str(tmp_path / "script.py"), os.path.dirname(__file__)]

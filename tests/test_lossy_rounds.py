@@ -104,7 +104,7 @@ def test_detached_is_refused_with_a_delay() -> None:
         Exchange(params(linear()[0]), when=Every(4), update=update, delay=2)
 
 
-def test_bytes_of_a_round_in_the_air_are_in_the_checkpoint() -> None:
+def test_bytes_of_a_round_in_flight_are_in_the_checkpoint() -> None:
     def worker(comm: offbeat.Communicator, cut: bool) -> list[int]:
         model, optimizer = linear()
 

@@ -360,7 +360,7 @@ def test_replicas_are_equal_after_finish(expression: str, steps: int) -> None:
 def test_nobody_waits_for_a_message_behind_enough_compute(
     build: Callable[[offbeat.Communicator], offbeat.Communicator],
 ) -> None:
-    """Three seconds in the air, a second per step, four steps to a round."""
+    """Three seconds in flight, a second per step, four steps to a round."""
 
     def worker(comm: offbeat.Communicator, expression: str) -> float:
         walk = Walk(build(comm), expression)

@@ -538,7 +538,7 @@ def saved_in_flight(comm: Communicator, cut: int) -> list[dict[str, Tensor]]:
 @pytest.mark.slow
 def test_resumed_processes_continue_bit_identically(pool: Pool) -> None:
     expected = pool.run(train_whole)
-    for cut in (2, 4, 5):  # with pushes in the air, with a pull too, and one step later
+    for cut in (2, 4, 5):  # with pushes in flight, with a pull too, and one step later
         for a, b in zip(pool.run(saved_in_flight, cut), expected, strict=True):
             assert all(same(x, y) for x, y in zip(a, b, strict=True))
 

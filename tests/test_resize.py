@@ -26,7 +26,7 @@ from offbeat.engine.agreement import copy_state
 
 Checkpoint = list[dict[str, Any]]  # one state per rank
 SIZES = [(2, 3), (3, 2), (4, 1), (1, 2)]
-AT = (3, 5)  # right after a round or with messages in the air, and in between
+AT = (3, 5)  # right after a round or with messages in flight, and in between
 FEW = [row for row in ROWS if row.values[0] in SHARED]  # the slow rows are marked
 # Each row with one pair of sizes, and what differs most with all.
 CASES = [pytest.param(*SIZES[i % 4], *row.values, marks=row.marks) for i, row in enumerate(FEW)]
@@ -169,7 +169,7 @@ def equal_steps(row: str) -> list[int]:
 
 EQUAL = {
     "ddp()": [1, 2, 3, 4, 5],
-    "ddp(delay=1)": [1, 2, 3, 4, 5],  # with a gradient in the air
+    "ddp(delay=1)": [1, 2, 3, 4, 5],  # with a gradient in flight
     "local_sgd(every=3)": [3],
     "post_local_sgd(switch=4, every=3)": [1, 2, 3, 4],
     "qsr(alpha=0.5, base=2, warmup=2, total=10)": [2],
@@ -216,17 +216,17 @@ BY_HAND = {
     ("slowmo(every=2, lr=1.0, momentum=0.5, ramp=0)", 3): ([4, 4, 4], [[9, 9, 9]]),
     # a = 0 + 0.5·4. Then mean(a - x) = -3 and a = 3.5.
     ("diloco(every=2, lr=0.5, momentum=0.0)", 3): ([2, 2, 2], [[3.5, 3.5, 3.5]]),
-    # 4 is in the air, and is what the new workers have sent: it shifts nobody.
+    # 4 is in flight, and is what the new workers have sent: it shifts nobody.
     ("cocod(every=2, delay=1)", 2): ([4, 4, 4], [[5, 7, 9], [6, 10, 14]]),
     ("cocod(every=2, delay=1, reduce=RandomBlock(1, least=1))", 2): ([4, 4, 4], [[5, 7, 9], [6, 10, 14]]),
-    # 4 is in the air, and lands half.
+    # 4 is in flight, and lands half.
     ("dasgd(every=2, delay=1, keep=0.5)", 2): ([4, 4, 4], [[4.5, 5.5, 6.5]]),
-    # A displacement of -4 is in the air: a = 2 when it lands, and x = x/2 + 1.
+    # A displacement of -4 is in flight: a = 2 when it lands, and x = x/2 + 1.
     ("streaming_diloco(every=2, fragments=1, delay=1, keep=0.5, lr=0.5, momentum=0.0, reduce=Mean())", 2): (
         [0, 0, 0],
         [[1.5, 2.5, 3.5]],
     ),
-    # A gradient of -2 is in the air, the next is -3.
+    # A gradient of -2 is in flight, the next is -3.
     ("ddp(delay=1)", 1): ([0, 0, 0], [[2, 2, 2], [5, 5, 5]]),
     # The slow weights follow to the anchor 0. After 2, 6, 10 they are 1, 3, 5, and the anchor half of 3.
     ("lookahead_diloco(every=4, inner=2, alpha=0.5, lr=0.5, momentum=0.0)", 2): (

@@ -25,7 +25,7 @@ import offbeat
 from offbeat.base.files import load_plain, write_state
 
 STEPS, AT = 7, 4
-# An anchor, a message in the air, a server, groups of workers, a wait-free method, a schedule that measures.
+# An anchor, a message in flight, a server, groups of workers, a wait-free method, a schedule that measures.
 METHODS = [
     "diloco(every=3, lr=0.5, momentum=0.625, ramp=1)",
     "local_sgd(every=3, delay=2)",

@@ -352,7 +352,7 @@ def test_waiting_for_what_is_long_here_takes_no_time() -> None:
 
 
 def test_done_asks_the_clock() -> None:
-    """In the air for one second; each worker computes for two between its questions."""
+    """In flight for one second; each worker computes for two between its questions."""
 
     def worker(comm: Communicator) -> list[bool]:
         message = comm.mean([torch.zeros(1)])
@@ -411,7 +411,7 @@ def timed(
     steps: int = 8,
     workers: int = 2,
 ) -> list[list[tuple[float, float]]]:
-    """Seconds waited and in the air of each round, per rank.
+    """Seconds waited and in flight of each round, per rank.
 
     64 floats are 256 bytes, and so is what each of two workers sends in an all-reduce: one second at 256
     bytes per second. The header, 64 bytes, is there before. A step takes one second.
@@ -442,7 +442,7 @@ def test_a_blocking_round() -> None:
 
 
 def test_a_flight_that_is_hidden() -> None:
-    # In the air for 1.5 s, behind two steps of one second.
+    # In flight for 1.5 s, behind two steps of one second.
     assert timed("local_sgd(every=4, delay=2)", latency=0.5, steps=10) == [[(0.0, 1.5)] * 2] * 2
 
 
@@ -451,12 +451,12 @@ def test_a_flight_that_is_hidden_exactly() -> None:
 
 
 def test_a_flight_that_is_hidden_partly() -> None:
-    # In the air for four seconds, two of them behind the steps.
+    # In flight for four seconds, two of them behind the steps.
     assert timed("local_sgd(every=4, delay=2)", latency=3.0, steps=10) == [[(2.0, 4.0)] * 2] * 2
 
 
 def test_a_flight_as_long_as_the_period() -> None:
-    # Five seconds in the air, four behind the steps. The third round is still in the air at the end. The
+    # Five seconds in flight, four behind the steps. The third round is still in flight at the end. The
     # drift of the first, 16 bytes, is on the link when the second begins: 1/16 s.
     found = timed("local_sgd(every=4, delay='round')", latency=4.0, steps=12)
     assert found == [[(1.0, 5.0), (1.0625, 5.0625)]] * 2

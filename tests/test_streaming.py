@@ -235,7 +235,7 @@ def test_without_a_delay_nothing_is_kept() -> None:
     assert first[1] == second[1] == -2
 
 
-def test_finish_lands_what_is_in_the_air() -> None:
+def test_finish_lands_what_is_in_flight() -> None:
     # After step 4: layer 0 has just sent −4, −12, layer 1 stands at −4, −9 with a = −3 from step 3.
     # Layer 0 lands: b = 8, d = 12, a = −6; x = −5, −9, whose mean is −7. Layer 1: the mean of −4 and −9.
     expression = "streaming_diloco(every=4, fragments=2, delay=1, keep=0.5, lr=0.5, momentum=0.5, ramp=0)"

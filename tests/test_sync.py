@@ -303,7 +303,7 @@ def test_what_is_not_done_inside_a_step() -> None:
 # finish() and with
 
 
-def test_finish_lands_what_is_in_the_air() -> None:
+def test_finish_lands_what_is_in_flight() -> None:
     """Sent after step 2: 2 and 6, correction ±2; at step 3 x is 3 and 9, landed 5 and 7; the mean is 6."""
 
     def worker(comm: Communicator) -> list[float]:

@@ -109,7 +109,7 @@ def shared_after(row: str, steps: int, **options: Any) -> tuple[Exchange, Any]:
     return offbeat.simulate(worker, 2)[1]
 
 
-def test_the_mean_in_the_air_counts_as_sent() -> None:
+def test_the_mean_in_flight_counts_as_sent() -> None:
     """A worker that has the consensus is not shifted when the round lands."""
     _, before, after = shared_after("cocod(every=3, delay=2)", 3)
     assert before["states"]["update"]["sent"][0].tolist() == [9.0, 9.0]

@@ -18,7 +18,7 @@ import torch
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group(frameworks.GROUP)]
 SCRIPT = str(Path(__file__))
-EXACT = "eager_diloco(every=3)"  # a message is in the air from the third step on
+EXACT = "eager_diloco(every=3)"  # a message is in flight from the third step on
 
 
 def network(seed: int = 0, dropout: float = 0.0) -> Any:
@@ -223,7 +223,7 @@ def test_logs_carry_the_metrics(runs: list[dict[str, Any]]) -> None:
 
 
 def test_the_best_model_is_what_is_left(runs: list[dict[str, Any]]) -> None:
-    """The loss falls, so the worst model is the first; a message is in the air when it is loaded."""
+    """The loss falls, so the worst model is the first; a message is in flight when it is loaded."""
     found = [rank["watch"]["local_sgd(every=3, delay=2)"] for rank in runs]
     assert Path(found[0]["best"]).name == "checkpoint-2"
     for rank in found:
@@ -236,7 +236,7 @@ def test_the_best_model_is_what_is_left(runs: list[dict[str, Any]]) -> None:
 
 
 def exact(folder: str, steps: int, callbacks: Any = (), **options: Any) -> Any:
-    """A run with dropout, momentum, accumulation and messages in the air."""
+    """A run with dropout, momentum, accumulation and messages in flight."""
     from offbeat.integrations.transformers import OffbeatTrainer
 
     options = {"max_steps": steps, "learning_rate": 0.01, "gradient_accumulation_steps": 2, **options}
@@ -264,7 +264,7 @@ def resume(folder: str) -> dict[str, Any]:
     Path(f"{folder}/killed/checkpoint-6").mkdir(exist_ok=True)  # of a save that was cut short
     for place, checkpoint in {
         "killed": True,
-        "in the air": f"{folder}/whole/checkpoint-4",
+        "in flight": f"{folder}/whole/checkpoint-4",
         "at the end": f"{folder}/whole/checkpoint-9",
     }.items():
         run = exact(f"{folder}/{place}", 9)
@@ -320,7 +320,7 @@ def test_a_checkpoint_without_the_file_of_a_rank_is_refused(runs: list[dict[str,
     ]
 
 
-@pytest.mark.parametrize("place", ["killed", "in the air", "at the end"])
+@pytest.mark.parametrize("place", ["killed", "in flight", "at the end"])
 def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(runs: list[dict[str, Any]], place: str) -> None:
     for rank in runs:
         close(rank["resume"][place], rank["resume"]["whole"], **EXACTLY)

@@ -49,7 +49,7 @@ class Contender:
             self.local()
             self.optimizer.zero_grad()
         if self.sync is not None:
-            self.sync.state_dict()  # waits for what is in the air
+            self.sync.state_dict()  # waits for what is in flight
 
     def reported(self) -> int:
         return 0 if self.sync is None else self.sync.totals.bytes_sent

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -56,6 +56,16 @@ PendingList = Pending[list[Tensor]]
 def arrived(value: T) -> Pending[T]:
     """A message that is already here."""
     return Pending(lambda: value, lambda: True, lambda: 0.0)
+
+
+def join(messages: Sequence[Pending[Any]]) -> Pending[None]:
+    """Several messages as one, which has arrived once all of them have."""
+
+    def wait() -> None:
+        for message in messages:
+            message.wait()
+
+    return Pending(wait, lambda: all(m.done() for m in messages), lambda: max(m.arrived() for m in messages))
 
 
 class Communicator(ABC):

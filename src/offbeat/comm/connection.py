@@ -28,7 +28,7 @@ class Connection:
     name: str
     backend: Any
     begun: int = 0
-    air: deque[dist.Work] = field(default_factory=deque)
+    in_flight: deque[dist.Work] = field(default_factory=deque)
 
     def close(self) -> None:
         """Close the sockets to all others after a failure. Calls in flight end with an error.
@@ -47,5 +47,5 @@ class Connection:
     def __del__(self, keep: Callable[[Any], None] = ctypes.pythonapi.Py_IncRef) -> None:
         # gloo's destructor holds the interpreter until all messages have arrived. If they never do, the
         # backend is kept as long as the process lives.
-        if not all(work.is_completed() for work in self.air):
+        if not all(work.is_completed() for work in self.in_flight):
             keep(ctypes.py_object(self.backend))

@@ -119,7 +119,7 @@ class Torch(Communicator, Worker):
         self._connections: dict[str, Connection] = {}
         self._children: dict[tuple[int, ...], Torch] = {}
         self._beside: WeakSet[Torch] = WeakSet()  # duplicates and sidecars
-        self._air: WeakSet[Message] = WeakSet()  # messages whose time of arrival is not known yet
+        self._in_flight: WeakSet[Message] = WeakSet()  # messages whose time of arrival is not known yet
         self._made_beside, self.left = 0, False  # `left`: a run that failed has told the others so
         for connection in connections:  # gloo hangs if a rank is missing: connect now, while all are here
             self._connect(connection)
@@ -188,10 +188,10 @@ class Torch(Communicator, Worker):
                 raise self._monitor.explain_loss(message.describe(), error) from error
             message.calls.append((connection, connection.begun, work))
             connection.begun += 1
-            while connection.air and connection.air[0].is_completed():
-                connection.air.popleft()
-            connection.air.append(work)
-        self._air.add(message)
+            while connection.in_flight and connection.in_flight[0].is_completed():
+                connection.in_flight.popleft()
+            connection.in_flight.append(work)
+        self._in_flight.add(message)
         return message
 
     def split(self, groups: Sequence[Sequence[int]]) -> Communicator:
@@ -202,9 +202,9 @@ class Torch(Communicator, Worker):
 
     def computed(self, step: int, share: float = 1.0) -> None:
         """Note what arrived during the computation: times of arrival are as fine as steps."""
-        for message in list(self._air):
+        for message in list(self._in_flight):
             if message.done():
-                self._air.discard(message)
+                self._in_flight.discard(message)
         for child in self._children.values():
             child.computed(step, share)
 

@@ -18,7 +18,7 @@ from offbeat.base.errors import CheckpointMismatch, NotFinite
 from offbeat.base.packed import Packed
 from offbeat.base.tensors import Gradients, Share, local, read_version
 from offbeat.comm.background import TaskQueue
-from offbeat.comm.communicator import Communicator, Metered, Pending
+from offbeat.comm.communicator import Communicator, Metered, Pending, join
 from offbeat.engine.agreement import copy_state
 from offbeat.engine.extras import Payload
 from offbeat.engine.report import logger
@@ -73,7 +73,7 @@ class Buckets(Sender):
         """No bucket has left, and none may leave early."""
         self._clock: Clock | None = None  # of the coming round, if its buckets may leave early
         self._began: float | None = None  # when the first one left early
-        self._air = list[Pending[Any]]()
+        self._in_flight = list[Pending[Any]]()
         self._means = list[Pending[Packed]]()  # of the buckets that the queue has sent
         self._refused: NotFinite | None = None
         self._left = list[tuple[Tensor | None, Any]]()  # gradients that left early, and their versions
@@ -114,7 +114,7 @@ class Buckets(Sender):
     def grew(self, i: int) -> None:
         """The backward pass has added to gradient i."""
         with self._lock:
-            self._grew_late |= self._bucket_of[i] < len(self._air)
+            self._grew_late |= self._bucket_of[i] < len(self._in_flight)
             if self.held:
                 return
             self._grown[i] += 1
@@ -128,7 +128,7 @@ class Buckets(Sender):
 
     @torch.no_grad()
     def _send_complete(self, clock: Clock) -> None:
-        while (b := len(self._air)) < len(self.parts) - 1 and self._missing[b] == 0:
+        while (b := len(self._in_flight)) < len(self.parts) - 1 and self._missing[b] == 0:
             own = [p.grad for p in self._parameters[self._edges[b] : self._edges[b + 1]]]
             if any(grad is not None and grad.layout != torch.strided for grad in own):
                 return  # the step refuses it
@@ -186,8 +186,7 @@ class Buckets(Sender):
 
     def _recall(self, states: dict[str, State]) -> None:
         """Drop the means of all buckets, which have left on every rank, and take the states back."""
-        for message in self._air:
-            message.wait()
+        join(self._in_flight).wait()
         if self._kept:
             states["reduce"]["parts"] = self._kept
         self._forget()
@@ -198,19 +197,16 @@ class Buckets(Sender):
         """Send all buckets that have not left, after packing the live tensors, if given."""
         if self._error is not None:
             raise self._error
-        for b in range(len(self._air), len(self.parts)):
+        for b in range(len(self._in_flight), len(self.parts)):
             if live is not None:
                 own = live[self._edges[b] : self._edges[b + 1]]
                 self.parts[b].cut(len(own))[0].read(own)
             self._send(b, round.clock, states)
-        air, wait = list(self._air), partial(self._unpack, list(self._air), round)
-        return Pending(wait, lambda: all(m.done() for m in air), lambda: max(m.arrived() for m in air))
+        return join(list(self._in_flight)).then(lambda _: self._unpack(round))
 
-    def _unpack(self, air: Sequence[Pending[Any]], round: Round) -> Packed:
-        """Wait for the means of all buckets."""
+    def _unpack(self, round: Round) -> Packed:
+        """Return the means of all buckets, which have arrived."""
         assert self._comm is not None
-        for message in air:
-            message.wait()
         if self._refused is not None:
             raise self._refused
         self._comm.move(round.comm)
@@ -220,14 +216,14 @@ class Buckets(Sender):
         part, memory = self.parts[b], states["reduce"]["parts"][b]
         assert self._comm is not None
         if self._queue is None:
-            self._air.append(self._comm.total(part.flats))
+            self._in_flight.append(self._comm.total(part.flats))
             return
         if self._clock is not None:
             self._kept.append(copy_state(memory))
         # The learning rate is not known when a bucket leaves early, and the mean must not depend on that.
         clock = Clock(clock.step, clock.round, 0.0, workers=self._comm.size)
         job = partial(self._reduce, b, clock, memory, fence(part.flats))
-        self._air.append(self._queue.give(job).then(lambda join: join()))
+        self._in_flight.append(self._queue.give(job).then(lambda join: join()))
 
     @torch.no_grad()
     def _reduce(self, b: int, clock: Clock, memory: State, packed: Callable[[], None]) -> Callable[[], None]:
@@ -256,7 +252,7 @@ class Buckets(Sender):
     def drain(self, states: dict[str, State]) -> None:
         """Send what other ranks wait for, if a bucket has left anywhere; drop the means."""
         if self._clock is not None and self._comm is not None:
-            if any(words[0] for words in self._outside.tell([len(self._air)]).wait()):
+            if any(words[0] for words in self._outside.tell([len(self._in_flight)]).wait()):
                 self._send_rest(Round(self._clock, self._outside, since=0), None, states)
                 self._recall(states)
                 self._comm.move(self._outside)  # the bytes go into the totals

@@ -79,7 +79,7 @@ class ExchangeState(Part):
         self.guard = None if guard is None else Guard(guard, self.update, self.reduce, self.payload)
         if self.guard is not None:
             self._states["guard"] = self.guard.init()
-        self._round: Round | None = None  # the one in the air
+        self._round: Round | None = None  # the one in flight
         self.commits: Commits | None = None  # if workers come and go
         self.landed_at, self.opened, self._rates_digest = -1, False, 0
         self._rates: tuple[float, ...] = ()  # of every live tensor in the last step, that of its own group
@@ -149,7 +149,7 @@ class ExchangeState(Part):
         self.sender.drain(self._states)
         if self._round is not None:
             self.snapshot_rates()
-            # No step is left for gradients in the air: only the extras are applied.
+            # No step is left for gradients in flight: only the extras are applied.
             with self.live.aside() if isinstance(self.live, Gradients) else nullcontext():
                 self.land(clock)
         self.ledger.flush(wait=True)
@@ -176,7 +176,7 @@ class ExchangeState(Part):
 
     @torch.no_grad()
     def follow(self, landing: Landing) -> None:
-        """A message in the air still belongs to the old anchor, which then stays."""
+        """A message in flight still belongs to the old anchor, which then stays."""
         if self._round is None and (anchor := self.anchor) is not None:
             anchor.follow(self.live.tensors(), landing.names, landing.workers)
 
@@ -185,8 +185,8 @@ class ExchangeState(Part):
         self.sender.close(wait=False)
 
     def state_dict(self) -> State:
-        air = None if self._round is None else self._round.state_dict()  # first: arrivals change states
-        own = {"states": copy_state(self.sender.rewind(self._states)), "air": air}
+        in_flight = None if self._round is None else self._round.state_dict()  # first: arrivals change states
+        own = {"states": copy_state(self.sender.rewind(self._states)), "air": in_flight}
         place = {"landed_at": self.landed_at, "opened": self.opened, "tally": self.tally.state_dict()}
         inside = {"rhythm": copy_state(self.rhythm.state_dict()), "ledger": self.ledger.state_dict()}
         if self.when.timed:  # workers are in the same round, after different steps

@@ -59,7 +59,7 @@ class Guard:
         return dict(EMPTY)
 
     def note(self, states: Mapping[str, State], round: Round | None = None) -> None:
-        """A period begins, perhaps with this round in the air. Without an anchor, keep the weights."""
+        """A period begins, perhaps with this round in flight. Without an anchor, keep the weights."""
         room, state = self._payload.own, states["guard"]
         infinite = self._count_infinite()
         state["infinite"] = infinite if state["infinite"] is None else min(infinite, state["infinite"])

@@ -34,7 +34,7 @@ _ONE = struct.unpack("<q", struct.pack("<d", NO_WEIGHT))[0]  # as a word of a he
 class Rhythm:
     """The state machine that the engine drives step by step, and the planner from one act to the next.
 
-    At most one round is in the air. It lands `delay` steps after it began, or when the next one begins if
+    At most one round is in flight. It lands `delay` steps after it began, or when the next one begins if
     that is earlier. A round of n messages advances when i/n of its time is over, for i = 1 … n − 1.
     """
 
@@ -55,12 +55,12 @@ class Rhythm:
         self.round = self.began = 0  # how many rounds have begun, and after which step the last one
         self.in_air = False
         self.running = False  # a period has begun whose end is not known yet
-        self.lands: int | None = None  # the step after which the round in the air lands, once known
+        self.lands: int | None = None  # the step after which the round in flight lands, once known
         self.advances: list[int] = []  # the steps after which it advances
         self._messages = 1
 
     def _aim(self) -> None:
-        """Work out when the round in the air advances and lands."""
+        """Work out when the round in flight advances and lands."""
         self.lands, n = self.planned, self._messages
         if self.delay != "round":
             due = self.began + self.delay
@@ -113,7 +113,7 @@ class Rhythm:
         return {name: getattr(self, name) for name in ("planned", "round", "began", "in_air", "memory")}
 
     def load_state_dict(self, state: State) -> None:
-        """A round in the air has arrived when it is saved, so it no longer advances."""
+        """A round in flight has arrived when it is saved, so it no longer advances."""
         self.land()
         vars(self).update(state)
         self._messages = 1
@@ -240,10 +240,10 @@ class Round:
     def report(self, kind: type[Report] = Report, **fields: Any) -> Report:
         """What the round cost, after `wait`. `fields` replace what it measured, or add to it."""
         landed = max([message.arrived() for message in self.messages], default=self.began + self.waited)
-        clock, comm, in_air = self.clock, self.comm, max(0.0, landed - self.began, self.flown)
+        clock, comm, seconds = self.clock, self.comm, max(0.0, landed - self.began, self.flown)
         place = {"step": clock.step, "round": clock.round, "period": clock.step - self.since}
         costs = {"bytes_sent": comm.sent, "bytes_received": comm.received, "seconds_waited": self.waited}
-        rest: State = {"workers": comm.size, "seconds_in_air": in_air, "drift": None, "norm": None}
+        rest: State = {"workers": comm.size, "seconds_in_air": seconds, "drift": None, "norm": None}
         if self.heads is not None:
             heads = self.heads.wait()
             if not self.alike:

@@ -201,7 +201,7 @@ class Forecast:
         return len(self._moments) * each * 12 * (4e-6 + clocks * 1.5e-9) + draws
 
     def _window(self, first: int, last: int) -> Spent:
-        """Of these moments. A few before them let workers drift apart and put messages into the air."""
+        """Of these moments. A few before them let workers drift apart and put messages in flight."""
         parts = [(i, part) for i, part in enumerate(self._profile.sync.parts) if isinstance(part, Exchange)]
         drift = any(part.delay or self._profile.groups(i, 0).members is not None for i, part in parts)
         clocks = Clocks(self._costs, self._cluster, self._runs)

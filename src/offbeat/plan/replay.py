@@ -62,7 +62,7 @@ class Clocks:
         self._offsets = (torch.arange(runs) * _APART).repeat_interleave(self._width)
         self._paces: dict[object, list[Tensor]] = {}  # of the last worker between moments, by kind
         self._last = self._origin = torch.zeros(self._shape[:2], dtype=torch.float64)
-        self._air: dict[object, tuple[Tensor, Tensor]] = {}  # when the last member sent it, when it lands
+        self._in_flight: dict[object, tuple[Tensor, Tensor]] = {}  # when all had sent it, when it lands
         self._known: tuple[Tensor, tuple[Tensor, Tensor, Tensor]] | None = None
         self._past: list[Tensor] = []  # when the last worker had each of the last rounds of coded gradients
 
@@ -101,7 +101,7 @@ class Clocks:
                 self._go(event.events, groups, key)
                 done, self._now, self._beside = self._now, worker, False
                 self._queues[event.task_queue] = done
-                self._air[key(event.name)] = (worker, done)
+                self._in_flight[key(event.name)] = (worker, done)
             elif isinstance(event, Repeated):
                 self._repeat(event, groups, key)
 
@@ -110,15 +110,15 @@ class Clocks:
         turns = min(event.times, _SETTLED)
         for _ in range(turns - 1):
             self._go(event.events, groups, key)
-        now, free, air, seconds = self._now, self._free, dict(self._air), self._seconds.clone()
+        now, free, before, seconds = self._now, self._free, dict(self._in_flight), self._seconds.clone()
         self._go(event.events, groups, key)
         if rest := event.times - turns:
             self._now = self._now + rest * (self._now - now)
             self._free = self._free + rest * (self._free - free)
             self._seconds += rest * (self._seconds - seconds)
-            for name in {key(sent.name) for sent, _ in count_sent(event.events)} & self._air.keys():
-                (ready, lands), (was_ready, landed) = self._air[name], air[name]
-                self._air[name] = (ready + rest * (ready - was_ready), lands + rest * (lands - landed))
+            for name in {key(sent.name) for sent, _ in count_sent(event.events)} & self._in_flight.keys():
+                (ready, lands), (was_ready, landed) = self._in_flight[name], before[name]
+                self._in_flight[name] = (ready + rest * (ready - was_ready), lands + rest * (lands - landed))
 
     def _send(self, event: Sent, groups: Groups, key: Callable[[Name], object]) -> None:
         busy, delay = self._costs.of(event.kind, event.given, groups)
@@ -126,12 +126,12 @@ class Clocks:
         if not event.control:
             self._free = torch.maximum(ready, groups.latest(self._free)) + busy
         done = ready + busy if event.control else self._free
-        self._air[key(event.name)] = (ready, done + delay)
+        self._in_flight[key(event.name)] = (ready, done + delay)
 
     def _wait(self, key: object) -> None:
-        if key not in self._air:
+        if key not in self._in_flight:
             return  # sent before the window began
-        ready, lands = self._air.pop(key)
+        ready, lands = self._in_flight.pop(key)
         self._flown += _mean(lands - ready)
         now, some = self._now, True  # whether anybody waits for slower workers
         if now.shape[-1] > lands.shape[-1]:
@@ -174,7 +174,7 @@ class Clocks:
         self._go(early.heads[0], groups, key)
         self._go(early.heads[1], groups, key)
         if early.queued:
-            self._air["queue"] = (groups.latest(done), queue)
+            self._in_flight["queue"] = (groups.latest(done), queue)
             self._wait("queue")
         else:
             for bucket in early.buckets:
@@ -260,7 +260,7 @@ class Clocks:
 
     def wait_all(self) -> None:
         """Wait for all messages in flight."""
-        for key in list(self._air):
+        for key in list(self._in_flight):
             self._wait(key)
 
     def spent(self) -> Spent:
