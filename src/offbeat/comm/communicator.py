@@ -58,7 +58,7 @@ def arrived(value: T) -> Pending[T]:
     return Pending(lambda: value, lambda: True, lambda: 0.0)
 
 
-def join(messages: Sequence[Pending[Any]]) -> Pending[None]:
+def join_messages(messages: Sequence[Pending[Any]]) -> Pending[None]:
     """Several messages as one, which has arrived once all of them have."""
 
     def wait() -> None:

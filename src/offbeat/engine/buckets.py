@@ -18,7 +18,7 @@ from offbeat.base.errors import CheckpointMismatch, NotFinite
 from offbeat.base.packed import Packed
 from offbeat.base.tensors import Gradients, Share, local, read_version
 from offbeat.comm.background import TaskQueue
-from offbeat.comm.communicator import Communicator, Metered, Pending, join
+from offbeat.comm.communicator import Communicator, Metered, Pending, join_messages
 from offbeat.engine.agreement import copy_state
 from offbeat.engine.extras import Payload
 from offbeat.engine.report import logger
@@ -186,7 +186,7 @@ class Buckets(Sender):
 
     def _recall(self, states: dict[str, State]) -> None:
         """Drop the means of all buckets, which have left on every rank, and take the states back."""
-        join(self._in_flight).wait()
+        join_messages(self._in_flight).wait()
         if self._kept:
             states["reduce"]["parts"] = self._kept
         self._forget()
@@ -202,7 +202,7 @@ class Buckets(Sender):
                 own = live[self._edges[b] : self._edges[b + 1]]
                 self.parts[b].cut(len(own))[0].read(own)
             self._send(b, round.clock, states)
-        return join(list(self._in_flight)).then(lambda _: self._unpack(round))
+        return join_messages(list(self._in_flight)).then(lambda _: self._unpack(round))
 
     def _unpack(self, round: Round) -> Packed:
         """Return the means of all buckets, which have arrived."""

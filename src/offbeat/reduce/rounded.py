@@ -14,7 +14,7 @@ from offbeat.base.checks import is_whole
 from offbeat.base.clock import Clock, State
 from offbeat.base.draws import draw_whole
 from offbeat.base.packed import Packed
-from offbeat.comm.communicator import Communicator, Pending, join
+from offbeat.comm.communicator import Communicator, Pending, join_messages
 from offbeat.reduce.code import Code, Messages, Residual, Vector
 from offbeat.reduce.wire import BlockCodec, CastCodec
 
@@ -81,7 +81,7 @@ def send(payload: Packed, comm: Communicator, live: Sequence[Tensor] = ()) -> Pe
         if packed := [i for i in inside if i < len(live)]:
             torch._foreach_copy_([payload.views[i] for i in packed], [live[i] for i in packed])
         messages.append(comm.total([piece]))
-    return join(messages).then(lambda _: payload.scaled(1 / comm.size))
+    return join_messages(messages).then(lambda _: payload.scaled(1 / comm.size))
 
 
 @dataclass(frozen=True, repr=False)
