@@ -24,6 +24,7 @@ class Seat:
     address: str  # of its store
     attempt: int = 0  # how often it has asked
     key: str = ""  # of its connections, if they still work
+    size: int = 1  # how many workers these connect
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,8 @@ def decide(seats: Sequence[Seat], me: str) -> Decision:
     donors = {seat.name: current[i % len(current)].name for i, seat in enumerate(joining)}
     names = tuple(seat.name for seat in members)
     keys = {seat.key for seat in members}
-    keeps = len(keys) == 1 and "" not in keys and not joining
+    # If one of those that are connected is missing here, the others would wait for it in the round.
+    keeps = len(keys) == 1 and "" not in keys and not joining and members[0].size == len(members)
     attempts = json.dumps([(seat.name, seat.attempt) for seat in members])
     key = keys.pop() if keeps else hashlib.sha256(attempts.encode()).hexdigest()[:16]
     # One more than those who began this lineage: a worker that joins before the first commit is younger.

@@ -135,7 +135,8 @@ class Elastic(Gathering):
     def _ask_lighthouse(self, card: Card) -> list[Any]:
         assert self._client is not None
         own = asdict(card) | {"place": None if card.place == inf else card.place}  # JSON has no infinity
-        told = {"card": own, "attempt": self._attempt, "key": "" if self.broken else self.members.key}
+        key = "" if self.broken else self.members.key
+        told = {"card": own, "attempt": self._attempt, "key": key, "size": self.size}
         proof = self._prove(self.name, self._address, told)
         return self._client.quorum(self._address, {"told": told, "proof": proof})
 
@@ -171,7 +172,7 @@ class Elastic(Gathering):
                 raise ValueError(card)
             if not all(is_whole(n, -1) for n in numbers) or not all(isinstance(f, bool) for f in flags):
                 raise ValueError(card)
-            return Seat(name, card, address, int(told["attempt"]), str(told["key"]))
+            return Seat(name, card, address, int(told["attempt"]), str(told["key"]), int(told["size"]))
         except (KeyError, TypeError, ValueError):
             logger.warning("%s asks to take part with a message that cannot be read: it is ignored.", name)
             return None
@@ -182,16 +183,18 @@ class Elastic(Gathering):
         return hmac.new(key, text.encode(), hashlib.sha256).hexdigest()
 
     def _enough(self, seats: list[Seat]) -> bool:
-        if not any(seat.name == self.name for seat in seats):
+        own = next((seat.card for seat in seats if seat.name == self.name), None)
+        if own is None:
             time.sleep(_AGAIN)
             return False
-        if len(seats) >= self.least or self.may_end:
+        here = sum(seat.card.method == own.method for seat in seats)
+        if here >= self.least or self.may_end:
             if self._waits:
-                logger.info("%d workers are here: going on.", len(seats))
+                logger.info("%d workers are here: going on.", here)
             self._waits = False
             return True
         if not self._waits:
-            logger.warning("%d of at least %d workers are here: waiting for more.", len(seats), self.least)
+            logger.warning("%d of at least %d workers are here: waiting for more.", here, self.least)
         self._waits = True
         time.sleep(_AGAIN)
         return False
