@@ -11,7 +11,7 @@ import torch.distributed as dist
 from conftest import processes
 from ports import free_port
 from problems import data
-from test_elastic import A
+from test_elastic import A, Heard
 from test_fsdp import build, weights
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -50,34 +50,29 @@ def work(url: str, expression: str, replica: int, shard: int, port: int, said: A
         fully_shard(model, mesh=mesh)
         group = offbeat.Elastic(url, least=1, name=f"{replica:04}", timeout=20)
         sync = make(expression, model, group)
-        sync.on_report = lambda report: said.put((replica, shard, "round", report))
+        sync.on_report = lambda report: said.send((replica, shard, "round", report))
         with sync:
             sync.start()
-            said.put((replica, shard, "started", sync.steps))
+            said.send((replica, shard, "started", sync.steps))
             train(model, sync, replica, 0.03)
-        said.put((replica, shard, "end", {name: w.tolist() for name, w in weights(model).items()}))
+        said.send((replica, shard, "end", {name: w.tolist() for name, w in weights(model).items()}))
         time.sleep(3)  # the other process still needs this one's store
     except BaseException as error:
-        said.put((replica, shard, "failed", f"{type(error).__name__}: {error}"))
+        said.send((replica, shard, "failed", f"{type(error).__name__}: {error}"))
         raise
 
 
 @pytest.mark.parametrize("expression", METHODS)
 def test_a_worker_of_two_shards_is_lost_and_comes_back(expression: str) -> None:
-    server, context = load_torchft().LighthouseServer, processes()
+    server = load_torchft().LighthouseServer
     light = server(bind="[::]:0", min_replicas=1, join_timeout_ms=20_000, heartbeat_timeout_ms=1500)
-    url, said = f"http://127.0.0.1:{light.address().rsplit(':', 1)[1]}", context.Queue()
+    url, said = f"http://127.0.0.1:{light.address().rsplit(':', 1)[1]}", Heard(processes())
     heard: list[Any] = []
     jobs: list[Any] = []
 
     def start(replica: int) -> list[Any]:
         port = free_port()
-        started = [
-            context.Process(target=work, args=(url, expression, replica, shard, port, said), daemon=True)
-            for shard in (0, 1)
-        ]
-        for job in started:
-            job.start()
+        started = [said.start(work, url, expression, replica, shard, port) for shard in (0, 1)]
         jobs.extend(started)
         return started
 

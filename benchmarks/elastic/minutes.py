@@ -16,10 +16,12 @@ import argparse
 import functools
 import itertools
 import json
+import queue
 import random
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -27,6 +29,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from heard import Heard
 from torch import nn
 
 import offbeat
@@ -111,7 +114,7 @@ CONTENDERS: dict[str, Callable[[str, int, Said], None]] = {
 
 
 def work(name: str, url: str, rank: int, said: Any) -> None:
-    CONTENDERS[name](url, rank, lambda round, counted: said.put((time.time(), rank, round, counted)))
+    CONTENDERS[name](url, rank, lambda round, counted: said.send((time.time(), rank, round, counted)))
 
 
 class Contest:
@@ -124,20 +127,19 @@ class Contest:
             bind="[::]:0", min_replicas=least, join_timeout_ms=60_000, heartbeat_timeout_ms=BEAT
         )
         self.url = f"http://127.0.0.1:{self.lighthouse.address().rsplit(':', 1)[1]}"
-        self.name, self.context, self.said = name, context, context.Queue()
+        self.name, self.said = name, Heard(context)
         self.rounds: dict[int, tuple[float, int]] = {}  # when the first worker committed it; who counted
         self.jobs = [self._start(rank) for rank in range(WORKERS)]
         threading.Thread(target=self._listen, daemon=True).start()
 
     def _start(self, rank: int) -> Any:
-        job = self.context.Process(target=work, args=(self.name, self.url, rank, self.said), daemon=True)
-        job.start()
-        return job
+        return self.said.start(work, self.name, self.url, rank)
 
     def _listen(self) -> None:
         while True:
-            at, _, round, counted = self.said.get()
-            self.rounds.setdefault(round, (at, counted))
+            with suppress(queue.Empty):
+                at, _, round, counted = self.said.get(0.1)
+                self.rounds.setdefault(round, (at, counted))
 
     def replace(self, rank: int) -> None:
         self.jobs[rank].kill()

@@ -20,6 +20,7 @@ import random
 import statistics
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -27,6 +28,7 @@ from typing import Any
 
 import torch
 import torch.multiprocessing as mp
+from heard import Heard
 from torch import nn
 
 import offbeat
@@ -78,27 +80,27 @@ def shared(sync: offbeat.Synchronizer) -> int:
     return checksum([*tensors(states), *sync._commits.find_consensus().values()])
 
 
-def work(url: str, rank: int, name: str, said: Any, logs: Path | None) -> None:
+def work(url: str, rank: int, name: str, logs: Path | None, said: Any) -> None:
     torch.set_num_threads(1)
     if logs is not None:
         line = f"%(asctime)s worker {rank}: %(message)s"
         logging.basicConfig(level=logging.INFO, format=line, filename=logs / f"{rank}.log", filemode="w")
     model, sync = build(name, offbeat.Elastic(url, name=f"{rank:04}", timeout=20), rank)
-    sync.on_report = lambda r: said.put((rank, "round", time.time(), (r.members, r.joined, r.repeats)))
+    sync.on_report = lambda r: said.send((rank, "round", time.time(), (r.members, r.joined, r.repeats)))
     try:
         with sync:
             sync.start()
-            said.put((rank, "started", time.time(), sync.steps))
+            said.send((rank, "started", time.time(), sync.steps))
             rounds = 0
             while sync.steps < STEPS:
                 time.sleep(PAUSE)
                 step(model, sync, rank)
                 if sync._commits.rounds > rounds:
                     rounds = sync._commits.rounds
-                    said.put((rank, "state", time.time(), (sync._commits.lineage, shared(sync))))
-        said.put((rank, "end", time.time(), checksum([p.detach() for p in model.parameters()])))
+                    said.send((rank, "state", time.time(), (sync._commits.lineage, shared(sync))))
+        said.send((rank, "end", time.time(), checksum([p.detach() for p in model.parameters()])))
     except BaseException as error:
-        said.put((rank, "failed", time.time(), f"{type(error).__name__}: {error}"))
+        said.send((rank, "failed", time.time(), f"{type(error).__name__}: {error}"))
 
 
 def simulate(name: str, script: list[Attempt], size: int) -> int:
@@ -119,11 +121,8 @@ def simulate(name: str, script: list[Attempt], size: int) -> int:
 
 def trial(name: str, seed: int, url: str, context: Any, logs: Path | None = None) -> dict[str, Any]:
     """Kill one of four workers, after a time drawn from the seed. Return what was seen."""
-    draw, said = random.Random(f"{name} {seed}"), context.Queue()
-    tasks = [(url, rank, name, said, logs) for rank in range(WORKERS)]
-    jobs = [context.Process(target=work, args=task, daemon=True) for task in tasks]
-    for job in jobs:
-        job.start()
+    draw, said = random.Random(f"{name} {seed}"), Heard(context)
+    jobs = [said.start(work, url, rank, name, logs) for rank in range(WORKERS)]
     victim, heard, killed = draw.randrange(WORKERS), list[Any](), 0.0
     moment, ends, deadline = draw.uniform(0.0, STEPS * PAUSE * 0.8), dict[int, int](), time.time() + 120
     started = 0.0
@@ -156,8 +155,10 @@ def judge(
     for _, kind, _, value in heard:
         if kind == "state":
             states.setdefault(value[0], set()).add(value[1])
-    first = next((rank for rank in range(WORKERS) if rank != victim), 0)
-    rounds = [(at, value) for rank, kind, at, value in heard if (rank, kind) == (first, "round")]
+    reports = [(rank, at, value) for rank, kind, at, value in heard if kind == "round" and rank != victim]
+    said = Counter(rank for rank, _, _ in reports)
+    first = max((rank for rank in range(WORKERS) if rank != victim), key=lambda rank: said[rank])
+    rounds = [(at, value) for rank, at, value in reports if rank == first]  # others may have come later
     after = [
         at - killed for at, (members, _, _) in rounds if killed and at > killed and len(members) < WORKERS
     ]
