@@ -216,17 +216,27 @@ def write(model: nn.Module, values: Mapping[str, Tensor]) -> None:
         local(weights[name]).copy_(value)
 
 
-@contextmanager
-def preserve(model: nn.Module) -> Iterator[None]:
-    """Put the weights and buffers back on leaving, to the bit."""
+def remember(model: nn.Module) -> Callable[[], None]:
+    """Copy the weights and buffers. Return a call that puts them back, to the bit."""
     tensors = list_all(model)
     saved = [tensor.clone() for tensor in tensors]
+
+    @torch.no_grad()
+    def restore() -> None:
+        for tensor, original in zip(tensors, saved, strict=True):
+            tensor.copy_(original)
+
+    return restore
+
+
+@contextmanager
+def preserve(model: nn.Module) -> Iterator[Callable[[], None]]:
+    """Put the weights and buffers back on leaving, to the bit. The call that is yielded does so before."""
+    restore = remember(model)
     try:
-        yield
+        yield restore
     finally:
-        with torch.no_grad():
-            for tensor, original in zip(tensors, saved, strict=True):
-                tensor.copy_(original)
+        restore()
 
 
 def list_all(model: nn.Module) -> list[Tensor]:

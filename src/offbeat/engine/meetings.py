@@ -33,13 +33,14 @@ class Meetings:
         self._run, self._everyone, self._commits = run, everyone, commits
         self._step, self._made = -1, 0
 
-    def make(self, call: Callable[[], T], last: bool = False, settles: bool = False) -> T:
+    def make(self, call: Callable[[], T], restore: Callable[[], None] | None = None, last: bool = False) -> T:
         """Make a call, and again if a worker is lost before all are done.
 
-        After the `last` one of a run, a worker that has the result may end without the others, who may have
-        ended. `settles`: rounds in the air arrive in it, too.
+        `restore` puts back the weights that the call has changed. The `last` one of a run changes them, too;
+        a worker that has its result may end without the others, who may have ended.
         """
         place, results = self._find_place(), list[T]()
+        restore = agreement.remember(self._run.model) if last else restore
         if self._everyone.members.partial:
             self._gather(place)
         while not self.do(lambda: results.append(call())):
@@ -50,13 +51,18 @@ class Meetings:
                 if not self._everyone.may_end:
                     raise
                 break
+            if restore is not None:
+                restore()
         self._made += 1
         if self._everyone.members.partial:
             self._commits.ready = None  # those who wait at the next call are asked for then
-        for part in self._run.parts if settles else ():
+        return results[-1]
+
+    def settle(self) -> None:
+        """Repeat rounds in the air until they have arrived, without applying them."""
+        for part in self._run.parts:
             if isinstance(part, Exchange) and part._round is not None:
                 self._commits.settle(part, Clock(self._run.steps, 0, self._run._lr))
-        return results[-1]
 
     def do(self, call: Callable[[], object]) -> bool:
         """Make a call once. Return whether all members have made it; if not, they are to be asked for."""

@@ -22,7 +22,7 @@ from offbeat.engine.agreement import copy_state
 from offbeat.engine.guard import name_dropped
 from offbeat.engine.headers import compare_headers, compare_members
 from offbeat.engine.report import Report
-from offbeat.engine.weights import DROPPED, DRY, NO_WEIGHT, PLACE, Weights, factor_of
+from offbeat.engine.weights import DROPPED, DRY, JOINED, NO_WEIGHT, PLACE, Weights, factor_of
 from offbeat.reduce.code import Staged
 from offbeat.when import LATER, Every, Schedule, Then
 
@@ -251,7 +251,7 @@ class Round:
             waits = [(head[1] >> PLACE) / 1e6 for head in heads]
             rest |= {"waited_mean": sum(waits) / len(waits), "waited_max": max(waits)}
             if self.members:
-                joined = sum(head[0] & DRY != 0 for head in heads)
+                joined = sum(head[0] & JOINED != 0 for head in heads)
                 rest |= {"members": self.members, "repeats": self.repeats, "joined": joined}
         return kind(**{**place, **costs, **rest, **fields})
 

@@ -102,10 +102,7 @@ class Run(ABC):
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if error is None:
-            self.finish()
-        else:
-            self._leave(error)
+        self.finish() if error is None else self._leave(error)
 
     def _must_be_open(self, call: str, *, finished: bool = False) -> None:
         """Raise inside averaged() or a step, and after `finish()` unless `finished` is allowed."""
@@ -203,11 +200,13 @@ class Run(ABC):
         once every rank has written its file.
         """
         self._must_be_open("save()", finished=True)
-        with self._failing(), self._costs.including(self._comm), paused(self.parts):
+        with self._failing(), paused(self.parts):
             self._start()
-            self._together(lambda: self._meet(SAVE), settles=True)
+            self._together(lambda: self._meet(SAVE))
+            if self._commits is not None:
+                self._commits.meetings.settle()
         state = saving.capture(self, others)
-        with self._costs.including(self._comm), paused(self.parts):
+        with paused(self.parts):
             self._together(lambda: saving.Folder(folder, self._comm, self.model).write(self._place, state))
 
     def load(self, folder: str | Path, *, resize: bool = False, **others: Savable) -> bool:
@@ -260,9 +259,10 @@ class Run(ABC):
         with self.averaged(), self._failing():
             write_model(path, self.model, self._comm)
 
-    def _together(self, call: Callable[[], T], *, last: bool = False, settles: bool = False) -> T:
+    def _together(self, call: Callable[[], T], restore: Callable[[], None] | None = None, **more: bool) -> T:
         """Make a call in which all workers meet. Where they come and go, those that are left repeat it."""
-        return call() if self._commits is None else self._commits.meetings.make(call, last, settles)
+        with self._costs.including(self._comm):
+            return call() if self._commits is None else self._commits.meetings.make(call, restore, **more)
 
     def _close(self, *, finished: bool = False) -> None:
         if self._commits is not None:

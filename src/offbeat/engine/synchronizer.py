@@ -187,12 +187,12 @@ class Synchronizer(Run):
         self._must_be_open("averaged()", finished=True)
         with self._failing():
             self._start()
-        with agreement.preserve(self.model), paused(self.parts):
+        with agreement.preserve(self.model) as restore, paused(self.parts):
             self._inside_averaged = True
             try:
                 if not self.finished:
-                    with self._failing(), self._costs.including(self._comm):
-                        self._together(self._show_consensus)
+                    with self._failing():
+                        self._together(self._show_consensus, restore)
                 yield
             finally:
                 self._inside_averaged = False
@@ -215,12 +215,10 @@ class Synchronizer(Run):
             self._watch = None
         with self._failing():
             self._start()
-            with self._costs.including(self._comm):
-                self._together(lambda: self._meet(FINISH))
+            self._together(lambda: self._meet(FINISH))
             for part in self.parts:
                 part.flush(Clock(self.steps, 0, self._lr))
-            with self._costs.including(self._comm):
-                self._together(lambda: agreement.average_where_different(self.model, self._comm), last=True)
+            self._together(lambda: agreement.average_where_different(self.model, self._comm), last=True)
             for part in self.parts:
                 part.follow(Landing(trainable(self.model), math.inf))
         self.finished = True

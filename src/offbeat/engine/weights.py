@@ -20,7 +20,7 @@ ROUND = 0  # the kind of a header, a number below 8; `headers` has the others
 PLACE = 16  # bits of the word that numbers the part; the time that the worker has waited goes above them
 
 # Flags above the kind.
-DRY, OUTLIER, BROKEN, COUNTED, TIMED, RATES = (8 << i for i in range(6))
+DRY, OUTLIER, BROKEN, COUNTED, TIMED, RATES, JOINED = (8 << i for i in range(7))
 DROPPED = OUTLIER | BROKEN
 
 
@@ -37,6 +37,7 @@ class Tally:
         self._flags = (TIMED | RATES * rated) * timed  # rated: the update depends on the learning rates
         self.dry = self.idle = False  # now; whether no round is planned
         self.ended, self.void_at = False, -1  # all were dry in a round; the step of a round without payload
+        self.joined = False  # this worker has come since the last round that has landed
         self.restart(0)
 
     def restart(self, step: int) -> None:
@@ -58,7 +59,8 @@ class Tally:
 
     def word(self, step: int, dropped: int = 0) -> tuple[float, int]:
         """Return the weight and the flags of this worker's header, after this step."""
-        flags = self._flags | dropped | DRY * self.dry | COUNTED * (self._timed and self.samples < 0)
+        flags = self._flags | dropped | (DRY | JOINED * self.joined) * self.dry
+        flags |= COUNTED * (self._timed and self.samples < 0)
         made, passed = self.count_steps(step), step - self.since
         if self.samples >= 0 or self._timed:
             weight = self.samples if self.samples >= 0 else float(made)
@@ -71,6 +73,7 @@ class Tally:
     def land(self, step: int, *, void: bool, all_dry: bool) -> None:
         """A round has landed, in which not all workers counted alike."""
         self.void_at, self.ended = step if void else -1, self.ended or all_dry
+        self.joined = False
 
     def revive(self, step: int) -> None:
         """All workers had run dry, and go on together."""
@@ -85,8 +88,8 @@ class Tally:
         self.special = True
 
     def skip(self, step: int) -> None:
-        """This worker has made none of the steps until this one."""
-        self.missed, self.special = step - self.since, True
+        """This worker has just joined, and has made none of the steps until this one."""
+        self.missed, self.special, self.joined = step - self.since, True, True
 
     def state_dict(self) -> State:
         return {name: getattr(self, name) for name in ("samples", "since", "missed", "ended", "void_at")}
