@@ -93,7 +93,20 @@ def test_a_method_is_explained(call: Call) -> None:
         "Costs 1/every of the bytes", "diloco(every=16, ramp=0)", "3.0942 ± 0.0231", "34.1%", "arXiv",
     ):  # fmt: skip
         assert text in out, text
-    assert "not in the table of losses" in call("methods", "wagma")[1]
+    elsewhere = " ".join(call("methods", "wagma")[1].partition("Measured\n")[2].split())
+    assert elsewhere.startswith("in WAGMA: delayed workers (docs/papers.md), ")
+    assert "not yet on a small GPT (docs/benchmarks.md)." in elsewhere
+
+
+def test_a_method_that_was_measured_anywhere_says_where() -> None:
+    """Only what no table has is called "not yet"."""
+    pages = [(ROOT / "docs" / name).read_text() for name in ("benchmarks.md", "papers.md")]
+    tables = "".join(re.sub(r"\n## (?:Memory|Plan)\n.*?(?=\n## )", "", page, flags=re.S) for page in pages)
+    rows = [line for line in tables.splitlines() if line.startswith("|")]
+    for family in read_catalogue()["families"].values():
+        for name, about in family.items():
+            if name != "ddp" and "not yet." in about["measured"]:
+                assert not [row for row in rows if f"`{name}(" in row], name
 
 
 @pytest.mark.parametrize("width", ["60", "100", "140"])

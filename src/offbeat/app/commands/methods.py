@@ -76,7 +76,7 @@ def _describe(console: Console, name: str, about: dict[str, Any], losses: list[l
         columns = {"method": "fold", "loss": "right", "above ddp": "right", "seeds": "right", "MB": "right"}
         show.print_table(console, "", columns, rows)
     else:
-        paragraph("  This method is not in the table of losses in docs/benchmarks.md.")
+        paragraph(f"  {about['measured']}", indent=2)
     if about["reference"]:
         paragraph(f"\n{about['reference']}")
 
