@@ -22,7 +22,7 @@ from offbeat.app.report.page import collect, render
 from offbeat.app.runs import summary
 from offbeat.app.runs.folder import CheckpointStore, Record, cut, entries, log_path, prepare, write_whole
 from offbeat.app.runs.launch import launch
-from offbeat.app.runs.loop import LOOK, Stop
+from offbeat.app.runs.loop import LOOK, Loop, Stop
 from offbeat.app.runs.setting import Setting, check
 from offbeat.app.runs.trainer import Stopwatch, Watched
 from offbeat.app.runs.verdict import trade_off, verdict
@@ -148,6 +148,20 @@ def test_a_rank_in_a_long_step_answers_and_a_dead_one_is_named(
     with pytest.raises(offbeat.PeerLost, match=r"^Ctrl-C: ranks \[1\] have not answered within 0.1 s.$"):
         stops[0].after(8)
     stops[0].forget()
+
+
+def test_what_happens_before_the_first_evaluation_takes_no_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Old files are looked through, and the ranks meet: on a busy disk that takes seconds."""
+    clock = [0.0]
+    monkeypatch.setattr(offbeat.Solo, "now", lambda comm: clock[0])
+    monkeypatch.setattr(CheckpointStore, "delete_after", lambda store, step: clock.__setitem__(0, 100.0))
+    task = digits_task("tiny")
+    setting = check(Setting(method="ddp()", model="tiny", workers=1, steps=2, where="simulation"), task)
+    prepare(tmp_path, setting, task)
+    Loop(offbeat.Solo(), setting, task, tmp_path).run()
+    assert {entry["t"] for entry in entries(log_path(tmp_path, 0))} == {0.0}
 
 
 def test_a_stopwatch_can_be_stopped() -> None:

@@ -79,6 +79,7 @@ class Loop:
             if saved:
                 self._load(first)
             else:
+                self.clock = Stopwatch(self.comm.now)  # not from the files and the meeting on
                 self._evaluate()
             finished = self._train()
         return finished
