@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -30,7 +31,9 @@ from offbeat.app.cli.app import run
 from offbeat.app.cli.options import Refused, reading
 from offbeat.app.cli.waiting import waiting
 from offbeat.app.commands.catalogue import read_catalogue
+from offbeat.app.commands.join import read_launch
 from offbeat.app.commands.progress import Follower, Tail, follow_progress
+from offbeat.app.commands.resume import resume_command
 from offbeat.app.report.page import render
 from offbeat.app.runs import folder as folders
 from offbeat.app.runs.frames import describe
@@ -661,6 +664,45 @@ def test_a_log_that_is_cut_is_read_from_the_beginning(tmp_path: Path) -> None:
     record.close()
     assert tail.replaced()
     assert [entry["step"] for entry in tail.read()] == list(range(1, 9))
+
+
+@pytest.mark.parametrize(
+    ("options", "environment", "expected"),
+    [
+        ({}, {}, "offbeat train --resume --checkpoint-dir 'runs/my run'"),
+        (
+            {"tensorboard": True, "quiet": True}, {},
+            "offbeat train --resume --checkpoint-dir 'runs/my run' --tensorboard --quiet",
+        ),
+        (
+            {}, {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "x"},
+            "torchrun --nproc-per-node 2 -m offbeat train --resume --checkpoint-dir 'runs/my run'",
+        ),
+        (
+            {"json": True},
+            {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "x"},
+            "offbeat train --resume --checkpoint-dir 'runs/my run' --json as each of the 4 workers",
+        ),
+        (
+            {}, {"RANK": "0", "WORLD_SIZE": "2"},
+            "offbeat train --resume --checkpoint-dir 'runs/my run' as each of the 2 workers",
+        ),
+        (
+            {"elastic": True, "token": Path("s"), "lighthouse": "http://a"}, {},
+            "offbeat train --elastic --resume --checkpoint-dir 'runs/my run' --lighthouse http://a --token s",
+        ),
+    ],
+)  # fmt: skip
+def test_a_stopped_run_is_continued_as_it_was_started(
+    monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], environment: dict[str, str], expected: str
+) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RUN_ID"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in {"MASTER_ADDR": "here", "MASTER_PORT": "1", **environment}.items():
+        monkeypatch.setenv(name, value)
+    names = ("tensorboard", "quiet", "verbose", "json", "elastic")
+    given = SimpleNamespace(**{**dict.fromkeys(names, False), "token": None, "lighthouse": None, **options})
+    assert resume_command(Path("runs/my run"), given, read_launch()) == expected
 
 
 def test_little_is_imported_before_ctrl_c_is_one_line() -> None:

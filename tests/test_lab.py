@@ -19,7 +19,7 @@ import offbeat.base.units
 import offbeat.lab
 import offbeat.lab.network
 from offbeat.lab import Lab, parse_rate, unavailable
-from offbeat.lab.lab import exit_on_signals, hold_signals
+from offbeat.lab.signals import collect_signals, exit_on_signals, hold_signals
 
 # Every new lab removes what killed processes have left: one process runs all tests with labs.
 pytestmark = [pytest.mark.xdist_group("lab"), pytest.mark.slow]  # hosts take long to begin
@@ -220,6 +220,20 @@ def test_held_signals_arrive_after_the_block_and_the_rest_exit_with_their_number
     with pytest.raises(SystemExit, match="143"), exit_on_signals(), hold_signals():
         os.kill(os.getpid(), signal.SIGTERM)
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+@needs_linux
+def test_a_signal_that_is_ignored_stays_so() -> None:
+    """After `nohup`, the end of the terminal's session must not end the run."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with collect_signals() as caught:
+            os.kill(os.getpid(), signal.SIGHUP)
+            os.kill(os.getpid(), signal.SIGTERM)
+        assert caught == [signal.SIGTERM]
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 # The network.

@@ -247,6 +247,65 @@ def test_workers_end_with_their_launcher(scene: Any) -> None:
     all_end(workers)
 
 
+# What stands before the imports of a worker, and a moment in the middle of them.
+TIED = "from offbeat.app.runs.tied import tie; tie(); import ctypes; print(flush=True); "
+TIED += "ctypes.CDLL(None).sleep(99)"
+
+
+def start_tied(**options: Any) -> subprocess.Popen[str]:
+    process = start_python("-c", TIED, start_new_session=True, **options)
+    assert process.stdout is not None
+    process.stdout.readline()
+    return process
+
+
+def test_a_worker_that_still_imports_ends_with_its_launcher() -> None:
+    """Also in C code, where no thread and no handler of Python could end it."""
+    process = start_tied(stdin=subprocess.PIPE)
+    assert process.poll() is None
+    process.communicate(timeout=60)  # closes the pipe, as the end of the launcher does
+    assert process.returncode == -signal.SIGIO
+
+
+def test_a_worker_whose_launcher_has_ended_before_it_began_ends_too() -> None:
+    process = start_tied(stdin=subprocess.DEVNULL)
+    assert (process.communicate(timeout=60), process.returncode) == (("", ""), 1)
+
+
+def test_ctrl_c_ends_a_worker_that_still_imports_without_a_traceback() -> None:
+    process = start_tied(stdin=subprocess.PIPE)
+    process.send_signal(signal.SIGINT)
+    process.wait(timeout=60)
+    assert (process.communicate(), process.returncode) == (("", ""), -signal.SIGINT)
+
+
+FORKS = """
+import os, signal, sys, time
+from offbeat.app.runs import tied, worker
+
+tied.tie()
+fork = os.fork
+def fork_and_press():
+    child = fork()
+    if child:
+        os.kill(os.getpid(), signal.SIGINT)
+    return child
+os.fork = fork_and_press
+worker.fork(3)
+time.sleep(99)
+"""
+
+
+def test_ctrl_c_between_two_forks_reaches_all_workers() -> None:
+    """The terminal's signal comes once, and a worker that is forked after it does not get it."""
+    process = warm.start("-c", FORKS, stdin=subprocess.PIPE)
+    assert process.stdout is not None
+    lines = process.stdout.read().splitlines()
+    _, error = process.communicate(timeout=60)
+    ends = sorted(line.removeprefix("offbeat worker ended: ") for line in lines)
+    assert (process.returncode, ends, error) == (0, [f'[{rank}, -2, ""]' for rank in range(3)], "")
+
+
 @pytest.mark.slow
 @needs_proc
 def test_workers_end_with_the_process_that_forked_them(scene: Any) -> None:

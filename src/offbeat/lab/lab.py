@@ -2,11 +2,8 @@
 
 import atexit
 import os
-import signal
-import threading
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from types import FrameType
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 
 from offbeat.base.checks import is_whole
 from offbeat.base.errors import BadArgument
@@ -14,6 +11,7 @@ from offbeat.base.units import parse_rate
 
 from .job import Job, Run
 from .network import INTERFACE, MOST_HOSTS, Network, remove_stale, unavailable
+from .signals import exit_on_signals, hold_signals
 
 _FIRST_PORT = 29500
 
@@ -137,40 +135,3 @@ def _check_rate(rate: str, call: str) -> int:
     if not 8_000 <= bits <= 100 * 10**9:  # outside these bounds tbf silently uses another rate
         raise BadArgument("rate", rate, "rate must be from 8kbit to 100gbit, or None.", call=call)
     return bits
-
-
-@contextmanager
-def hold_signals() -> Iterator[None]:
-    """Delay Ctrl-C, SIGTERM and SIGHUP until the block ends. Only the main thread has anything to delay."""
-    arrived: list[int] = []
-    handlers = {}
-    try:
-        if threading.current_thread() is threading.main_thread():
-            for ending in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-                handlers[ending] = signal.signal(ending, lambda number, frame: arrived.append(number))
-        yield
-    finally:
-        for ending, handler in reversed(handlers.items()):
-            signal.signal(ending, handler)
-        for number in dict.fromkeys(arrived):
-            signal.raise_signal(number)
-
-
-@contextmanager
-def exit_on_signals() -> Iterator[None]:
-    """Let SIGTERM and SIGHUP raise SystemExit, so that `with` blocks end. Other handlers stay in place."""
-    ours: list[signal.Signals] = []
-    if threading.current_thread() is threading.main_thread():
-        ours = [n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) is signal.SIG_DFL]
-    for number in ours:
-        signal.signal(number, _exit)
-    try:
-        yield
-    finally:
-        for number in ours:
-            if signal.getsignal(number) is _exit:
-                signal.signal(number, signal.SIG_DFL)
-
-
-def _exit(number: int, frame: FrameType | None) -> None:
-    raise SystemExit(128 + number)  # the status that a shell reports for this signal

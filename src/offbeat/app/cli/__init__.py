@@ -5,11 +5,31 @@ import os
 import signal
 import sys
 
+_farewell = ["offbeat: stopped"]  # the last one is said
+
 
 def end_at_once(*_: object) -> None:
-    """Answer Ctrl-C while there is nothing to clean up: one line, the terminal's cursor, and the end."""
-    os.write(2, b"\x1b[?25h\noffbeat: stopped\n" if os.isatty(2) else b"offbeat: stopped\n")
+    """Answer Ctrl-C while there is nothing to clean up: one line, the terminal's cursor, and the end.
+
+    No exception is raised, which an import or a destructor might swallow.
+    """
+    if os.environ.get("RANK", "0") == "0":  # all ranks of torchrun get the signal
+        line = f"{_farewell[-1]}\n".encode(errors="replace")
+        os.write(2, b"\x1b[?25h\n" + line if os.isatty(2) else line)
     os._exit(130)
+
+
+class saying:
+    """Within the block, Ctrl-C that ends the process at once says more."""
+
+    def __init__(self, words: str) -> None:
+        self.words = f"offbeat: {words}"
+
+    def __enter__(self) -> None:
+        _farewell.append(self.words)
+
+    def __exit__(self, *error: object) -> None:
+        _farewell.pop()
 
 
 def main() -> None:
@@ -25,11 +45,5 @@ def main() -> None:
     from offbeat.app.cli.app import run
 
     code = run(sys.argv[1:])
-    if code == 130:  # threads of a simulation may still run, and would abort a normal exit
-        import atexit
-
-        atexit._run_exitfuncs()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # all is done and said
     sys.exit(code)

@@ -10,7 +10,7 @@ from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 
-from offbeat.app.cli.interrupt import interruptible
+from offbeat.app.cli import saying
 from offbeat.app.cli.options import Refused, check_loss, reading
 from offbeat.app.cli.waiting import waiting
 from offbeat.app.commands import show
@@ -50,9 +50,6 @@ def run(given: SimpleNamespace) -> int:
     if len(rates) > 1:
         _announce(len(prepared), len(missing), len(rates), given.seeds)
     if missing and not _launch(missing, place, quiet=given.quiet, verbose=given.verbose):
-        print(
-            f"offbeat: stopped; to run the rest, repeat with --out {shlex.quote(str(place))}", file=sys.stderr
-        )
         return 130
     show_runs(
         [read(folder) for folder in prepared], place / "report.html", to_loss=given.to_loss, json=given.json
@@ -65,12 +62,16 @@ def _launch(missing: Sequence[Path], place: Path, *, quiet: bool, verbose: bool)
     with ExitStack() as stack:
         with reading():
             stack.enter_context(folders.lock(place))
-        stack.enter_context(interruptible())
-        stack.enter_context(follow_progress(missing, quiet=quiet, verbose=verbose))
-        try:
-            return launch(missing, resume=True)
-        except KeyboardInterrupt:
-            return False
+        stack.enter_context(saying(words := f"stopped; to run the rest, repeat with {_out(place)}"))
+        with follow_progress(missing, quiet=quiet, verbose=verbose):
+            done = launch(missing, resume=True)
+        if not done:
+            print(f"offbeat: {words}", file=sys.stderr)
+        return done
+
+
+def _out(place: Path) -> str:
+    return f"--out {shlex.quote(str(place))}"
 
 
 def _check(given: SimpleNamespace) -> None:

@@ -16,17 +16,19 @@ from urllib.parse import quote, unquote, urlsplit
 
 import torch
 
+from offbeat.app.cli import saying
 from offbeat.app.cli.options import Refused, reading
 from offbeat.app.commands import show
 from offbeat.app.commands.progress import follow_progress
 from offbeat.app.commands.report import show_table
+from offbeat.app.commands.resume import resume_command
 from offbeat.app.runs import folder as folders
 from offbeat.app.runs.elastic import ElasticLoop, saved_steps
 from offbeat.app.runs.presence import shares
 from offbeat.app.runs.seats import count_taken, take_seat
 from offbeat.app.runs.setting import Setting, check
 from offbeat.app.runs.summary import read
-from offbeat.app.runs.worker import _end_with_launcher
+from offbeat.app.runs.tied import end_with_launcher
 from offbeat.base.errors import OffbeatError, RunFinished
 from offbeat.elastic.lighthouse import load_torchft
 
@@ -34,8 +36,8 @@ LOOK = 0.2  # seconds between looks at the workers
 AFTER = 10.0  # seconds after the end of a run in which a worker that is late may end by itself
 ALONE = 10.0  # seconds without any worker after which a run is given up
 # Without the current folder in sys.path, as for other workers.
-_JOIN = "import sys; sys.path[:] = filter(None, sys.path); from offbeat.app.cli.app import run; "
-_JOIN += "sys.exit(run(sys.argv[1:]))"
+_JOIN = "import sys; sys.path[:] = filter(None, sys.path); from offbeat.app.runs.tied import tie; tie(); "
+_JOIN += "from offbeat.app.cli.app import run; sys.exit(run(sys.argv[1:]))"
 
 
 def train(given: SimpleNamespace, setting: Setting, place: Path, least: int) -> int:
@@ -61,6 +63,7 @@ def train(given: SimpleNamespace, setting: Setting, place: Path, least: int) -> 
             f"offbeat: to start more workers, up to {full.workers}: offbeat join {shlex.join(words)}",
             file=sys.stderr,
         )
+        stack.enter_context(saying(f"stopped; continue with {resume_command(place, given)}"))
         stack.enter_context(follow_progress([place], quiet=given.quiet))
         crew = stack.enter_context(_crew([*words, *(["--load"] if given.resume else [])], place, least))
         _watch(crew, place, full, shlex.join(words))
@@ -179,7 +182,7 @@ def join(url: str, *, token: Path | None, quiet: bool = False, tied: bool = Fals
             )
         task = setting.find_task(folders.cache_of(place))
     if tied:
-        threading.Thread(target=_end_with_launcher, name="offbeat-tied", daemon=True).start()
+        threading.Thread(target=end_with_launcher, name="offbeat-tied", daemon=True).start()
     torch.set_num_threads(1)
     torch.manual_seed(setting.seed)
     with take_seat(place, setting.workers) as seat:

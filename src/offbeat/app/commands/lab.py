@@ -7,13 +7,13 @@ import time
 from collections.abc import Sequence
 from types import SimpleNamespace
 
-from offbeat.app.cli.interrupt import interruptible
 from offbeat.app.cli.options import Refused, plain, reading
 from offbeat.app.commands import show
 from offbeat.base.checks import check_number
 from offbeat.base.errors import BadArgument
 from offbeat.base.units import LONGEST, parse_link
 from offbeat.lab import Job, Lab, Run, unavailable
+from offbeat.lab.signals import collect_signals
 
 LAST = 40  # lines of standard error of a host that failed
 
@@ -31,11 +31,14 @@ def run(given: SimpleNamespace) -> int:
         cluster = Lab(given.workers, rate=given.link and given.link.partition(",")[0].strip())
         if given.timeout is not None:
             check_number("timeout", given.timeout, LONGEST, "a positive number of seconds")
-    with interruptible(), cluster:
+    with collect_signals() as caught, cluster:
         job = cluster.start(given.command)
-        if not (ended := _follow(job, quiet=given.json, timeout=given.timeout)):
+        if not (ended := _follow(job, caught, quiet=given.json, timeout=given.timeout)):
             job.kill()
         runs = job.wait()
+    if caught and not ended:
+        print("offbeat: stopped", file=sys.stderr)
+        return 128 + caught[0]
     _show_errors(runs)
     if not ended:
         print(f"offbeat: ended after {given.timeout:g} s (--timeout)", file=sys.stderr)
@@ -62,8 +65,8 @@ def _show_errors(runs: Sequence[Run]) -> None:
         print(plain(f"offbeat: rank {run.rank} ended with {run.returncode}: {lines[-1]}"), file=sys.stderr)
 
 
-def _follow(job: Job, *, quiet: bool, timeout: float | None) -> bool:
-    """Print the output of rank 0 until all hosts have ended; False after a timeout."""
+def _follow(job: Job, caught: Sequence[int], *, quiet: bool, timeout: float | None) -> bool:
+    """Print the output of rank 0 until all hosts have ended; False after a timeout or a signal."""
     shown, deadline = 0, time.monotonic() + (math.inf if timeout is None else timeout)
     while True:
         running = bool(job.running)
@@ -71,6 +74,6 @@ def _follow(job: Job, *, quiet: bool, timeout: float | None) -> bool:
         if not quiet:
             print(text[shown:], end="", flush=True)
         shown = len(text)
-        if not running or time.monotonic() > deadline:
+        if not running or caught or time.monotonic() > deadline:
             return not running
         time.sleep(0.1)

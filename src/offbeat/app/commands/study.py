@@ -9,7 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from offbeat.app.cli.interrupt import interruptible
+from offbeat.app.cli import saying
 from offbeat.app.cli.options import reading
 from offbeat.app.cli.waiting import waiting
 from offbeat.app.commands import show
@@ -47,26 +47,20 @@ def run(given: SimpleNamespace) -> int:
         with reading():
             stack.enter_context(folders.lock(place))
             prepared = folders.prepare_all(place, runs)
-        if not _launch(prepared, quiet=given.quiet, verbose=given.verbose):
-            print("offbeat: stopped; repeat the command to run the rest", file=sys.stderr)
-            return 130
+        stack.enter_context(saying("stopped; repeat the command to run the rest"))
+        _launch(prepared, quiet=given.quiet, verbose=given.verbose)
     named = [(method, every) for _, method, every in cells.values()]
     _show(named, [read(folder) for folder in prepared], place / "report.html", json=given.json)
     return 0
 
 
-def _launch(prepared: list[Path], *, quiet: bool, verbose: bool) -> bool:
-    """Make the runs that are missing; False after Ctrl-C."""
+def _launch(prepared: list[Path], *, quiet: bool, verbose: bool) -> None:
+    """Make the runs that are missing."""
     missing = [folder for folder in prepared if not folders.finished(folder)]
-    try:
-        with interruptible():
-            for folder in track(missing, "runs", quiet=quiet):
-                launch([folder])
-                if verbose:
-                    print(f"offbeat: {folder.name}: loss {read(folder).loss:.4f}", file=sys.stderr)
-    except KeyboardInterrupt:
-        return False
-    return True
+    for folder in track(missing, "runs", quiet=quiet):
+        launch([folder])
+        if verbose:
+            print(f"offbeat: {folder.name}: loss {read(folder).loss:.4f}", file=sys.stderr)
 
 
 def _parse_list(name: str, text: str, most: int) -> list[int]:

@@ -1,7 +1,6 @@
 """`offbeat train`"""
 
 import importlib.util
-import shlex
 import sys
 import time
 from contextlib import ExitStack
@@ -18,6 +17,7 @@ from offbeat.app.commands import show
 from offbeat.app.commands.join import Launch, join_workers, read_launch
 from offbeat.app.commands.progress import follow_progress
 from offbeat.app.commands.report import show_table
+from offbeat.app.commands.resume import resume_command
 from offbeat.app.runs import folder as folders
 from offbeat.app.runs.elastic import is_elastic, saved_steps
 from offbeat.app.runs.launch import launch
@@ -72,7 +72,8 @@ def run(given: SimpleNamespace) -> int:
             done = _join(place, setting, resume=given.resume)
     if not leads:
         return 0 if done else 130
-    return _show(place, setting, json=given.json) if done else _say_stopped(place, setting)
+    command = resume_command(place, given, started)
+    return _show(place, setting, json=given.json) if done else _say_stopped(place, setting, command)
 
 
 def _read_workers(text: str | None, *, elastic: bool) -> tuple[int | None, int | None]:
@@ -243,10 +244,9 @@ def _say_finished(place: Path, setting: Setting) -> None:
     print(f"offbeat: the run in {str(place)!r} is finished, after {steps}; a larger --steps extends it")
 
 
-def _say_stopped(place: Path, setting: Setting) -> int:
+def _say_stopped(place: Path, setting: Setting, command: str) -> int:
     saved = _last_saved(place, setting)
     where = "there is no checkpoint yet" if saved is None else f"the last checkpoint is at step {saved}"
-    command = shlex.join(["offbeat", "train", "--resume", "--checkpoint-dir", str(place)])
     print(f"offbeat: stopped; {where}: continue with {command}", file=sys.stderr)
     return 130
 

@@ -11,11 +11,9 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 import traceback
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -31,6 +29,7 @@ from offbeat.base.units import parse_link
 from offbeat.comm.communicator import Communicator
 from offbeat.lab import Lab
 from offbeat.lab.job import Process
+from offbeat.lab.signals import collect_signals
 from offbeat.simulate import Network, simulate
 
 HERE = "127.0.0.1"
@@ -63,11 +62,13 @@ def launch(folders: Sequence[Path], *, resume: bool = False, single: bool = Fals
 
 
 # Without the current folder in sys.path, where a file queue.py would hide Python's own module.
-_WORKER = "import sys; sys.path[:] = filter(None, sys.path); from offbeat.app.runs.worker import main; main()"
+_PATH = "import sys; sys.path[:] = filter(None, sys.path); "
+_TIED = "from offbeat.app.runs.tied import tie; tie(); "
+_WORKER = "from offbeat.app.runs.worker import main; main()"
 
 
-def _command(folders: Sequence[Path], options: Sequence[str]) -> list[str]:
-    return [sys.executable, "-c", _WORKER, *options, "--", *map(str, folders)]
+def _command(folders: Sequence[Path], options: Sequence[str], *, before: str = "") -> list[str]:
+    return [sys.executable, "-c", _PATH + before + _WORKER, *options, "--", *map(str, folders)]
 
 
 def _run_processes(folders: Sequence[Path], setting: Setting, options: Sequence[str]) -> bool:
@@ -82,8 +83,8 @@ def _run_processes(folders: Sequence[Path], setting: Setting, options: Sequence[
         "GLOO_SOCKET_IFNAME": next(name for _, name in socket.if_nameindex() if name in ("lo", "lo0")),
         "WORLD_SIZE": str(setting.workers), "LOCAL_WORLD_SIZE": str(setting.workers),
     }  # fmt: skip
-    command = _command(folders, [*options, "--fork", str(setting.workers)])
-    with _catch_signals() as caught:
+    command = _command(folders, [*options, "--fork", str(setting.workers)], before=_TIED)
+    with collect_signals() as caught:
         crew = Process(command, environment, stdin=subprocess.PIPE)
         try:
             _watch(crew, caught)
@@ -94,7 +95,7 @@ def _run_processes(folders: Sequence[Path], setting: Setting, options: Sequence[
             crew.close()
     if caught:
         # A worker that Ctrl-C ended before it could listen has not failed; one that could not save has.
-        cut_off = [r for r, (code, text) in ended.items() if code < 0 or "KeyboardInterrupt" in text]
+        cut_off = [rank for rank, (code, _) in ended.items() if code < 0]
         _check({r: end for r, end in ended.items() if r not in cut_off and end[0] != LOST}, folders)
         return all(finished(folder) for folder in folders)
     complete = _check(ended, folders)
@@ -102,21 +103,6 @@ def _run_processes(folders: Sequence[Path], setting: Setting, options: Sequence[
         reason = _last_line(complaint) or f"exit code {crew.returncode}"
         raise OffbeatError(f"The process of the workers ended early: {reason}")
     return complete
-
-
-@contextmanager
-def _catch_signals() -> Iterator[list[int]]:
-    """Collect the signals that ask this process to end."""
-    caught: list[int] = []
-    before = {}
-    if threading.current_thread() is threading.main_thread():
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            before[number] = signal.signal(number, lambda number, frame: caught.append(number))
-    try:
-        yield caught
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _watch(crew: Process, caught: Sequence[int]) -> None:
@@ -163,9 +149,11 @@ def _last_line(text: str) -> str:
 
 def _run_in_lab(folders: Sequence[Path], setting: Setting, options: Sequence[str]) -> bool:
     rate = None if setting.link is None else f"{round(8 * parse_link(setting.link).rate)}bit"
-    with Lab(setting.workers, rate=rate) as lab:
+    with collect_signals() as caught, Lab(setting.workers, rate=rate) as lab:
         job = lab.start(_command(folders, options))
         while job.running:
+            if caught:
+                return False
             time.sleep(0.1)
         runs = sorted(job.wait(), key=lambda run: run.seconds)
     return _check({run.rank: (run.returncode, run.stderr) for run in runs}, folders)

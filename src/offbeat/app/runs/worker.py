@@ -30,6 +30,7 @@ import torch.distributed as dist
 from offbeat.app.runs.folder import cache_of, output_path, setting_of
 from offbeat.app.runs.frames import describe, own_frames
 from offbeat.app.runs.loop import Loop
+from offbeat.app.runs.tied import end_with_launcher
 from offbeat.base.errors import OffbeatError, PeerLost
 from offbeat.base.units import parse_link
 from offbeat.comm.communicator import Communicator
@@ -77,19 +78,29 @@ def _print_to(path: Path) -> None:
 def fork(workers: int) -> None:
     """Return in every worker. This process reports how each worker ended, one JSON line each, and exits.
 
-    Nothing here may start a thread before the last fork.
+    Nothing here may start a thread before the last fork. Ctrl-C is passed on: one that comes in between
+    would miss the workers that are not there yet.
     """
     crew = {}
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     for rank in range(workers):
         stderr = tempfile.TemporaryFile()
         if (process := os.fork()) == 0:
             os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
             os.dup2(stderr.fileno(), 2)
-            threading.Thread(target=_end_with_launcher, name="offbeat-tied", daemon=True).start()
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
+            threading.Thread(target=end_with_launcher, name="offbeat-tied", daemon=True).start()
             return
         crew[process] = rank, stderr
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the workers get it, too, and end first
+
+    def pass_on(number: int, frame: object) -> None:
+        for process in tuple(crew):
+            with suppress(ProcessLookupError):  # it has just ended
+                os.kill(process, number)
+
+    signal.signal(signal.SIGINT, pass_on)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
     while crew:
         process, status = os.wait()
         rank, stderr = crew.pop(process)
@@ -97,12 +108,6 @@ def fork(workers: int) -> None:
         text = stderr.read().decode(errors="replace")
         print(ENDED + json.dumps([rank, os.waitstatus_to_exitcode(status), text]), flush=True)
     sys.exit(0)
-
-
-def _end_with_launcher() -> None:
-    while os.read(0, 1):
-        pass
-    os._exit(1)
 
 
 def main() -> None:
@@ -127,7 +132,7 @@ def main() -> None:
     except OffbeatError as error:
         print(error, file=launcher)
         code = LOST if isinstance(error, PeerLost) else 1
-    except (Exception, KeyboardInterrupt) as error:
+    except Exception as error:
         print(own_frames(error), describe(error), sep="\n", file=launcher, flush=True)
         with suppress(OSError):  # the disk may be full
             traceback.print_exc()
