@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -18,8 +19,8 @@ from offbeat import Budget, Clock, Network
 from offbeat.base.clock import Cost
 
 
-def periods(when: Budget, costs: list[tuple[float, float]], delay: float = 0) -> list[int]:
-    """The periods that it plans, first without a cost, then after each round of this flight and pace."""
+def periods(when: Budget, costs: Sequence[tuple[float, ...]], delay: float = 0) -> list[int]:
+    """The periods that it plans, first without a cost, then after each round of such a cost."""
     state, step, found = when.init(), 0, []
     for round, cost in enumerate([None, *costs]):
         measured = None if cost is None else Cost(*cost)
@@ -61,6 +62,21 @@ def test_a_delay_hides_a_part() -> None:
     assert when.period(1.0, 0.1, 7) == 12
     assert when.period(0.0, 0.1) == when.period(0.0, 0.0) == 1
     assert when.period(1.0, 0.0) == 500
+
+
+def test_the_message_that_agrees_on_the_numbers_counts() -> None:
+    when = Budget(0.2)
+    # A gradient of 0.1 s hides a part of its 0.6 s: (1 + 0.5)·0.8/(0.2·0.1) = 60. Then 1.5 s of 7.5 s count.
+    assert when.period(1.0, 0.1, 0, 0.6) == 60
+    assert periods(when, [(1.0, 0.1, 0.6)] * 4) == [1, 4, 16, 60, 60]
+    assert when.period(1.0, 0.1, 0, 0.1) == when.period(1.0, 0.1) == 40
+    # With delay="round" the period hides the round, but not the message that ends it: after 10 steps, 0.25 s
+    # of 1.25 s are exposed. 0.5 s alone need 0.5·0.8/(0.2·0.1) = 20 steps.
+    assert when.period(1.0, 0.1, math.inf, 0.35) == 10
+    assert when.period(1.0, 0.1, math.inf, 0.6) == 20
+    # With a delay of some steps it arrives long before it is needed.
+    assert when.period(1.0, 0.1, 5, 0.6) == 20
+    assert when.period(0.0, 0.1, 0, 0.0) == 1
 
 
 class Wide(nn.Module):
@@ -110,11 +126,11 @@ def test_the_exposed_share_stays_within_the_budget(expression: str, bandwidth: f
     assert one[1] == two[1]  # all workers agree
     _, found, waited, _ = one
     settled = found[8:] or found[-1:]
-    share = waited[-1] / (settled[-1] * 0.01 + waited[-1])
-    assert share <= 0.1001
+    seconds = waited[-2]  # the last one ends with the run, whose end waits for its numbers
+    assert seconds / (settled[-1] * 0.01 + seconds) <= 0.1001
     # The shortest such period: one step less would not do, unless it is the least.
     least, shorter = 3 if "least=3" in expression else 1, settled[-1] - 1
-    assert shorter < least or waited[-1] / (shorter * 0.01 + waited[-1]) > 0.0999
+    assert shorter < least or seconds / (shorter * 0.01 + seconds) > 0.0999
 
 
 def test_a_slow_worker_does_not_count_as_communication() -> None:
@@ -141,11 +157,15 @@ def test_it_resumes_exactly(expression: str) -> None:
 
 
 def test_the_slowest_worker_says_how_long_a_step_takes() -> None:
-    """A round of 0.5 s, steps of 0.0625 and 0.125 s: 0.5·0.875/(0.125·0.125) = 28 steps."""
+    """A round of 0.5 s, steps of 0.0625 and 0.125 s. The workers wait 0.375 s more for each other's numbers:
+    0.875·0.875/(0.125·0.125) = 49 steps."""
     compute = lambda rank, step: 0.0625 * (1 + rank)  # noqa: E731
-    worker = lambda comm: run(comm, "diloco(every=Budget(0.125, least=2))", 130)  # noqa: E731
-    for _, found, _, _ in offbeat.simulate(worker, 2, compute=compute, network=Network(latency=0.5)):
-        assert found[-1] == 28
+    worker = lambda comm: run(comm, "diloco(every=Budget(0.125, least=2))", 260)  # noqa: E731
+    _, (_, found, waited, _) = offbeat.simulate(worker, 2, compute=compute, network=Network(latency=0.5))
+    assert found[-1] == 49
+    # All waiting is reported, and takes the share that was asked for.
+    assert waited[-1] == pytest.approx(0.875)
+    assert waited[-1] / (49 * 0.125 + waited[-1]) == pytest.approx(0.125)
 
 
 def ticking(comm: offbeat.Communicator, expression: str, seconds: float) -> Any:

@@ -12,10 +12,11 @@ State = dict[str, Any]
 
 
 class Cost(NamedTuple):
-    """What all workers measured: seconds of a round on the last to begin it, and of a step on the slowest."""
+    """Seconds that all workers agree on, each measured by the worker that no other holds up."""
 
-    flight: float
-    pace: float
+    flight: float  # of a round, on the worker that began it last
+    pace: float  # of a step, on the slowest worker
+    asked: float = 0.0  # of the message with which workers agree on these numbers
 
 
 @dataclass(frozen=True)

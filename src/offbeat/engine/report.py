@@ -45,17 +45,17 @@ class Report:
     workers: int
     bytes_sent: int
     bytes_received: int
-    seconds_waited: float  # time the worker stood still for it
-    seconds_in_air: float  # from its beginning to the arrival of its last message
+    seconds_waited: float  # time in which the worker did nothing but wait for it
+    seconds_in_air: float  # its flight: from its beginning to the arrival of its last message
     drift: float | None  # mean over the workers of |x − x̄|², x taken when it lands
     norm: float | None  # length of the change it made here
     period: int  # steps since the round before
-    # Over its workers: the seconds that each had waited in all when the round began.
+    # Mean and maximum over its workers: the seconds that each had waited in the run when the round began.
     waited_mean: float | None = field(default=None, kw_only=True)
     waited_max: float | None = field(default=None, kw_only=True)
     dropped: tuple[int, ...] = field(default=(), kw_only=True)  # ranks that the guard left out
-    # Where workers come and go: their names, in the order of ranks; how many counted for nothing, because
-    # they had just joined; and how often the round was repeated, because one was lost.
+    # In an elastic run: the names of the workers, in the order of ranks; how many did not count, because
+    # they had just joined; and how often the round was repeated, because a worker was lost.
     members: tuple[str, ...] = field(default=(), kw_only=True)
     joined: int = field(default=0, kw_only=True)
     repeats: int = field(default=0, kw_only=True)
@@ -67,7 +67,7 @@ Emit = Callable[[Report], None]
 
 @dataclass
 class Totals:
-    """Everything so far, the start, `averaged()` and `finish()` included."""
+    """The cost of the run so far, including the start, `averaged()` and `finish()`."""
 
     rounds: int = 0
     bytes_sent: int = 0
@@ -78,7 +78,7 @@ class Totals:
 
     @property
     def seconds_hidden(self) -> float:
-        """Communication that cost no waiting."""
+        """The seconds of communication that no worker waited for."""
         return max(0.0, self.seconds_in_air - self.seconds_waited)
 
 
@@ -118,7 +118,7 @@ class Costs:
                 self.count(part.outside)
 
     def metrics(self) -> dict[str, float]:
-        """Return what is known so far, by name: of the last rounds, what each has measured last."""
+        """Return what is known so far, by name, with the last value of what not every round measures."""
         totals = self.totals
         known = {
             "bytes_sent_total": totals.bytes_sent, "bytes_received_total": totals.bytes_received,
@@ -145,7 +145,7 @@ class Costs:
 
 @contextmanager
 def naming(when: Clock) -> Iterator[None]:
-    """Name the round in which a worker was lost, if one is lost inside."""
+    """If a worker is lost inside, the error names the round."""
     try:
         yield
     except PeerLost as error:
@@ -153,16 +153,17 @@ def naming(when: Clock) -> Iterator[None]:
 
 
 class Ledger:
-    """Holds a report back until the mean drift of its round has arrived, so that nobody waits for it."""
+    """Holds reports back until the mean drift of their round has arrived, so that no worker waits for it."""
 
     def __init__(self, when: Schedule, *, drift: bool) -> None:
         self._when, self._needs, self._drift = when, when.needs, drift
         self.emit: Emit = lambda report: None
-        # A schedule that does not look at the time needs none.
+        # Only a schedule that depends on the time needs one.
         self.watch = Stopwatch() if when.timed or "cost" in when.needs else None
-        self.open: deque[tuple[Report, float, bool, Pending[list[Tensor]]]] = deque()
+        self.open: deque[tuple[Report, float, bool, Pending[list[Tensor]], float]] = deque()
         self._last: tuple[float, float, float] | None = None  # drift, loss, lr of the last known round
         self._cost: Cost | None = None  # of the last known round
+        self._asked = 0.0  # seconds of the last message with a cost
         self._loss: float | Tensor = 0.0  # sum of the losses observed since the last round landed
         self._losses = 0
 
@@ -175,7 +176,7 @@ class Ledger:
             self._losses += 1
 
     def mean_loss(self) -> float | None:
-        """Of the losses observed since the last call; None if there were none."""
+        """Return the mean of the losses observed since the last call; None if there were none."""
         loss = float(self._loss) / self._losses if self._losses else None
         self._loss, self._losses = 0.0, 0
         return loss
@@ -183,7 +184,7 @@ class Ledger:
     def close(
         self, round: Round, drift: float | None, norm: float | None, *, stepped: bool, late: bool
     ) -> None:
-        """Report a landed round, with drift or loss once the means are here. Without a step, none is due."""
+        """Report a landed round, once the mean of drift or loss has arrived, if steps have been made."""
         if self.watch is not None:
             self.watch.land(self._everyone.now(), round.waited, late=late)
         loss = self.mean_loss() if "loss" in self._needs else 0.0
@@ -196,53 +197,59 @@ class Ledger:
             raise ValueError(
                 f"{self._when!r} needs the loss: call sync.observe(loss) before every sync.step()."
             )
-        # What decides when the next round comes must be the same for everyone, not only for its peers.
+        # The schedule must decide the same on all workers, not only on those of this round.
         comm = Metered(self._everyone if self._needs else round.comm.comm)
-        own = torch.tensor([drift or 0.0, loss], dtype=torch.float64)
+        own, began = torch.tensor([drift or 0.0, loss], dtype=torch.float64), self._everyone.now()
         if "cost" in self._needs:
             flight = round.report().seconds_in_air
             assert self.watch is not None
-            scalars = comm.gather(torch.cat([own, own.new_tensor([flight, self.watch.pace])]))
+            scalars = comm.gather(torch.cat([own, own.new_tensor([flight, self.watch.pace, self._asked])]))
         else:
             scalars = comm.mean([own])
         length = None if norm is None else math.sqrt(norm)
         sent, received = round.comm.sent + comm.sent, round.comm.received + comm.received
         report = round.report(norm=length, bytes_sent=sent, bytes_received=received)
-        self.open.append((report, round.clock.lr, drift is not None, scalars))
+        self.open.append((report, round.clock.lr, drift is not None, scalars, began))
 
     def flush(self, *, wait: bool) -> None:
-        """Emit the reports that are complete; with `wait`, all of them. The wait belongs to no step."""
+        """Emit the reports that are complete; with `wait`, all of them. The wait is not part of a step."""
         if self.open:
             with nullcontext() if self.watch is None else self.paused():
                 self._flush(wait=wait)
 
     def _flush(self, *, wait: bool) -> None:
         while self.open and (wait or self.open[0][3].done()):
-            report, lr, measured, scalars = self.open.popleft()
+            report, lr, measured, scalars, began = self.open.popleft()
+            start = self._everyone.now()
             try:
                 rows = torch.stack(scalars.wait())
             except PeerLost as error:
                 if not report.members:
                     raise error.during(report.round, report.step) from error.__cause__
                 # The round has been applied: its drift is not known.
-                rows, measured = torch.zeros(1, 4), False
+                rows, measured = torch.zeros(1, 5), False
             drift, loss = rows[:, :2].mean(0).tolist()
             if "cost" in self._needs:
-                cost = Cost(float(rows[:, 2].min()), float(rows[:, 3].max()))
+                cost = Cost(float(rows[:, 2].min()), float(rows[:, 3].max()), float(rows[:, 4].min()))
                 self._cost = cost if cost.pace > 0 else None  # the first round knows no pace
+                self._asked = max(0.0, scalars.arrived() - began)
+            if self._needs:  # the schedule waits for it, so it is part of the round
+                waited = self._everyone.now() - start
+                seconds = report.seconds_waited + waited, report.seconds_in_air + waited
+                report = replace(report, seconds_waited=seconds[0], seconds_in_air=seconds[1])
             self._last = (drift, loss, lr)
             self.emit(replace(report, drift=drift if measured else None))
 
     def abandon(self) -> None:
-        """Emit all reports now: where workers come and go, one that is lost may owe its part of a drift."""
+        """Emit all reports now. In an elastic run, a lost worker may not have sent its part of a drift."""
         self.flush(wait=False)
         while self.open:
             self.emit(replace(self.open.popleft()[0], drift=None))
 
     def update(self, clock: Clock, *, opened: bool) -> Clock:
-        """Return the clock with what is known of the last round. Waits if the schedule needs it.
+        """Return the clock with what is known about the last round. Waits if the schedule needs it.
 
-        The time runs from the first period on, which is `opened` by the first answer of the schedule.
+        Time is measured from the first period on. It is `opened` when the schedule first plans a round.
         """
         elapsed = 0.0
         if self.watch is not None:
@@ -262,7 +269,7 @@ class Ledger:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """What is done inside belongs to no step."""
+        """The time inside is not part of a step."""
         self.pause(over=False)
         try:
             yield
@@ -274,7 +281,7 @@ class Ledger:
         self.flush(wait=True)
         last = None if self._last is None else list(self._last)
         cost = None if self._cost is None else list(self._cost)
-        own = {"loss": float(self._loss), "losses": self._losses}
+        own = {"loss": float(self._loss), "losses": self._losses, "asked": self._asked}
         return {"last": last, "cost": cost, "watch": watch, **own}
 
     def load_state_dict(self, state: State) -> None:
@@ -283,4 +290,5 @@ class Ledger:
             self.watch.load_state_dict(state["watch"], self._everyone.now())
         self._cost = None if state["cost"] is None else Cost(*state["cost"])
         self._loss, self._losses = state["loss"], state["losses"]
+        self._asked = state["asked"]
         self.open.clear()

@@ -41,9 +41,10 @@ class Budget(Schedule):
         H = ⌈T (1 − share) / (share · t)⌉        without a delay
 
     T is the time of a round on the worker that begins it last, the mean of the last four rounds. t is the
-    time of a local step on the slowest worker, their median. All workers agree on both. A delay hides part of
-    T. The period is at least `least`, with which the run begins, at most `most`, and at most four times as
-    long as the one before.
+    time of a local step on the slowest worker, their median. Where the small message in which all workers
+    agree on both takes longer than a step, the rest of it counts, too. A delay hides part of T. The period is
+    at least `least`, with which the run begins, at most `most`, and at most four times as long as the one
+    before.
     """
 
     share: float
@@ -63,22 +64,29 @@ class Budget(Schedule):
         return self.least
 
     def init(self) -> State:
-        return {"period": self.least, "seen": 0, "flights": [], "paces": []}
+        return {"period": self.least, "seen": 0, "flights": [], "paces": [], "asked": []}
 
     def next(self, clock: Clock, state: State) -> int | None:
         if clock.cost is not None and clock.round > state["seen"]:
             state["seen"] = clock.round
-            for name, seconds in zip(("flights", "paces"), clock.cost, strict=True):
+            for name, seconds in zip(("flights", "paces", "asked"), clock.cost, strict=True):
                 state[name] = [*state[name], seconds][-_ROUNDS:]
-            wanted = self.period(mean(state["flights"]), median(state["paces"]), clock.delay)
+            flight, pace, asked = mean(state["flights"]), median(state["paces"]), mean(state["asked"])
+            wanted = self.period(flight, pace, clock.delay, asked)
             state["period"] = min(max(wanted, self.least), self.most, _GROWTH * state["period"])
         return clock.step + int(state["period"])
 
-    def period(self, flight: float, pace: float, delay: float = 0) -> int:
-        """Return the period for a round of `flight` seconds, of which `delay` steps of `pace` hide a part."""
-        if flight <= 0 or pace <= 0:
-            return self.least if flight <= 0 else self.most
-        steps = flight * (1 - self.share) / pace  # if all of them hide it
+    def period(self, flight: float, pace: float, delay: float = 0, asked: float = 0) -> int:
+        """Return the period for a round of `flight` seconds, of which `delay` steps of `pace` hide a part.
+
+        These numbers arrive after `asked` seconds. The schedule needs them after the first gradient of a
+        period, so that hides them in part, or wholly if a delay has let the round land steps before.
+        """
+        asked = max(0.0, asked - pace) if delay in (0, math.inf) else 0.0
+        if flight + asked <= 0 or pace <= 0:
+            return self.least if flight + asked <= 0 else self.most
+        rest = (1 - self.share) / pace
+        steps = max((flight + asked) * rest, asked * rest / self.share)  # if all of them hide the flight
         if steps > delay:
-            steps = max(delay, (flight - delay * pace) * (1 - self.share) / (self.share * pace))
+            steps = max(delay, (max(0.0, flight - delay * pace) + asked) * rest / self.share)
         return math.ceil(min(steps, self.most))
