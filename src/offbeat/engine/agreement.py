@@ -1,4 +1,4 @@
-"""What all workers must have in common: one method, one model, equal weights, checkpoints of one run."""
+"""Checks that all workers have the same method, model and weights, and checkpoints of one run."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def weights_checksum(model: nn.Module) -> int:
 
 
 def check_step(method: str, step: int, saved_every: Sequence[int]) -> None:
-    """Raise unless every part can be saved after this step. Each can be saved after every so many steps."""
+    """Raise unless every part can be saved after this step: a multiple of all `saved_every`."""
     every = math.lcm(*saved_every)
     if step % every:
         raise RuntimeError(
@@ -90,9 +90,9 @@ def check_step(method: str, step: int, saved_every: Sequence[int]) -> None:
 def check_origin(
     state: State, method: str, model: nn.Module, comm: Communicator, *, resize: bool = False
 ) -> tuple[bool, list[int]]:
-    """Raise unless all checkpoints are of this method, one run and step, and unless `resize` of these ranks.
+    """Raise unless all checkpoints are of this method, run and step; without `resize`, also of these ranks.
 
-    Return whether the model has the weights of the checkpoint on all ranks, and whose file each rank loads.
+    Return whether the model has the weights of the checkpoint on all ranks, and the rank of each rank's file.
     """
     ours = origin(method, comm)
     compared = ("format", "method") if resize else tuple(ours)
@@ -174,7 +174,7 @@ def copy_state(value: Any) -> Any:
 
 @torch.no_grad()
 def run_collective(tensors: Sequence[Tensor], collective: Callable[[list[Tensor]], Pending[Any]]) -> None:
-    """Replace the tensors by what a collective makes of them, such as `comm.mean`, in one message."""
+    """Replace the tensors by the result of a collective, such as `comm.mean`, in one message."""
     packed = Packed.like({str(i): tensor for i, tensor in enumerate(tensors)})
     packed.read(tensors)
     collective(packed.flats).wait()
@@ -182,8 +182,8 @@ def run_collective(tensors: Sequence[Tensor], collective: Callable[[list[Tensor]
 
 
 def average_where_different(model: nn.Module, comm: Communicator) -> None:
-    """Average the weights if workers differ in them, and the floating buffers. Equal ones keep every bit."""
-    # A mean of three would not guarantee that: x + x + x times 1/3 is not x.
+    """Average the weights if they differ between workers, and so the floating buffers. Equal ones stay."""
+    # Averaging equal values would change bits: x + x + x times 1/3 is not x.
     kinds = [list(map(local, trainable(model).values())), list(Buffers(model, "average").averaged().values())]
     answers = comm.tell([checksum(tensors) for tensors in kinds]).wait()
     different = [tensors for i, tensors in enumerate(kinds) if len({words[i] for words in answers}) > 1]
@@ -193,7 +193,7 @@ def average_where_different(model: nn.Module, comm: Communicator) -> None:
 
 @torch.no_grad()
 def checksum(tensors: Sequence[Tensor]) -> int:
-    """Return 64 bits that depend on every bit of the tensors and on its position, not on the device."""
+    """Return 64 bits that depend on every bit of the tensors and its position, and not on the device."""
     factors: dict[torch.device, Tensor] = {}  # one odd, irregular factor per position
     flats = [local(tensor).contiguous().view(-1) for tensor in tensors]
     longest, total = min(_PIECE, max((flat.numel() for flat in flats), default=0)), 0

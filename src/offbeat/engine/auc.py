@@ -11,7 +11,7 @@ class AUCLoss(nn.Module):
 
         F = (1 − p)(h − a)²·1₊ + p(h − b)²·1₋ + 2(1 + α)(p·h·1₋ − (1 − p)·h·1₊) − p(1 − p)α²
 
-    h is the score of a sample, 1₊ and 1₋ say its class, and p is `ratio`, the share of positives in all data.
+    h is the score of a sample, 1₊ and 1₋ show its class, and p is `ratio`, the share of positives overall.
     The loss is the mean of F over the batch, which may lack a class. Make it a part of the model, so that a,
     b and alpha are trained by the optimizer and averaged by the method. The gradient of alpha has its sign
     reversed, so that any optimizer that descends makes the ascent. Scores need no sigmoid; give a, b and
@@ -27,13 +27,13 @@ class AUCLoss(nn.Module):
             raise ValueError(f"AUCLoss(ratio={ratio!r}): ratio is the share of positives: above 0, below 1.")
         self.ratio = float(ratio)
         self.a, self.b, self.alpha = (nn.Parameter(torch.zeros(())) for _ in range(3))
-        self._seen: Tensor | None = None  # sums and numbers of the scores of both classes since the last take
+        self._seen: Tensor | None = None  # sum and number of the scores of each class since the last take
 
     def extra_repr(self) -> str:
         return f"ratio={self.ratio}"
 
     def forward(self, scores: Tensor, labels: Tensor) -> Tensor:
-        """The loss of a batch: one score per label; a label is 1 for positives, 0 for others."""
+        """Return the loss of a batch: one score per label. Labels are 1 for positives and 0 for negatives."""
         if scores.numel() != labels.numel():
             raise ValueError(
                 f"AUCLoss: {list(scores.shape)} scores for {list(labels.shape)} labels: give one score each."
@@ -50,6 +50,6 @@ class AUCLoss(nn.Module):
         return (pulls + ranks - p * (1 - p) * alpha.square()).mean()
 
     def take(self) -> Tensor:
-        """Return the sums and numbers of the scores of both classes since the last call, and forget them."""
+        """Return the sum and number of the scores of each class since the last call, and reset them."""
         seen, self._seen = self._seen, None
         return torch.zeros(4, dtype=torch.float64) if seen is None else seen.cpu()

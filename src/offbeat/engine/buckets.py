@@ -1,4 +1,4 @@
-"""A payload of gradients that leaves in parts, each as soon as the backward pass has completed it."""
+"""Gradients that are sent in buckets, each as soon as the backward pass has completed it."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from offbeat.engine.weights import AGAIN, NO_WEIGHT, SHARE, read_words
 from offbeat.reduce import Mean, Reducer
 from offbeat.update.update import Replace, Update
 
-_PARTS, _LEAST, _MOST = 8, 2**18, 25 * 2**20  # buckets of a medium model; bytes of a bucket, about
+_PARTS, _LEAST, _MOST = 8, 2**18, 25 * 2**20  # buckets of a medium model; rough bounds on their bytes
 
 
 def choose_sender(payload: Payload, update: Update, reduce: Reducer, delay: Delay, peers: Peers) -> Sender:
-    """Gradients for all workers leave in buckets if there is more than one; all else leaves as a whole."""
+    """Return `Buckets` for gradients among all workers, if there is more than one; otherwise `Sender`."""
     sizes = [tensor.nbytes for tensor in payload.live.like().values()]
     all_gradients = isinstance(payload.live, Gradients) and isinstance(peers, World)
     if all_gradients and reduce.splits and len(cut_sizes(sizes)) > 1:
@@ -41,12 +41,13 @@ def choose_sender(payload: Payload, update: Update, reduce: Reducer, delay: Dela
 
 
 class Buckets(Sender):
-    """Sends gradients in buckets, in one order, the same on all ranks.
+    """Sends gradients in buckets, in the same order on all ranks.
 
-    A bucket leaves during the backward pass, when all before it have left and each of its gradients has grown
-    as often as in the last step in which it grew. The others leave at the step. Each has its own part of the
-    reducer's state, so the mean does not depend on when it left. If a gradient changes after its bucket has
-    left, on any rank, all ranks send all buckets again. After the nth time, 2ⁿ⁻¹ rounds leave at the step.
+    A bucket is sent during the backward pass, once all before it are sent and each of its gradients has grown
+    as often as in the last step in which it grew. The rest are sent at the step. Each has its own part of the
+    reducer's state, so the mean does not depend on when it was sent. If a gradient changes after its bucket
+    was sent, on any rank, all ranks send all buckets again. After the nth time, the next 2ⁿ⁻¹ rounds send
+    all buckets at the step.
     """
 
     def __init__(
@@ -58,11 +59,11 @@ class Buckets(Sender):
         self._edges = [0, *accumulate(self._lengths)]  # of the buckets, in gradients
         self._bucket_of = [b for b, n in enumerate(self._lengths) for _ in range(n)]
         done = list(accumulate(sizes, initial=0))
-        # A third of the time of a gradient is the forward pass.
+        # The forward pass takes a third of the time of a gradient.
         self._shares = [(1 + 2 * done[edge] / max(1, done[-1])) / 3 for edge in self._edges[1:]]
         self._lock = threading.Lock()  # one thread per device runs the backward pass
-        self._grown, self._usual = [0] * len(sizes), [0] * len(sizes)  # how often, in a step
-        self._missing = list[int]()  # gradients that each bucket waits for
+        self._grown, self._usual = [0] * len(sizes), [0] * len(sizes)  # how often each grew, now and usually
+        self._missing = list[int]()  # the number of gradients that each bucket waits for
         self._comm: Metered | None = None
         self._queue: TaskQueue | None = None
         self._error: Exception | None = None
@@ -70,22 +71,22 @@ class Buckets(Sender):
         self._forget()
 
     def _forget(self) -> None:
-        """No bucket has left, and none may leave early."""
-        self._clock: Clock | None = None  # of the coming round, if its buckets may leave early
-        self._began: float | None = None  # when the first one left early
+        """No bucket has been sent, and none may be sent early."""
+        self._clock: Clock | None = None  # of the coming round, if its buckets may be sent early
+        self._began: float | None = None  # when the first one was sent early
         self._in_flight = list[Pending[Any]]()
         self._means = list[Pending[Packed]]()  # of the buckets that the queue has sent
         self._refused: NotFinite | None = None
-        self._left = list[tuple[Tensor | None, Any]]()  # gradients that left early, and their versions
+        self._left = list[tuple[Tensor | None, Any]]()  # gradients that were sent early, and their versions
         self._grew_late = False  # whether one of them has grown since
-        self._kept = list[State]()  # states of the buckets that left, as they were before
+        self._kept = list[State]()  # states of the buckets that were sent, as they were before
 
     def init(self) -> State:
         return {"lengths": self._lengths, "parts": [self.reduce.init() for _ in self._lengths]}
 
     @cached_property
     def parts(self) -> Sequence[Packed]:  # type: ignore[override]
-        """The buckets; extras go with the last. First used in a round: until then, the model may be moved."""
+        """The buckets; extras are in the last. First used in a round: until then the model may be moved."""
         return self.payload.packed.cut(*self._lengths[:-1])
 
     def connect(self, everyone: Communicator) -> Metered:
@@ -103,7 +104,7 @@ class Buckets(Sender):
         return self._outside
 
     def prepare_next(self, clock: Clock, rhythm: Rhythm, states: dict[str, State]) -> None:
-        """Let the buckets of the next step leave early, if it is certain to have a round."""
+        """Let the buckets of the next step be sent early, if it is certain to have a round."""
         self._forget()
         if self._pause:
             self._pause -= 1
@@ -123,7 +124,7 @@ class Buckets(Sender):
                 try:
                     if not self._missing[self._bucket_of[i]]:
                         self._send_complete(self._clock)
-                except Exception as error:  # the step raises it, and tells the other workers
+                except Exception as error:  # raised by the step, which tells the other workers
                     self._error = error
 
     @torch.no_grad()
@@ -142,7 +143,7 @@ class Buckets(Sender):
     def check_unchanged(self, round: Round, weight: float) -> float:
         self._usual = [new or old for new, old in zip(self._grown, self._usual, strict=True)]
         self._grown = [0] * len(self._grown)
-        self._weighed = weight >= 0  # the weight was not known when the buckets left
+        self._weighed = weight >= 0  # the weight was not known when the buckets were sent
         round.began = round.began if self._began is None else self._began
         if weight <= SHARE and self._left:
             raise RuntimeError("join(): a backward pass has no step yet: call step() first.")
@@ -157,7 +158,7 @@ class Buckets(Sender):
         # This worker has waited for all weights. A dry one may not know that others have some.
         if factor != 1:
             self._weighed = max(read_words(heads.wait())) >= 0
-        if self._clock is not None:  # some may have left, here or elsewhere
+        if self._clock is not None:  # some may have been sent early, here or elsewhere
             self.payload.packed.cut(len(live))[1].scale(factor)
             mean = self._send_rest(round, live, states)
             if not self._has_changed(round, heads):
@@ -170,7 +171,7 @@ class Buckets(Sender):
         return self._send_rest(round, None, states)
 
     def _has_changed(self, round: Round, heads: PendingHeaders) -> bool:
-        """Wait for all workers' headers: do all buckets have to be sent again?"""
+        """Wait for all workers' headers. Return whether all buckets must be sent again."""
         with round.waiting():
             weights = read_words(heads.wait())
         if max(weights) < 0 and AGAIN not in weights:
@@ -185,7 +186,7 @@ class Buckets(Sender):
         return True
 
     def _recall(self, states: dict[str, State]) -> None:
-        """Drop the means of all buckets, which have left on every rank, and take the states back."""
+        """Drop the means of all buckets, which every rank has sent, and restore the states."""
         join_messages(self._in_flight).wait()
         if self._kept:
             states["reduce"]["parts"] = self._kept
@@ -194,7 +195,7 @@ class Buckets(Sender):
     def _send_rest(
         self, round: Round, live: Sequence[Tensor] | None, states: dict[str, State]
     ) -> Pending[Packed]:
-        """Send all buckets that have not left, after packing the live tensors, if given."""
+        """Send all buckets that are not sent yet, after packing the live tensors, if given."""
         if self._error is not None:
             raise self._error
         for b in range(len(self._in_flight), len(self.parts)):
@@ -220,14 +221,14 @@ class Buckets(Sender):
             return
         if self._clock is not None:
             self._kept.append(copy_state(memory))
-        # The learning rate is not known when a bucket leaves early, and the mean must not depend on that.
+        # The learning rate is unknown when a bucket is sent early, and the mean must not depend on that.
         clock = Clock(clock.step, clock.round, 0.0, workers=self._comm.size)
         job = partial(self._reduce, b, clock, memory, fence(part.flats))
         self._in_flight.append(self._queue.give(job).then(lambda join: join()))
 
     @torch.no_grad()
     def _reduce(self, b: int, clock: Clock, memory: State, packed: Callable[[], None]) -> Callable[[], None]:
-        """In the queue: send a bucket, and only then finish the one before, whose message still travels."""
+        """In the queue: send a bucket, and only then finish the one before, so that both are in flight."""
         assert self._comm is not None
         packed()
         self._means.append(self.reduce.start(self.parts[b], self._comm, clock, memory))
@@ -236,12 +237,12 @@ class Buckets(Sender):
                 mean = self._means[done].wait()
                 if mean is not self.parts[done]:
                     self.parts[done].read(mean.views)
-            except NotFinite as error:  # on all ranks; it does not matter if all buckets are sent again
+            except NotFinite as error:  # on all ranks; ignored if all buckets are sent again
                 self._refused = self._refused or error
         return fence(self.payload.packed.flats)
 
     def rewind(self, states: dict[str, State]) -> dict[str, State]:
-        """The states as they were before any bucket left early."""
+        """Return the states as they were before any bucket was sent early."""
         own = states["reduce"]
         return {**states, "reduce": {**own, "parts": [*self._kept, *own["parts"][len(self._kept) :]]}}
 
@@ -250,7 +251,7 @@ class Buckets(Sender):
             raise CheckpointMismatch("The checkpoint cuts the gradients into other buckets than this run.")
 
     def drain(self, states: dict[str, State]) -> None:
-        """Send what other ranks wait for, if a bucket has left anywhere; drop the means."""
+        """If any rank has sent a bucket, send what other ranks wait for. Drop the means."""
         if self._clock is not None and self._comm is not None:
             if any(words[0] for words in self._outside.tell([len(self._in_flight)]).wait()):
                 self._send_rest(Round(self._clock, self._outside, since=0), None, states)
@@ -272,7 +273,7 @@ def _call(buckets: weakref.ref[Buckets], i: int, parameter: Tensor) -> None:
 
 
 def cut_sizes(sizes: Sequence[int]) -> list[int]:
-    """The number of tensors in each bucket. The first is short, because nothing travels before it."""
+    """Return the number of tensors in each bucket. The first is small, because nothing is sent before it."""
     usual = min(max(sum(sizes) // _PARTS, _LEAST), _MOST)
     lengths, filled = [0], 0
     for size in sizes:
@@ -284,7 +285,7 @@ def cut_sizes(sizes: Sequence[int]) -> list[int]:
 
 
 def fence(tensors: Sequence[Tensor]) -> Callable[[], None]:
-    """Return what another thread calls before it uses these tensors. On a GPU its stream waits for ours."""
+    """Return a function that another thread calls before it uses these tensors. Its stream waits for ours."""
     devices = {tensor.device for tensor in tensors if tensor.is_cuda}
     events = [(device, torch.cuda.current_stream(device).record_event()) for device in devices]
 

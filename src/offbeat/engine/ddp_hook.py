@@ -26,7 +26,7 @@ _Bucket = tuple[dict[str, Tensor], Tensor, torch.futures.Future[Tensor]]
 def ddp_hook(
     reducer: Reducer, *, model: nn.Module | None = None, group: dist.ProcessGroup | Communicator | None = None
 ) -> "Hook":
-    """Any reducer as a communication hook of DistributedDataParallel: codes overlap with backward.
+    """Any reducer as a communication hook of DistributedDataParallel, overlapped with the backward pass.
 
         model = DistributedDataParallel(model)
         model.register_comm_hook(None, offbeat.ddp_hook(ErrorFeedback(Quantized(4))))
@@ -39,7 +39,7 @@ def ddp_hook(
 
 
 class Hook:
-    """What `ddp_hook` returns. `sent` and `received` count its bytes."""
+    """The hook that `ddp_hook` returns. `sent` and `received` count its bytes."""
 
     def __init__(
         self, reducer: Reducer, model: nn.Module | None, group: dist.ProcessGroup | Communicator | None
@@ -55,7 +55,7 @@ class Hook:
         self._step = self._before = 0  # steps made here, and before the checkpoint that was loaded
         self._saved: dict[str, State] = {}  # states from the checkpoint, until their buckets come
         self._buckets: dict[str, tuple[Packed, State]] = {}  # memory and state, by the names of the gradients
-        self._held: list[_Bucket] = []  # of a first pass, whose buckets are not those of the checkpoint
+        self._held: list[_Bucket] = []  # of a first pass, whose buckets differ from the checkpoint's
         known = {} if model is None else clean_names(model.named_parameters())
         self._parameters = {id(p): (name, p) for name, p in known.items()}
         compare_lines([f"the hook {self!r}"], self._comm)
@@ -86,7 +86,7 @@ class Hook:
         return future
 
     def state_dict(self) -> State:
-        """Return what the code remembers on this rank. Call it between two steps."""
+        """Return the state of the code on this rank. Call it between two steps."""
         states = copy_state({**self._saved, **{key: state for key, (_, state) in self._buckets.items()}})
         return {**self._origin(), "step": self._before + self._step, "states": states}
 
@@ -110,7 +110,7 @@ class Hook:
 
     @torch.no_grad()
     def _receive(self, bucket: _Bucket, step: int, last: bool) -> None:
-        """In the thread: average a bucket and return it. In the first pass after loading, wait for all."""
+        """In the thread: average a bucket and complete its future. After loading, collect a pass first."""
         self._held.append(bucket)
         resuming = step == 0 and bool(self._saved)
         if resuming and not last:
@@ -140,7 +140,7 @@ class Hook:
         return [{name: found[name] for name in names} for names in layout]
 
     def _reduce(self, gradients: dict[str, Tensor], step: int, *, coded: bool) -> None:
-        """Average a bucket in place. A bucket that is new ends the others that held its gradients."""
+        """Average a bucket in place. A new bucket replaces the others that held its gradients."""
         key = " ".join(gradients)
         if coded and key not in self._buckets:
             state = self._saved.pop(key) if key in self._saved else self.reducer.init()

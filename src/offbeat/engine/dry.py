@@ -1,4 +1,4 @@
-"""What a worker does whose data has ended before that of the others."""
+"""What a worker does when it runs out of data before the others: it is dry."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 def check_dry(parts: Sequence[Part], call: str) -> None:
-    """Raise unless rounds can go on without the steps of a worker, and say when all have run dry."""
+    """Raise unless rounds work without the steps of a dry worker, and show when all are dry."""
     advice = "give every worker the same number of batches"
     for part in parts:
         if not part.weighs:
@@ -33,7 +33,7 @@ def check_loader(loader: Iterable[T]) -> Iterable[T]:
 
 
 def _find_common(parts: Sequence[Part]) -> list[Exchange]:
-    """The exchanges whose rounds have all workers."""
+    """Return the exchanges whose rounds include all workers."""
     return [part for part in parts if isinstance(part, Exchange) and part.common]
 
 
@@ -43,14 +43,14 @@ def are_all_dry(parts: Sequence[Part]) -> bool:
 
 
 def revive(parts: Sequence[Part], step: int) -> None:
-    """All workers have run dry. They may go on together, with new data."""
+    """All workers have run dry. They may continue together, with new data."""
     for part in parts:
         if isinstance(part, Exchange):
             part.tally.revive(step)
 
 
 def takes_mean(parts: Sequence[Part], step: int) -> bool:
-    """Whether the optimizers of a dry worker make this step, along the mean gradient of the others."""
+    """Whether the optimizers of a dry worker make this step, with the mean gradient of the others."""
     for part in parts:
         if isinstance(part, Exchange) and isinstance(part.live, Gradients):
             # Without a mean, gradients that are not the worker's own are zeros.

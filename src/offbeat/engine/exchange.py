@@ -1,4 +1,4 @@
-"""One kind of tensor × five answers: when, with whom, what is sent, how applied, behind how much compute."""
+"""One kind of tensor and five answers: when, with whom, what is sent, how it is applied, with what delay."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ Distances = tuple[float | None, float | None]
 
 
 class Exchange(ExchangeState):
-    """Tensors that are reduced among peers from time to time.
+    """Reduces tensors among peers from time to time.
 
     `delay` is the number of local steps between sending and applying. With "round", or if the next round
     comes first, the mean lands just before that. Gradients: each step sends its own and uses the mean that
     lands in it, or its own if nothing lands; a delay costs one more copy of them. `buffers` and `moments` say
     what happens to buffers and the optimizer's moments in a round. `drift=False` saves a pass over the model.
-    `guard=3.0` leaves a worker out of a round: see `Guard`.
+    `guard=3.0` leaves outliers out of a round: see `Guard`.
 
         Exchange(params(model), when=Every(8), update=Correct(), delay=4)
     """
@@ -43,7 +43,7 @@ class Exchange(ExchangeState):
             rhythm.plan(self.ledger.update(clock, opened=self.opened))
             if (rhythm.planned is not None or rhythm.running) and not self.opened:
                 self.open()
-                tally.restart(clock.step)  # what the warm-up did does not count
+                tally.restart(clock.step)  # steps of a warm-up do not count
                 tally.add(clock)
         tally.idle = rhythm.planned is None and not rhythm.running
         if clock.step + 1 in (rhythm.planned, rhythm.lands):
@@ -51,7 +51,7 @@ class Exchange(ExchangeState):
 
     def snapshot_rates(self) -> None:
         """Note the learning rates of the coming step: a scheduler may step before the round begins."""
-        parameters = () if self.live.early else self.live.parameters  # gradients have no use for the rates
+        parameters = () if self.live.early else self.live.parameters  # gradients do not need the rates
         self._rates_digest, self._rates = read_rates(self.payload.moments.optimizers, parameters)
 
     def before(self, clock: Clock) -> bool:
@@ -74,11 +74,11 @@ class Exchange(ExchangeState):
         if self.ledger.open:
             self.ledger.flush(wait=False)
         if self.tally.idle and not self.rhythm.in_air:
-            self.ledger.mean_loss()  # dropped: the step belongs to no period
+            self.ledger.mean_loss()  # the losses are dropped: the step belongs to no period
         acts = self.rhythm.acts(clock.step)
         share: Share | None = None
         if self.delay and "begin" in acts and isinstance(self.live, Gradients):
-            share = self.live.take(copy="land" in acts)  # first, because what lands overwrites them
+            share = self.live.take(copy="land" in acts)  # first, because a landing overwrites them
         for act in acts:
             if act == "begin":
                 self.begin(clock, share)
@@ -166,7 +166,7 @@ class Exchange(ExchangeState):
             self.commits.commit(self, round, lineage)
 
     def _apply(self, round: Round, clock: Clock) -> Distances:
-        """Write what has arrived. Return |x − x̄|² and the squared length of the change, as far as known."""
+        """Apply what has arrived. Return |x − x̄|² and the squared length of the change, where known."""
         mean, payload, live = round.take(), self.payload, self.live
         if round.void:
             return None, None

@@ -62,7 +62,7 @@ class ExchangeState(Part):
         self.live, self.model, self.delay = live, live.model, delay
         self.when: Schedule = when
         self.peers: Peers = World(among) if isinstance(among, Group) else among
-        self.common = isinstance(self.peers, World)  # whether each round has all workers
+        self.common = isinstance(self.peers, World)  # whether all workers are in every round
         self.rhythm = Rhythm(when, delay)
         self.update: Update = check_update(update, delay, live, self.peers)
         self.reduce = check_reducer(reduce, self.update, live)
@@ -80,9 +80,9 @@ class ExchangeState(Part):
         if self.guard is not None:
             self._states["guard"] = self.guard.init()
         self._round: Round | None = None  # the one in flight
-        self.commits: Commits | None = None  # if workers come and go
+        self.commits: Commits | None = None  # in an elastic run
         self.landed_at, self.opened, self._rates_digest = -1, False, 0
-        self._rates: tuple[float, ...] = ()  # of every live tensor in the last step, that of its own group
+        self._rates: tuple[float, ...] = ()  # learning rate of each live tensor in the last step
         self.tally = Tally(early=live.early, timed=when.timed, rated=self.update.rated)
         self.weighs = self.reduce.agrees and self.update.weighs
         self.unshared = find_unshared(self.update, self.reduce, delay, self.peers, when)
@@ -108,7 +108,7 @@ class ExchangeState(Part):
         return [self._everyone, self._peers_at(self.rhythm.round)]
 
     def send_whole(self) -> None:
-        """Send each payload as a whole when its round begins. Call it before the first round."""
+        """Send payloads whole, never in buckets. Call it before the first round."""
         self.sender = Sender(self.payload, self.update, self.reduce)
         self._states |= {"reduce": self.sender.init()} if "reduce" in self._states else {}
 
@@ -134,7 +134,7 @@ class ExchangeState(Part):
 
     @property
     def _last_peers(self) -> Communicator:
-        """Those of the last round that began; before the first round, those of the first."""
+        """The peers of the last round that began, or of the first round before it begins."""
         return self._peers_at(max(self.rhythm.round - 1, 0))
 
     @torch.no_grad()
@@ -164,7 +164,7 @@ class ExchangeState(Part):
 
     @property
     def anchor(self) -> Anchor | None:
-        """The weights that workers set out from; None without an anchor, or before the first period."""
+        """The weights from which a period starts. None without an anchor, or before the first period."""
         flats = self._states["update"].get("anchor")
         workers = self._scope if self.update.anchors == "shared" else 0
         return None if flats is None else Anchor(self.payload.own.over(flats), workers)
@@ -176,7 +176,7 @@ class ExchangeState(Part):
 
     @torch.no_grad()
     def follow(self, landing: Landing) -> None:
-        """A message in flight still belongs to the old anchor, which then stays."""
+        """Unless a message is in flight: it belongs to the old anchor, which then stays."""
         if self._round is None and (anchor := self.anchor) is not None:
             anchor.follow(self.live.tensors(), landing.names, landing.workers)
 

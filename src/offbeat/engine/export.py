@@ -1,4 +1,4 @@
-"""One file with the weights of the whole model."""
+"""Writes the weights of the whole model to one file."""
 
 from __future__ import annotations
 
@@ -52,6 +52,6 @@ def _write(path: Path, tensors: dict[str, Tensor]) -> Exception | None:
                 from safetensors.torch import save_file
 
                 save_file(tensors, beside, metadata={"format": "pt"})
-    except Exception as error:  # of the disk, or of torch or safetensors about it
+    except Exception as error:  # from the disk, torch or safetensors
         return error
     return None

@@ -25,7 +25,7 @@ MomentRule = Literal["keep", "average", "reset"]
 
 
 class Buffers:
-    """Floating buffers are averaged and others follow rank 0; or all are kept, or all follow rank 0."""
+    """The buffers of a model: averaged, but integers follow rank 0; or all kept; or all follow rank 0."""
 
     def __init__(self, model: nn.Module, rule: BufferRule) -> None:
         if rule not in get_args(BufferRule):
@@ -44,7 +44,7 @@ class Buffers:
         return {} if self.rule == "keep" else self._find(smooth=False if self.rule == "average" else None)
 
     def follow(self, comm: Communicator) -> Pending[list[Tensor]] | None:
-        """Send rank 0's values, one message per dtype and device. None if there are none."""
+        """Broadcast rank 0's values, one message per dtype and device. None if there are none."""
         mine = list(self.followed().values())
         if not mine:
             return None
@@ -58,7 +58,7 @@ class Buffers:
         return comm.broadcast(filled).then(lambda _: views) if filled else arrived(views)
 
     def _find(self, *, smooth: bool | None) -> dict[str, Tensor]:
-        """Floating buffers, others, or all of them, as they are now: a module may bind another tensor."""
+        """Return the floating buffers, the others, or all. A module may have bound other tensors since."""
         found = {name: module._buffers[key] for name, (module, key) in self._places.items()}
         return {
             name: local(buffer)
@@ -73,7 +73,7 @@ class Moments:
     def __init__(self, live: Live, rule: MomentRule) -> None:
         if rule not in get_args(MomentRule):
             raise ValueError(f"moments={rule!r}: choose one of {', '.join(map(repr, get_args(MomentRule)))}.")
-        self._keys = live.keys if isinstance(live, OptimizerState) else None  # None: all that are moments
+        self._keys = live.keys if isinstance(live, OptimizerState) else None  # None: all keys but "step"
         if self._keys and rule == "reset":
             raise ValueError(f"moments={rule!r} with {live!r}: an exchange of moments averages them.")
         self.rule: MomentRule = "average" if self._keys else rule
@@ -129,9 +129,9 @@ class Moments:
         return {key: mine[key] for keys in shared for key in keys}
 
     def find(self) -> dict[str, Tensor]:
-        """Tensors of the optimizers' state that have a parameter's shape and a key of the exchange.
+        """Return tensors of the optimizers' state that have a parameter's shape and a key of the exchange.
 
-        All keys but "step", the count of steps, if it names none.
+        If it names no keys, all but "step", the count of steps.
         """
         return {
             f"{name}:{key}": local(value)
@@ -158,14 +158,14 @@ def land(now: Sequence[Tensor], news: Sequence[Tensor], sent: Sequence[Tensor] |
             value.copy_(new)
         else:
             low, high = torch.minimum(value, new), torch.maximum(value, new)
-            # What has not changed stays: the difference of two infinities, as in a mask, is NaN.
+            # Unchanged values stay as they are: a difference of infinities, as in a mask, is NaN.
             moved = torch.where(new == sent[i], value, value + (new - sent[i]))
-            # Only averages are kept in bounds; counts are not.
+            # Only averages are clamped; counts are not.
             value.copy_(moved.clamp(low, high) if value.is_floating_point() else moved)
 
 
 class Payload:
-    """The memory in which live tensors, their notes and averaged buffers travel, the same in every round."""
+    """The memory from which live tensors, their notes and averaged buffers are sent in every round."""
 
     def __init__(self, live: Live, buffers: BufferRule, moments: MomentRule, *, in_place: bool) -> None:
         self.live, self._in_place = live, in_place
@@ -175,7 +175,7 @@ class Payload:
 
     @cached_property
     def packed(self) -> Packed:
-        """All that travels: in place, in the live tensors' own memory if they lie one after the other."""
+        """All that is sent. In place, this is the live tensors' own memory if that is contiguous."""
         extras = {f"+{name}": t for name, t in {**self.live.notes(), **self.buffers.averaged()}.items()}
         flat = Packed.around(self.live.like()) if self._in_place else None
         if flat is None:
@@ -187,18 +187,18 @@ class Payload:
         return self.packed.cut(len(self.live.names))[0]
 
     def renew(self) -> None:
-        """Take other memory from now on, never that of the live tensors."""
+        """Use new memory from now on, never that of the live tensors."""
         self._in_place = False
         for memory in ("packed", "own"):
             vars(self).pop(memory, None)
 
     def pack_extras(self, notes: Mapping[str, Tensor]) -> None:
-        """Pack what travels with the live tensors."""
+        """Pack what is sent with the live tensors."""
         extras = [*notes.values(), *self.buffers.averaged().values()]
         self.packed.cut(len(self.live.names))[1].read(extras)
 
     def send_extras(self, moments: dict[str, Tensor], round: Round, factor: float, *, late: bool) -> None:
-        """Send rank 0's buffers and the moments. Keep what was sent if the round lands late."""
+        """Send rank 0's buffers and the moments. If the round lands late, keep what was sent."""
         if late:
             round.sent = [value.clone() for value in self._extras(moments)]
         round.followed = self.buffers.follow(round.comm)
@@ -224,5 +224,5 @@ class Payload:
             reset(optimizer, self.live.parameters)
 
     def _extras(self, moments: Mapping[str, Tensor]) -> list[Tensor]:
-        """Buffers averaged, buffers followed, moments averaged."""
+        """Return averaged buffers, buffers that follow rank 0, and averaged moments."""
         return [*self.buffers.averaged().values(), *self.buffers.followed().values(), *moments.values()]

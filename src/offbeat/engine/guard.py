@@ -21,22 +21,22 @@ if TYPE_CHECKING:
     from offbeat.engine.round import Round
 
 _NEW = 0.1  # weight of the newest round in the history
-_ROUNDS = 8  # that must be known before one can be an outlier
+_ROUNDS = 8  # rounds that must be known before one can be an outlier
 _LEAST = 0.05  # the smallest deviation, as a share of the mean
 
 
-# A history before the first round. `infinite` counts values of buffers that were never finite, as in a mask.
+# The history before the first round. `infinite` counts buffer values that were never finite, as in a mask.
 EMPTY: State = {"mean": 0.0, "variance": 0.0, "rounds": 0, "start": None, "infinite": None}
 
 
 class Guard:
-    """Judges the displacement of this worker in a round by its own history.
+    """Leaves this worker out of a round if its displacement is an outlier in its own history.
 
         z = (d − m)/s > limit: out        m, s: running mean and deviation of d, s at least 0.05 m
 
     d is the norm of the displacement over all live tensors, from the anchor, or from the weights after the
     last round. An outlier enters the history as m + limit·s, so that a lasting change is accepted in time.
-    A worker is also out if its weights, or buffers that rounds average, have become infinite or NaN.
+    A worker is also left out if its weights, or buffers that rounds average, have become infinite or NaN.
     """
 
     def __init__(self, limit: float, update: Update, reduce: Reducer, payload: Payload) -> None:
@@ -59,7 +59,7 @@ class Guard:
         return dict(EMPTY)
 
     def note(self, states: Mapping[str, State], round: Round | None = None) -> None:
-        """A period begins, perhaps with this round in flight. Without an anchor, keep the weights."""
+        """A period begins, possibly with this round in flight. Without an anchor, store the weights."""
         room, state = self._payload.own, states["guard"]
         infinite = self._count_infinite()
         state["infinite"] = infinite if state["infinite"] is None else min(infinite, state["infinite"])
@@ -74,7 +74,7 @@ class Guard:
         return sum(int((~torch.isfinite(b)).sum()) for b in self._payload.buffers.averaged().values())
 
     def _origin(self, room: Packed, states: Mapping[str, State]) -> Packed | None:
-        """Where the period began; None if another worker's state was loaded since."""
+        """Return the weights at which the period began; None if another worker's state was loaded since."""
         flats = states["update"].get("anchor") or states["guard"]["start"]
         return None if flats is None else room.over(flats)
 
@@ -99,7 +99,7 @@ class Guard:
         return OUTLIER if out else 0
 
     def land(self, mean: Packed, clock: Clock, states: Mapping[str, State], round: Round) -> None:
-        """Let a worker that was left out take the whole result. If all were, they return to the beginning."""
+        """Give a worker that was left out the result. If all were left out, they return to the start."""
         update, state, live = self.update, states["update"], self._payload.live.tensors()
         if round.nobody and update.sends == "weights" and (origin := self._origin(mean, states)) is not None:
             for flat, start in zip(mean.flats, origin.flats, strict=True):
@@ -110,20 +110,20 @@ class Guard:
         else:
             update.incoming(live, mean, clock, state)
             mean.over(state["anchor"]).write(live)
-        if round.nobody:  # nobody has better buffers: they count as always having been so
+        if round.nobody:  # no worker has better buffers, so these count as normal from now on
             states["guard"]["infinite"] = None
         self.note(states)
-        round.sent = None  # it takes the extras as they arrive, since its own may not be finite
+        round.sent = None  # take the extras as they arrive, since this worker's may not be finite
 
     def forget(self, round: Round) -> None:
-        """Make the moments of a worker whose weights were not finite those of a new optimizer."""
+        """Reset the optimizers of a worker whose weights were not finite."""
         if round.dropped == BROKEN:
             for optimizer in self._payload.moments.optimizers:
                 reset(optimizer, self._payload.live.parameters)
 
 
 def name_dropped(clock: Clock, dropped: Mapping[int, int]) -> None:
-    """Say on every rank which workers a round leaves out."""
+    """Warn on every rank which workers a round leaves out."""
     reasons = {
         BROKEN: "its weights or buffers are not finite",
         OUTLIER: "it has moved much further than usual",

@@ -35,7 +35,7 @@ def compare_headers(headers: Headers) -> None:
     units = [unit(head, weight) for head, weight in zip(headers, read_words(headers), strict=True)]
     known = next((i for i, found in enumerate(units) if found is not None), 0)
     for other, own in zip(headers, units, strict=True):
-        odd = own is not None and own != units[known]  # a worker that counts for nothing fits any unit
+        odd = own is not None and own != units[known]  # a worker of weight zero fits any unit
         first = headers[known] if odd else headers[0]
         different = [other[i] != first[i] for i in range(6)] + [odd]
         different[0], different[1] = (other[0] - first[0]) % 8 != 0, (other[1] - first[1]) % 2**PLACE != 0
@@ -50,11 +50,11 @@ def compare_headers(headers: Headers) -> None:
 
 
 def compare_members(rows: Headers, own: int, entered: Sequence[int]) -> None:
-    """The same where workers come and go: one that differs raises, and the others go on without it.
+    """The same in an elastic run: a worker that differs raises, and the others continue without it.
 
-    Those who are there the longest are right, or most of them if they differ among themselves. One that
-    counts for nothing fits any unit: it decides only if they all do. `own` is the rank of this worker.
-    `entered` says when each has come.
+    The members of longest standing are right, or most of them if they differ. One whose weight is zero fits
+    any unit, so it decides only if all have weight zero. `own` is the rank of this worker. `entered` says
+    when each entered.
     """
     try:
         compare_headers(rows)
@@ -70,7 +70,7 @@ def compare_members(rows: Headers, own: int, entered: Sequence[int]) -> None:
                 "Start it again once it does as they do; sync.on_join is called when it joins."
             ) from None
         odd = [rank for rank, row in enumerate(rows) if _find_difference(rows[first], row)]
-        if not odd:  # those that came later differ in their units, and nobody can say who is right
+        if not odd:  # only later members differ, in their units, and none of them is known to be right
             raise
         raise PeerLost(
             f"The others go on without rank {', '.join(map(str, odd))}, which disagrees."

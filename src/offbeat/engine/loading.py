@@ -1,4 +1,4 @@
-"""A checkpoint that a run continues from, with as many workers as it has or with another number."""
+"""A checkpoint from which a run continues, with the same number of workers or another one."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Tensors = Mapping[str, Tensor]
 
 
 def may_resize(run: Run, state: State) -> bool:
-    """Whether any worker can continue from the state. Raise if none can, and the number has changed."""
+    """Whether any worker can continue from any file. Raise if not, and the number of workers has changed."""
     reason, workers, size = why_unshared(run.parts), state.get("workers"), run._comm.size
     if reason is not None and workers != size and state.get("method") == run.method:
         raise CheckpointMismatch(
@@ -38,10 +38,10 @@ def may_resize(run: Run, state: State) -> bool:
 
 
 class Loaded:
-    """A checkpoint, from when a run loads it until the model has the weights to continue with.
+    """A checkpoint that was loaded, until the model has the weights to continue with.
 
-    `ranks` are those whose files the workers have loaded, if these are not their own. Then `weights` may be
-    set to what further workers of the checkpoint had, all of whom count.
+    `ranks` are the ranks of the files that the workers have loaded, or None if each has its own. If they are
+    not, `weights` may be set to those of further workers of the checkpoint, which then count as well.
     """
 
     def __init__(self, state: State, run: Run, *, resize: bool) -> None:
@@ -63,7 +63,7 @@ class Loaded:
         return [state for state, _ in shared]
 
     def complete(self, run: Run) -> None:
-        """Raise unless the model has the weights of the checkpoint. Replace them if they are not its own."""
+        """Raise unless the model has the checkpoint's weights. If files were reassigned, replace them."""
         comm = run._comm
         if self._unseen is not None:
             agreement.check_weights(self._unseen, run.model, comm)
@@ -96,10 +96,10 @@ def list_tensors(model: nn.Module) -> dict[str, Tensor]:
 def share_consensus(
     model: nn.Module, parts: Sequence[Part], weights: Sequence[Tensors], comm: Communicator
 ) -> str:
-    """Give all workers the consensus. Return what it is.
+    """Give all workers the consensus, and return its description.
 
-    That is the anchor where a part shows one, and otherwise the mean over all `weights` of all workers; equal
-    ones keep every bit. Buffers that are no floating numbers become those of rank 0.
+    It is the anchor where a part shows one, and otherwise the mean over all `weights` of all workers; equal
+    ones keep every bit. Integer buffers become those of rank 0.
     """
     shown = {name: value.clone() for part in parts for name, value in part.shown().items()}
     agreement.write(model, shown)
@@ -119,7 +119,7 @@ def share_consensus(
     counts = [b for name, b in Buffers(model, "follow").followed().items() if name not in live]
     if counts:
         agreement.run_collective(counts, comm.broadcast)
-    for part in parts:  # anchors that a worker has for itself
+    for part in parts:  # those with an anchor of their own
         part.follow(Landing(trainable(model), sys.maxsize))
     means = f"the mean of {_count(number)}"
     return (

@@ -1,4 +1,4 @@
-"""The user's optimizers: checks, learning rates, steps that are scaled or replaced, and fresh states."""
+"""The user's optimizers: checks, learning rates, scaled or replaced steps, and new states."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ WITHOUT_DDP = (
 
 
 def list_optimizers(optimizer: Optimizer | Sequence[Optimizer], model: nn.Module) -> list[Optimizer]:
-    """Return one optimizer or several as a list. Raise if they cannot train this model."""
+    """Return the optimizers as a list. Raise if they cannot train this model."""
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else optimizer
     if not isinstance(optimizers, Sequence):
         raise TypeError(f"optimizer={optimizer!r}: pass a torch Optimizer, or a list of them.")
@@ -49,7 +49,7 @@ def list_optimizers(optimizer: Optimizer | Sequence[Optimizer], model: nn.Module
 
 
 def check_trained(before: Sequence[tuple[str, Tensor, bool]]) -> None:
-    """Raise if a parameter requires a gradient, or does not, in contrast to the beginning of the run."""
+    """Raise if a parameter has been frozen or unfrozen since the run began."""
     for name, parameter, trained in before:
         if parameter.requires_grad != trained:
             change = "frozen" if trained else "unfrozen"
@@ -69,7 +69,7 @@ def learning_rate(optimizers: Sequence[Optimizer]) -> float:
 def read_rates(
     optimizers: Sequence[Optimizer], parameters: Sequence[Tensor] = ()
 ) -> tuple[int, tuple[float, ...]]:
-    """Return a digest of all groups' learning rates, and each parameter's own: 0 if no optimizer holds it."""
+    """Return a digest of all learning rates, and the rate of each parameter: 0 if no optimizer holds it."""
     groups = [(float(g["lr"]), g["params"]) for optimizer in optimizers for g in optimizer.param_groups]
     own = {id(p): lr for lr, held in groups for p in held} if parameters else {}
     rates = tuple([own.get(id(p), 0.0) for p in parameters])
@@ -106,7 +106,7 @@ def replace_steps(optimizers: Sequence[Optimizer], instead: Callable[[Optimizer]
     """Call `instead(optimizer)` wherever an optimizer would step."""
 
     def step(optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
-        vars(optimizer)["_opt_called"] = True  # or a learning-rate scheduler warns that there was no step
+        vars(optimizer)["_opt_called"] = True  # otherwise a scheduler warns that there was no step
         with torch.enable_grad():
             loss = None if closure is None else closure()
         instead(optimizer)
@@ -115,7 +115,7 @@ def replace_steps(optimizers: Sequence[Optimizer], instead: Callable[[Optimizer]
     before = [vars(optimizer).get("step") for optimizer in optimizers]  # set where a scheduler wraps the step
     for optimizer in optimizers:
         vars(optimizer)["step"] = own = partial(step, optimizer)
-        vars(own)["_wrapped_by_lr_sched"] = True  # or a scheduler that steps inside `local` warns as well
+        vars(own)["_wrapped_by_lr_sched"] = True  # otherwise one that steps inside `local` warns as well
     try:
         yield
     finally:
@@ -126,7 +126,7 @@ def replace_steps(optimizers: Sequence[Optimizer], instead: Callable[[Optimizer]
 
 
 def check_reset(optimizers: Sequence[Optimizer], parameters: Sequence[Tensor]) -> None:
-    """Refuse an optimizer that cannot be given the state of a new one."""
+    """Refuse an optimizer whose state cannot be reset to that of a new one."""
     for optimizer in optimizers:
         unknown = type(optimizer) not in _KNOWN and any(p in optimizer.state for p in parameters)
         if unknown and _build(optimizer) is None:
@@ -137,10 +137,10 @@ def check_reset(optimizers: Sequence[Optimizer], parameters: Sequence[Tensor]) -
 
 
 def reset(optimizer: Optimizer, parameters: Sequence[Tensor]) -> None:
-    """Make the next step of these parameters that of a new optimizer.
+    """Reset the state of these parameters, so that the next step is that of a new optimizer.
 
-    The tensors of `torch.optim`'s own are written in place, because a captured graph may use them. Any other
-    loses its state and creates it in the next step, or gets that of one built once more.
+    For the optimizers of `torch.optim`, tensors are written in place, because a captured graph may use them.
+    Any other loses its state and creates it in the next step, or gets the state of a copy built for this.
     """
     groups = {p: group for group in optimizer.param_groups for p in group["params"]}
     held = [p for p in parameters if p in optimizer.state]
@@ -178,7 +178,7 @@ def _reset_state(kind: type[Optimizer], state: dict[str, Any], group: dict[str, 
 
 
 def _build(optimizer: Optimizer) -> Optimizer | None:
-    """Build an optimizer like it, on the same parameters; None if its groups do not hold all it takes."""
+    """Build a copy for the same parameters; None if its groups do not hold all arguments."""
     first, *others = inspect.signature(type(optimizer)).parameters.values()
     names = [p.name for p in others if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
     groups = [

@@ -1,4 +1,4 @@
-"""The parts that a method is made of, and which go together: what cannot work is refused at once."""
+"""The parts that a method is made of, and checks that refuse combinations that cannot work."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
     from offbeat.engine.sender import Sender
 
 
-EVERYONE = sys.maxsize  # workers of a landing; more than those of any group of that size
+EVERYONE = sys.maxsize  # the number of workers of a landing on all, above that of any group
 
 
 class Landing(NamedTuple):
-    """New values of the parameters of these names, on so many workers together."""
+    """The named parameters have new values, the same on this number of workers."""
 
     names: Collection[str]
     workers: float
@@ -41,19 +41,19 @@ class Part:
 
     model: nn.Module
     peers: Peers
-    follows: Part | None = None  # the part that must stand directly before it in the list
+    follows: Part | None = None  # the part that must come directly before it in the list
     outside: Metered | None = None  # carries messages that no report covers; their bytes go into the totals
-    when: Schedule | None = None  # of its rounds
+    when: Schedule | None = None  # plans its rounds
     weighs: bool = False  # whether its rounds weigh workers by their samples, or it has no rounds
     sender: Sender | None = None  # what its payloads leave through
     load: int = 1  # gradients of a batch that a worker computes in each step
-    saved_every: int = 1  # its state can be saved after every so many steps
-    totals: Totals = Totals()  # what the run has cost this worker; its synchronizer sets it
+    saved_every: int = 1  # its state can be saved after steps that are multiples of this
+    totals: Totals = Totals()  # the cost of the run on this worker; the synchronizer sets it
     # Why only the worker that saved its state can continue from it. None: any can, see `transfer.share`.
     unshared: str | None = "a part keeps state that may differ between workers"
 
     def bind(self, index: int, optimizers: Sequence[Optimizer], report: Emit) -> None:
-        """Receive the place in the list, the optimizers, and the function that takes reports."""
+        """Receive its index in the list, the optimizers, and the function that takes reports."""
 
     def communicators(self) -> list[Communicator]:
         """Return every communicator it uses. Connects them at the first call."""
@@ -84,7 +84,7 @@ class Part:
         """Another part landed among more workers than share this part's anchor: move the anchor there."""
 
     def pause(self, *, over: bool) -> None:
-        """All workers do something else than steps, or, if that is `over`, go on."""
+        """All workers stop making steps, to evaluate or save. Called again when that is `over`."""
 
     def shown(self) -> dict[str, Tensor]:
         """Return what `averaged()` shows in place of live parameters, by name."""
@@ -110,7 +110,7 @@ class Part:
 
 @contextmanager
 def hold_gradients(parts: Sequence[Part]) -> Iterator[None]:
-    """Let no gradient leave inside, because more backward passes of the same step follow."""
+    """Inside, no gradient is sent, because more backward passes of the same step follow."""
     senders = [part.sender for part in parts if part.sender is not None]
     before = [sender.held for sender in senders]
     for sender in senders:
@@ -124,7 +124,7 @@ def hold_gradients(parts: Sequence[Part]) -> Iterator[None]:
 
 @contextmanager
 def paused(parts: Sequence[Part]) -> Iterator[None]:
-    """Evaluate or save inside: the time does not count for schedules that measure it."""
+    """Evaluate or save inside. Schedules that measure time do not count it."""
     for part in parts:
         part.pause(over=False)
     try:
@@ -144,7 +144,7 @@ def check_samples(samples: float, parts: Sequence[Part]) -> None:
 
 
 def check_parts(parts: Sequence[Part]) -> None:
-    """Raise unless the parts have one model, and those that rely on another stand directly after it."""
+    """Raise unless all parts have one model, and each that relies on another comes directly after it."""
     if not parts:
         raise ValueError("Synchronizer(optimizer, []): pass at least one part.")
     if any(part.model is not parts[0].model for part in parts):
@@ -159,7 +159,7 @@ def check_parts(parts: Sequence[Part]) -> None:
 
 
 def check_timed(parts: Sequence[Part]) -> bool:
-    """Return whether rounds go by the clock. Raise if a part needs workers that make the same steps."""
+    """Return whether rounds follow the clock. Raise if a part needs workers that make the same steps."""
     timed = [part for part in parts if part.when is not None and part.when.timed]
     for clocked in timed:
         call = f"{clocked.when!r}"
@@ -198,7 +198,7 @@ def check_update(update: Update | None, delay: Delay, live: Live, peers: Peers) 
 
 
 def check_reducer(reduce: Reducer | None, update: Update, live: Live) -> Reducer:
-    """What is sent; an update that owns its code is its own reducer."""
+    """Return the reducer to use. An update that has its own code is its own reducer."""
     if reduce is not None and not isinstance(reduce, Reducer):
         raise TypeError(f"reduce={reduce!r}: pass a reducer, such as Mean().")
     if isinstance(update, Reducer) and reduce is not None:
@@ -226,7 +226,7 @@ def check_reducer(reduce: Reducer | None, update: Update, live: Live) -> Reducer
 
 
 def find_unshared(update: Update, reduce: Reducer, delay: Delay, peers: Peers, when: Schedule) -> str | None:
-    """Why an exchange of these has a state that only the worker that saved it can use; None if any can."""
+    """Return why only the worker that saved the state of such an exchange can use it; None if any can."""
     if when.timed:
         return "its workers make different numbers of steps"
     alone = isinstance(peers, Subgroups) and peers.ranks == 1 and delay == 0
@@ -238,7 +238,7 @@ def find_unshared(update: Update, reduce: Reducer, delay: Delay, peers: Peers, w
 
 
 def check_drift(drift: bool | None, when: Schedule, reduce: Reducer, live: Live) -> bool:
-    """Whether rounds report drift or loss. Drift cannot be measured with a lossy reducer."""
+    """Return whether rounds report drift or loss. Drift cannot be measured with a lossy reducer."""
     if reduce.lossy and (drift or "drift" in when.needs):
         both = f"{'drift=True' if drift else repr(when)} with reduce={reduce!r}"
         raise ValueError(f"{both}: drift cannot be measured with a lossy reducer: use Mean().")

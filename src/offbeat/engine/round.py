@@ -1,4 +1,4 @@
-"""When the rounds of an exchange happen, and one round from its beginning to its report."""
+"""The rhythm of an exchange, which says when its rounds happen, and one round from begin to report."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ _ONE = struct.unpack("<q", struct.pack("<d", NO_WEIGHT))[0]  # as a word of a he
 
 
 class Rhythm:
-    """The state machine that the engine drives step by step, and the planner from one act to the next.
+    """When rounds begin, advance and land: a state machine that the engine and the planner drive.
 
     At most one round is in flight. It lands `delay` steps after it began, or when the next one begins if
-    that is earlier. A round of n messages advances when i/n of its time is over, for i = 1 … n − 1.
+    that is earlier. A round of n messages advances when i/n of its delay has passed, for i = 1 … n − 1.
     """
 
     def __init__(self, when: Schedule, delay: Delay) -> None:
@@ -52,9 +52,9 @@ class Rhythm:
         self.when, self.delay = when, delay
         self.memory: State = when.init()
         self.planned: int | None = None  # the step after which the next round begins
-        self.round = self.began = 0  # how many rounds have begun, and after which step the last one
+        self.round = self.began = 0  # the number of rounds begun, and the step after which the last began
         self.in_air = False
-        self.running = False  # a period has begun whose end is not known yet
+        self.running = False  # whether a period has begun whose end is not known yet
         self.lands: int | None = None  # the step after which the round in flight lands, once known
         self.advances: list[int] = []  # the steps after which it advances
         self._messages = 1
@@ -81,26 +81,26 @@ class Rhythm:
             self._aim()
 
     def acts(self, step: int) -> list[Act]:
-        """What happens after this step, in order."""
+        """Return what happens after this step, in order."""
         acts: list[Act] = ["land"] if step == self.lands else ["advance"] * self.advances.count(step)
         if step == self.planned:
             acts += ["begin", "land"] if self.delay == 0 else ["begin"]
         return acts
 
     def next_act(self, step: int) -> int | None:
-        """The next step after which something happens, as far as is known now."""
+        """Return the next step after which something happens, as far as it is known now."""
         known = (*self.advances, self.lands, self.planned)
         return min((other for other in known if other is not None and other > step), default=None)
 
     def is_certain(self, step: int) -> bool:
-        """Whether a round begins after this step, whatever the learning rate is and the workers measure."""
+        """Whether a round begins after this step for any learning rate and any measurement."""
         when = self.when
         while isinstance(when, Then):
             when = when.first if step <= when.switch else when.second
         return when == Every(1)
 
     def begin(self, step: int, messages: int = 2) -> None:
-        """A round of so many messages, one after the other, has begun. The planner takes it for two."""
+        """A round has begun, with this number of successive messages. The planner assumes two."""
         self.planned, self.began, self.in_air, self._messages = None, step, True, messages
         self.running = False
         self.round += 1
@@ -113,7 +113,7 @@ class Rhythm:
         return {name: getattr(self, name) for name in ("planned", "round", "began", "in_air", "memory")}
 
     def load_state_dict(self, state: State) -> None:
-        """A round in flight has arrived when it is saved, so it no longer advances."""
+        """A round in flight had arrived when it was saved, so it no longer advances."""
         self.land()
         vars(self).update(state)
         self._messages = 1
@@ -124,27 +124,27 @@ class Rhythm:
 class Round:
     """One round of a part as this worker sees it: its workers, its messages, and what they cost.
 
-    A part opens a round, compares the workers with a header, adds what it sends to `messages`, and closes
-    with a report. `clock` is that of the beginning. `since` is the step of the round before.
+    A part opens a round, compares the workers by a header, adds what it sends to `messages`, and closes with
+    a report. `clock` is the clock when it begins, `since` the step of the round before.
     """
 
     def __init__(self, clock: Clock, comm: Communicator, *, since: int) -> None:
         self.clock, self.since, self.comm = clock, since, Metered(comm)
         self._now, self.began = comm.now, comm.now()
         self.waited = 0.0  # seconds this worker has waited for it
-        self.flown = 0.0  # seconds until its messages arrived, if it was loaded from a checkpoint
+        self.flown = 0.0  # the seconds its messages took, if it was loaded from a checkpoint
         self.messages: list[Pending[Any]] = []
-        self.heads: Pending[list[list[int]]] | None = None  # of all workers; raises unless all are here
-        self.alike = False  # whether all workers count for one, without any flag
+        self.heads: Pending[list[list[int]]] | None = None  # all headers; raises unless all workers are here
+        self.alike = False  # whether all workers have weight one and no flags
         self.void = self.all_dry = self.nobody = False  # see `Weights`
-        self.dropped = 0  # why the guard leaves this worker out
-        self.factor = 1.0  # of the mean, which makes it Σ w x / Σ w
+        self.dropped = 0  # the reason why the guard leaves this worker out
+        self.factor = 1.0  # makes the mean Σ w x / Σ w
         self._weighed = False  # whether the mean has been divided by the weights
         self.mean: Pending[Packed]
         self.followed: Pending[list[Tensor]] | None = None  # rank 0's buffers
         self.moments: Pending[Packed] | None = None
         self.sent: list[Tensor] | None = None  # the extras as they were sent, if the round lands late
-        # Where workers come and go: their names, when each has come, whether one is lost, how often one was.
+        # In an elastic run: the members, when each entered, whether one is lost, how often one was.
         self.members: tuple[str, ...] = ()
         self.entered: tuple[int, ...] = ()
         self.broken, self.repeats = False, 0
@@ -153,10 +153,10 @@ class Round:
         self, part: int, rates: int, rank: int, digest: int = 0, weight: float = NO_WEIGHT,
         waited: float = 0, flags: int = 0,
     ) -> Pending[list[list[int]]]:  # fmt: skip
-        """Send a header. The answer raises unless all workers are in this round, and holds what they sent.
+        """Send a header. The result is the headers of all workers; it raises unless all are in this round.
 
-        `part` is the place in the method, `rates` a digest of the learning rates, `rank` that among everyone,
-        `waited` the seconds that this worker has waited in all.
+        `part` is the index in the method, `rates` a digest of the learning rates, `rank` the rank among all
+        workers, and `waited` the seconds that this worker has waited in the whole run.
         """
         clock, place = self.clock, part + (int(waited * 1e6) << PLACE)
         lr, word = struct.unpack("<2q", struct.pack("<2d", clock.lr, weight))
@@ -166,7 +166,7 @@ class Round:
         return heads
 
     def _check(self, heads: list[list[int]]) -> list[list[int]]:
-        """Raise unless all workers are in the same place. Most of the time, all words of theirs are equal."""
+        """Raise unless all workers are at the same point. Usually all their words are equal."""
         words = [(head[0], head[1] % 2**PLACE, *head[2:6], head[7]) for head in heads]
         if words != words[:1] * len(words):
             if self.entered:
@@ -202,8 +202,8 @@ class Round:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Work on this round, as a range in a profile. If a worker is lost, the error names the round."""
-        # A range that nobody records would cost as much as ten small sums.
+        """Work on this round, as a range in a profile. The error for a lost worker names the round."""
+        # Without a profiler, a range would still cost as much as ten small sums.
         recorded = record_function(name) if torch._C._autograd._profiler_enabled() else nullcontext()
         with recorded:
             try:
@@ -232,13 +232,13 @@ class Round:
             with self.phase("offbeat.advance"):
                 start = self._now()
                 try:
-                    self.messages[0].wait()  # the header: nobody sends a stage of another round
+                    self.messages[0].wait()  # the header: all workers are in this round
                     self.mean.advance()
                 finally:
                     self.waited += self._now() - start
 
     def report(self, kind: type[Report] = Report, **fields: Any) -> Report:
-        """What the round cost, after `wait`. `fields` replace what it measured, or add to it."""
+        """Return what the round cost, after `wait`. `fields` replace measured values or add others."""
         landed = max([message.arrived() for message in self.messages], default=self.began + self.waited)
         clock, comm, seconds = self.clock, self.comm, max(0.0, landed - self.began, self.flown)
         place = {"step": clock.step, "round": clock.round, "period": clock.step - self.since}
@@ -276,7 +276,7 @@ class Round:
 
     @classmethod
     def resume(cls, state: State, comm: Communicator, packed: Packed) -> Round:
-        """A round whose messages have all arrived, the mean in `packed`."""
+        """Return a round whose messages have all arrived. Its mean is in `packed`."""
         torch._foreach_copy_(packed.flats, state["mean"])
         round = cls(Clock(state["step"], state["round"], state["lr"]), comm, since=state["since"])
         round.comm.sent, round.comm.received = state["bytes"]

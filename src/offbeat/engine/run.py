@@ -1,4 +1,4 @@
-"""What a synchronizer offers around its steps: costs, metrics, still optimizers, and files."""
+"""The calls of a synchronizer besides its steps: costs, metrics, checkpoints, and workers without data."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Savable(Protocol):
 
 
 class Run(ABC):
-    """The calls of a synchronizer that are no part of a step."""
+    """The calls of a synchronizer besides its steps, which `Synchronizer` adds."""
 
     method: str
     parts: list[Part]
@@ -114,25 +114,25 @@ class Run(ABC):
             raise RuntimeError(f"{call}: a step is under way: call after_step() first.")
 
     def accumulate(self) -> AbstractContextManager[None]:
-        """For all backward passes of a step but the last: gradients grow inside, and leave with the last."""
+        """For all backward passes of a step but the last: inside, gradients add up and are not sent."""
         return hold_gradients(self.parts)
 
     @property
     def rounds(self) -> int:
-        """How many rounds have landed, of the last exchange of the method."""
+        """The number of rounds of the method's last exchange that have landed."""
         last = [part for part in self.parts if isinstance(part, Exchange)][-1:]
         return sum(part.rhythm.round - part.rhythm.in_air for part in last)
 
     @property
     def _place(self) -> int:
-        """Where all workers are together: after this step, or after this round if rounds go by the clock."""
+        """The step after which all workers meet, or the round if rounds follow the clock."""
         return self.rounds if self._timed else self.steps
 
     def join(self, each: Callable[[], object] | None = None) -> None:
-        """This worker has no more data: take part in the rounds of the others until they have none either.
+        """This worker has no more data: take part in the rounds of the others until all are done.
 
-        It makes no steps of its own and counts for nothing in these rounds, but takes their results. `each`
-        is called after every step, like the rest of the loop: a learning-rate scheduler, an evaluation.
+        It makes no steps of its own and does not count in these rounds, but applies their results. `each` is
+        called after every step, like the rest of the loop: a learning-rate scheduler, an evaluation.
         """
         self._must_be_open("join()")
         dry.check_dry(self.parts, "join()")
@@ -178,7 +178,7 @@ class Run(ABC):
         """Return the costs so far and the last round as numbers, for loggers. Sends nothing and never waits.
 
         Names begin with `offbeat/`. What is not known yet, such as the drift before the first report, is left
-        out. Mean and maximum over the workers are those that the last round brought along.
+        out. Mean and maximum over the workers come from the last round.
         """
         self._costs.count_outside(self.parts)
         own = self._costs.metrics() | {"step": self.steps, "workers": self._comm.size}
@@ -241,8 +241,8 @@ class Run(ABC):
     def _count_weights(self, models: Sequence[Mapping[str, Tensor]]) -> None:
         """After `load_state_dict(..., resize=True)`: make the weights of all workers the consensus now.
 
-        `models` are the weights and buffers that this rank has read of old workers, with names and shapes as
-        here. Together, the ranks pass those of every old worker once. Every rank calls it.
+        `models` are weights and buffers of old workers that this rank has read, with the names and shapes of
+        this model. Together, the ranks pass those of every old worker once. Every rank calls it.
         """
         self._must_be_open("_count_weights()")
         with self._failing():
@@ -260,7 +260,7 @@ class Run(ABC):
             write_model(path, self.model, self._comm)
 
     def _together(self, call: Callable[[], T], restore: Callable[[], None] | None = None, **more: bool) -> T:
-        """Make a call in which all workers meet. Where they come and go, those that are left repeat it."""
+        """Make a call in which all workers meet. In an elastic run, those that remain repeat it."""
         with self._costs.including(self._comm):
             return call() if self._commits is None else self._commits.meetings.make(call, restore, **more)
 
@@ -272,7 +272,7 @@ class Run(ABC):
         self._comm.rank, self._comm.size, self._track.rank = everyone.rank, everyone.size, everyone.rank
 
     def _drop_gradients(self) -> None:
-        """Those of a worker that has just joined belong to weights that it no longer has."""
+        """If this worker has just joined: its gradients belong to weights that it no longer has."""
         if self._commits is not None and self._commits.joined:
             self._commits.joined = False
             logger.info("The gradients of step %d are dropped: this worker has just joined.", self.steps + 1)

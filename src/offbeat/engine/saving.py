@@ -35,7 +35,7 @@ _PLAIN = (
     *(type(None), bool, int, float, complex, str, bytes, bytearray, Counter),
     *(Tensor, nn.Parameter, torch.Size, torch.dtype, torch.device),
 )
-_SAVED = WORDS - 2  # checkpoints that a rank tells the others about
+_SAVED = WORDS - 2  # how many checkpoints a rank tells the others about
 
 
 class Folder:
@@ -65,15 +65,15 @@ class Folder:
             raise kind(f"save({str(self.folder)!r}): rank {self.comm.rank} cannot write its file: {error}")
         if not written:
             raise OSError(f"save({str(self.folder)!r}): another rank cannot write its file; see its error.")
-        for other, rank, workers in self.list_files():  # those of another number of workers are of no use now
+        for other, rank, workers in self.list_files():  # files of another number of workers are obsolete
             if other != step and (workers != self.comm.size or rank == self.comm.rank):
                 self.path(other, rank, workers).unlink(missing_ok=True)
 
     def newest(self, advice: str) -> int | None:
-        """Return the last step whose files are whole on every rank. Raise, with advice, if no file fits."""
+        """Return the last step that is complete on every rank. Raise, with advice, if no file fits."""
         own, damaged, whole = self._steps(), dict[int, str](), -1
         other = 0 if own else max((int(found[3]) for found in self._files()), default=0)
-        while True:  # only a file that every rank has is worth its checksums
+        while True:  # only a file that every rank has is worth checking
             steps = sorted(own)[-_SAVED:]
             rows = self.comm.tell([len(damaged), other, *[step + 1 for step in steps]]).wait()
             newest = max(self._common([row[2:] for row in rows]), default=-1)
@@ -94,7 +94,7 @@ class Folder:
         return None if newest < 0 else newest
 
     def read(self, step: int, rank: int, workers: int) -> State:
-        """Return the state in the file of a rank, which is whole."""
+        """Return the state in the file of a rank, which is complete."""
         try:
             return load_plain(self.path(step, rank, workers), self.devices)
         except ValueError as error:
@@ -159,7 +159,7 @@ def find_mesh(model: nn.Module) -> DeviceMesh | None:
 
 
 def tell_shards(words: Sequence[int], mesh: DeviceMesh | None) -> list[list[int]]:
-    """Return the words of every shard of this replica. There are as many on each."""
+    """Return the words of every shard of this replica. All shards pass equally many."""
     rows = [list(words)]
     if mesh is None:
         return rows
@@ -185,7 +185,7 @@ def capture(sync: Run, others: Mapping[str, Savable]) -> State:
 
 
 def to_plain(value: Any, where: str = "") -> Any:
-    """Return the value with numbers of NumPy as those of Python. Raise if `weights_only` would refuse it."""
+    """Return the value with NumPy's numbers as Python's. Raise if `weights_only` would refuse it."""
     kind, inside = type(value), f"{where}[{{!r}}]" if where else "{}"
     if kind.__module__ == "numpy" and hasattr(value, "item") and not value.shape:
         value, kind = value.item(), type(value.item())
@@ -202,14 +202,14 @@ def to_plain(value: Any, where: str = "") -> Any:
 
 
 def restore(sync: Run, state: State, others: Mapping[str, Savable], *, resize: bool = False) -> None:
-    """Put back what `capture` returned. Every rank calls it. Raises before the model changes."""
+    """Restore what `capture` returned. Every rank calls it. It raises before the model changes."""
     sync.load_state_dict(state["sync"], resize=resize)
     with sync._failing():
         _check(state, others, sync.model, sync.optimizers)
         _write(state, sync.model, sync.optimizers)
         for name, other in others.items():
             other.load_state_dict(state["others"][name])
-        if state["sync"]["rank"] == sync._comm.rank:  # two ranks must not draw the same numbers
+        if state["sync"]["rank"] == sync._comm.rank:  # otherwise two ranks would draw the same numbers
             _set_random_states(state["rng"], sync.model)
 
 
@@ -241,7 +241,7 @@ def _check(state: State, others: Collection[str], model: nn.Module, optimizers: 
 
 @torch.no_grad()
 def _write(state: State, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-    """Put back weights, buffers and optimizers."""
+    """Restore weights, buffers and optimizers."""
     for name, tensor in _tensors(model).items():
         local(tensor).copy_(state["model"][name])
     for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
@@ -267,7 +267,7 @@ def _take_local(value: Any) -> Any:
 
 
 def _shard_like(value: Any, parameter: Tensor) -> Any:
-    """Return a local shard as a sharded tensor again, if it belongs to a sharded parameter."""
+    """Return a local shard as a sharded tensor, if it belongs to a sharded parameter."""
     if not torch.is_tensor(value) or not is_sharded(parameter) or value.shape != parameter.to_local().shape:
         return value
     from torch.distributed.tensor import DTensor

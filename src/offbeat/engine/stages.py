@@ -1,4 +1,4 @@
-"""Stages with a proximal pull, between which the weights become their mean over the stage (CoDA)."""
+"""Stages with a proximal pull. At the end of each, the weights become their mean over the stage (CoDA)."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from offbeat.engine.round import Round
 class Stages(Part):
     """Pulls the weights toward those at the beginning of the stage, and averages over the stage at its end.
 
-    `offbeat.coda` states the rule. `lengths` are the steps of the stages, of which the last has no end; or a
-    number, which is the length of the first, and each next one is `decay` times as long. The first iteration
-    of a later stage makes no step: from its batch comes the new alpha of the model's `AUCLoss`.
+    `offbeat.coda` states the rule. `lengths` are the numbers of steps of the stages; the last one does not
+    end. A single number is the length of the first stage, and each next one is `decay` times as long. The
+    first iteration of a later stage makes no step: its batch gives the new alpha of the model's `AUCLoss`.
     """
 
     unshared = "each worker sums up its own weights over a stage"
@@ -53,7 +53,7 @@ class Stages(Part):
         self._optimizers: Sequence[Optimizer] = ()
         self._scaled, self._rates = ExitStack(), tuple[float, ...]()
         self._index, self._agreed, self._began = 0, False, 0
-        self.stage, self.done = 0, 0  # the steps done in the stage; -1: alpha is to be estimated first
+        self.stage, self.done = 0, 0  # steps done in the stage; -1: first estimate alpha
         self._reference: Packed | None = None  # where the stage began
         self._sum = Packed.like({})  # of the weights after each of its steps, in float64
 
@@ -70,7 +70,7 @@ class Stages(Part):
             raise ValueError(f"{self!r}: decay must be at least 1.")
 
     def length(self, stage: int) -> int | None:
-        """The steps of a stage; None: it has no end."""
+        """Return the number of steps of a stage; None if it does not end."""
         if isinstance(self.lengths, int):
             return round(self.lengths * self.decay**stage)
         return self.lengths[stage] if stage + 1 < len(self.lengths) else None
@@ -79,7 +79,7 @@ class Stages(Part):
         self._index, self._optimizers, self._emit = index, optimizers, report
 
     def communicators(self) -> list[Communicator]:
-        """Also agree on the share of positives, once: the mean of what the workers gave."""
+        """Also agree on the share of positives, once: the mean over the workers."""
         everyone = self.peers.everyone
         if self.outside is None:
             self.outside = Metered(everyone)
@@ -98,7 +98,7 @@ class Stages(Part):
     def _allocate(self) -> Packed:
         like = dict(zip(self._names, self._live(), strict=True))
         self._reference = reference = Packed.like(like)
-        # A stage may have 100 000 steps, whose sum would be off by 4e-4 in float32.
+        # A stage may have 100 000 steps; in float32 their sum would be off by 4e-4.
         wide = [torch.promote_types(flat.dtype, torch.float64) for flat in reference.flats]
         pairs = zip(reference.flats, wide, strict=True)
         self._sum = reference.over([torch.zeros_like(flat, dtype=dtype) for flat, dtype in pairs])

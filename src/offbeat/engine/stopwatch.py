@@ -8,14 +8,14 @@ _UNIT = 1e9  # whole nanoseconds: their sum does not depend on when a clock bega
 
 
 class Stopwatch:
-    """Measures the period that is running, and the pace of the steps in the one before."""
+    """Measures the current period, and the pace of the steps in the one before."""
 
     def __init__(self) -> None:
         self._last: float | None = None
         self._passed = 0
         self._known = False  # whether the period began with a round
         self._waited = 0.0  # for rounds since then
-        self._stopped = 0  # how many pauses there are, one inside the other
+        self._stopped = 0  # the number of nested pauses
         self.pace = 0.0  # seconds of a step, without waiting, in the last period; 0 if it is not known
 
     def read(self, now: float) -> float:
@@ -26,7 +26,7 @@ class Stopwatch:
         return self._passed / _UNIT
 
     def stop(self, now: float) -> None:
-        """A pause begins, whose time does not count."""
+        """A pause begins. Its time does not count."""
         self.read(now)
         self._stopped += 1
 
@@ -36,14 +36,14 @@ class Stopwatch:
         self._stopped -= 1
 
     def begin(self, now: float, steps: int) -> None:
-        """A round begins after so many steps."""
+        """A round begins, this number of steps after the last."""
         computed = max(0.0, self.read(now) - self._waited)
         self.pace = computed / steps if self._known and steps else 0.0
         self._known, self._waited = True, 0.0
         self.restart(now)
 
     def land(self, now: float, waited: float, *, late: bool) -> None:
-        """A round has landed, for which this worker has waited: in this period, or before it begins."""
+        """A round has landed, after a wait: a `late` one in this period, others before it begins."""
         if late:
             self._waited += waited
         else:

@@ -30,7 +30,7 @@ from offbeat.engine.weights import TIMED
 
 
 class Synchronizer(Run):
-    """Drives the parts of a method. Calls `on_report` with every `Report`, `on_join` when it joins others."""
+    """Drives the parts of a method. Calls `on_report` with every `Report`, and `on_join` when it joins."""
 
     def __init__(
         self,
@@ -50,14 +50,14 @@ class Synchronizer(Run):
         self._comm = Metered(everyone := self.parts[0].peers.everyone)
         self._worker, self._track = self._comm.worker, Track(self._comm.rank)
         self._agreed = self._started = self._inside_step = self._inside_averaged = self._dry = False
-        self._nonce = self._run = 0  # numbers of this construction and of the run, both from rank 0
+        self._nonce = self._run = 0  # numbers that identify this object and the run, both from rank 0
         self._loaded: Loaded | None = None  # until the model has the weights to continue with
         self._losses: list[float | Tensor] = []  # observed since the last step
         self._costs, parameters = Costs(), clean_names(self.model.named_parameters())
         self._trained = [(name, p, p.requires_grad) for name, p in parameters.items()]
         self._releasing = [part for part in self.parts if type(part).release is not Part.release]
         self._repeating = [part for part in self.parts if type(part).again is not Part.again]
-        self._watch: StepWatch | None = (watch := StepWatch(self, self._comm))  # both only in the beginning
+        self._watch: StepWatch | None = (watch := StepWatch(self, self._comm))  # both only at the start
         self._drift_watch = DriftWatch() if watch.real else None
         for index, part in enumerate(self.parts):
             part.totals = self._costs.totals
@@ -74,11 +74,11 @@ class Synchronizer(Run):
             self._worker.follow(self._track)
             for part in self.parts:
                 part.communicators()  # connects to its peers while all workers are here
-            self._comm.tell([]).wait()  # a worker that drops the method now would cut off those who connect
+            self._comm.tell([]).wait()  # a worker that ended now would cut off others that still connect
             self._agreed = True
 
     def start(self) -> None:
-        """Give rank 0's weights to all workers before their first gradient. Otherwise the first step does."""
+        """Give rank 0's weights to all workers before their first gradient, not only in the first step."""
         self._must_be_open("start()")
         with self._failing():
             self._start()
@@ -152,7 +152,7 @@ class Synchronizer(Run):
             return True
 
     def _after(self) -> None:
-        """Complete the iteration, and those that need no gradient: let the parts act on moved parameters."""
+        """Complete the iteration, and those without a gradient: let the parts act on the new parameters."""
         self._inside_step = False
         for part in self._releasing:
             part.release()
@@ -261,7 +261,7 @@ class Synchronizer(Run):
                 part.load_state_dict(saved)
 
     def _start(self) -> None:
-        """Once: check that all workers agree, and give them rank 0's weights and buffers."""
+        """Once: check that all workers agree, and give them the weights and buffers of rank 0."""
         if self._loaded is not None:
             with self._costs.including(self._comm), paused(self.parts):
                 self._loaded.complete(self)
@@ -282,7 +282,7 @@ class Synchronizer(Run):
         clock, rates = Clock(self.steps, self._place * self._timed, self._lr), read_rates(self.optimizers)[0]
         talks = {id(comm): comm for part in self.parts for comm in part.communicators()}
         meetings = [Round(clock, comm, since=self.steps) for comm in talks.values()]
-        for meeting in meetings:  # all at once: a worker that is elsewhere waits for one of them
+        for meeting in meetings:  # all at once: a worker at another point waits for one of them
             meeting.entered = () if self._commits is None else self._commits.meetings.entered
             meeting.compare(0, rates, self._comm.rank, flags=kind | TIMED * self._timed)
         for meeting in meetings:

@@ -1,4 +1,4 @@
-"""What works against a method, noticed in the first steps: foreign messages, foreign steps, equal workers."""
+"""Warnings in the first steps about what defeats a method: other messages, double steps, equal workers."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from offbeat.engine.report import Report, logger
 if TYPE_CHECKING:
     from offbeat.engine.synchronizer import Synchronizer
 
-STEPS, ENOUGH, NAMED = 12, 10, 3  # steps that are counted, suspicious ones, and steps that are traced
-ROUNDS = 4  # in which the drift is looked at
+STEPS, ENOUGH, NAMED = 12, 10, 3  # steps counted, those that must be suspicious, and steps traced
+ROUNDS = 4  # rounds whose drift is checked
 _CALLS = re.compile("_?(all|barrier|broadcast|gather|monitored|recv|reduce|scatter|send)")
 _TORCH, _OFFBEAT = str(Path(torch.__file__).parent), str(Path(__file__).parent.parent)
 
-# The file and the function in which a known call is made, who makes it, and what to do.
+# Known calls: a part of the file name, the function, who makes the call, and what to do.
 _KNOWN = (
     ("transformers/trainer", "_get_num_items_in_batch|get_batch_samples",
      "transformers gathers token counts at every step", "set average_tokens_across_devices=False"),
@@ -53,10 +53,10 @@ _UNKNOWN = ("This script communicates at every step", "do so every few steps, or
 
 
 class StepWatch:
-    """Looks at the first steps of a run, and is gone afterwards.
+    """Watches the first steps of a run for messages that Offbeat did not send, and for double steps.
 
-    Messages are counted by the sequence numbers of the process groups that connect workers, which cost
-    nothing. Only if there are some in nearly every step, calls are traced for a few steps.
+    Messages are counted by the sequence numbers of the process groups that connect workers, at no cost. Only
+    if nearly every step has some, calls are traced for a few steps.
     """
 
     _tracing: StepWatch | None = None  # the one that has replaced the calls of ProcessGroup
@@ -75,7 +75,7 @@ class StepWatch:
             if (run := own()) is not None and not run._inside_step:
                 self._beside += 1
 
-        # A wrapper that is an Optimizer only by name, as that of Accelerate, has no hooks.
+        # A wrapper that is an Optimizer only by name, such as that of Accelerate, has no hooks.
         real = [o for o in sync.optimizers if "_optimizer_step_post_hooks" in vars(o)]
         self._hooks = [optimizer.register_step_post_hook(stepped) for optimizer in real]
 
@@ -103,7 +103,7 @@ class StepWatch:
         return None
 
     def skip_sent(self) -> None:
-        """What was sent until now is not counted."""
+        """Do not count what was sent until now."""
         self._sent = self._count()
 
     def finish(self, steps: int, workers: int) -> None:
@@ -166,7 +166,7 @@ class StepWatch:
         return call
 
     def _warn(self, sync: Synchronizer, steps: int) -> None:
-        """Name each culprit once: a wrapper, whose messages do not go through Python, and traced calls."""
+        """Name each cause once: a DDP wrapper, whose messages do not go through Python, and traced calls."""
         named: dict[tuple[str, str], str] = {}
         if find_ddp(sync.model):
             named["DistributedDataParallel averages every gradient", WITHOUT_DDP] = ""
@@ -179,7 +179,7 @@ class StepWatch:
 
 
 def describe_call(name: str, frame: FrameType | None) -> tuple[str, str, tuple[str, str]]:
-    """Return the call, its place outside of torch and Offbeat, and what is known about it."""
+    """Return the call, its place outside of torch and Offbeat, and the known cause and remedy."""
     place, known = "an unknown place", _UNKNOWN
     while frame is not None:
         file, function = frame.f_code.co_filename, frame.f_code.co_name
@@ -206,7 +206,7 @@ def find_ddp(model: nn.Module) -> bool:
 
 
 class DriftWatch:
-    """Looks at the first rounds for real workers that stay equal although they train."""
+    """Watches the first rounds for workers that stay equal although they train."""
 
     def __init__(self) -> None:
         self._rounds = self._equal = 0
@@ -234,7 +234,7 @@ class DriftWatch:
 
 
 def is_zero(drift: float, model: nn.Module) -> bool:
-    """Whether a drift is 0, or only what rounding the mean of equal weights makes of it."""
+    """Whether a drift is 0, or no larger than the rounding of the mean of equal weights."""
     weights = [local(p) for p in trainable(model).values()]
     if drift == 0 or any(torch.finfo(weight.dtype).eps > 1e-6 for weight in weights):
         return drift == 0

@@ -11,13 +11,13 @@ from offbeat.base.clock import Clock, State
 
 Headers = Sequence[Sequence[int]]  # the headers of a round, in the order of ranks
 
-# The weight in a header. From 0 on, it is a number of samples or steps. Below, the word says what is sent.
-NO_WEIGHT = -1.0  # all of it
-AGAIN = -2.0  # all of it, once more: gradients of this worker have changed since they left
+# The weight in a header. 0 and above: a number of samples or steps. Below 0, it says what is sent:
+NO_WEIGHT = -1.0  # the whole payload
+AGAIN = -2.0  # the whole payload again: gradients of this worker have changed since they were sent
 SHARE = -3.0  # SHARE − s: the payload times s, which is below 1
 
 ROUND = 0  # the kind of a header, a number below 8; `headers` has the others
-PLACE = 16  # bits of the word that numbers the part; the time that the worker has waited goes above them
+PLACE = 16  # bits of the index of the part in its word; the bits above hold the seconds waited so far
 
 # Flags above the kind.
 DRY, OUTLIER, BROKEN, COUNTED, TIMED, RATES, JOINED = (8 << i for i in range(7))
@@ -35,18 +35,18 @@ class Tally:
     def __init__(self, *, early: bool, timed: bool, rated: bool = False) -> None:
         self._early, self._timed = early, timed
         self._flags = (TIMED | RATES * rated) * timed  # rated: the update depends on the learning rates
-        self.dry = self.idle = False  # now; whether no round is planned
-        self.ended, self.void_at = False, -1  # all were dry in a round; the step of a round without payload
-        self.joined = False  # this worker has come since the last round that has landed
+        self.dry = self.idle = False  # whether it is dry now, and whether no round is planned
+        self.ended, self.void_at = False, -1  # whether all were dry in a round; the step of a void round
+        self.joined = False  # whether this worker has joined since the last round that landed
         self.restart(0)
 
     def restart(self, step: int) -> None:
         """Begin to count after this step."""
         self.samples, self.missed, self.since = NO_WEIGHT, 0, step
-        self.special = self._timed or self.dry  # whether its word may differ from that of most workers
+        self.special = self._timed or self.dry  # whether its weight may differ from that of most workers
 
     def add(self, clock: Clock) -> None:
-        """An iteration begins. It need not be called for one with a gradient, unless `special`."""
+        """An iteration begins. Unless `special`, only iterations without a gradient need this call."""
         self.dry = clock.dry
         self.missed += clock.dry
         if clock.samples is not None:
@@ -71,17 +71,17 @@ class Tally:
         return (NO_WEIGHT if share == 1 else SHARE - share), flags
 
     def land(self, step: int, *, void: bool, all_dry: bool) -> None:
-        """A round has landed, in which not all workers counted alike."""
+        """A round has landed in which workers had different weights."""
         self.void_at, self.ended = step if void else -1, self.ended or all_dry
         self.joined = False
 
     def revive(self, step: int) -> None:
-        """All workers had run dry, and go on together."""
+        """All workers had run dry, and continue together."""
         self.ended = False
         self.restart(step)
 
     def put_back(self, before: State) -> None:
-        """The round whose beginning restarted the count is repeated: count what came before it, too."""
+        """A round is repeated: count again what its beginning had reset."""
         self.since, self.missed = before["since"], self.missed + before["missed"]
         if before["samples"] >= 0:
             self.samples = before["samples"] + max(self.samples, 0.0)
@@ -104,27 +104,27 @@ class Weights:
 
     def __init__(self, heads: Headers) -> None:
         words = read_words(heads)
-        self.size, self._known = len(words), max(words) >= 0  # by all, before anybody sends
+        self.size, self._known = len(words), max(words) >= 0  # whether all know all weights before they send
         self.all_dry = all(head[0] & DRY for head in heads)
         self.dropped = {head[6] % 2**31: head[0] & DROPPED for head in heads if head[0] & DROPPED}
         self.nobody = len(self.dropped) == self.size
         self._shares = [1.0 if word in (NO_WEIGHT, AGAIN) else max(word, SHARE - word) for word in words]
-        # Whether nobody has anything to send, because all are dry and have made no step.
+        # Whether no worker has anything to send, because all are dry and have made no step.
         self.void = self.all_dry and not any(self._shares) and not self.dropped
         if (self._known or self.dropped) and not any(self._shares):
             self._shares = [float(not head[0] & DROPPED) for head in heads]
-        # Workers that are all dry also know the shares of all others before they send.
+        # If all are dry, they also know all shares before they send.
         self._even = len(set(self._shares)) == 1 and (self.all_dry or self._known) and not self.nobody
 
     def before(self, rank: int) -> float:
-        """Return the factor of this worker's payload, for those who wait for all weights."""
+        """Return the factor of this worker's payload, if it waits for all weights."""
         own = self._shares[rank]
         if self._even or own == 0:
             return float(self._even)
         return self.size * own / math.fsum(self._shares) if self._known else own
 
     def after(self) -> float:
-        """Return the factor of the mean, which makes it Σ w x / Σ w."""
+        """Return the factor that makes the mean Σ w x / Σ w."""
         return 1.0 if self._known or self._even or self.nobody else self.size / math.fsum(self._shares)
 
 
@@ -142,7 +142,7 @@ Unit = Literal["none", "samples", "steps"]
 
 
 def unit(head: Sequence[int], word: float) -> Unit | None:
-    """Return what a worker's weight counts; None if it is nothing in any unit."""
+    """Return the unit of a worker's weight; None if it is zero, which fits any unit."""
     if head[0] & COUNTED:
         return "steps" if word or not head[0] & (DRY | DROPPED) else None
     if word == SHARE and head[0] & (DRY | DROPPED):
