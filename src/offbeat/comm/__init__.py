@@ -1,4 +1,4 @@
-"""How workers talk: the communicator's contract, the table of collectives, backends, and wrappers."""
+"""How workers communicate: the contract, the table of collectives, backends, and wrappers."""
 
 from offbeat.comm.collective import sum_in_order
 from offbeat.comm.communicator import Communicator, Pending

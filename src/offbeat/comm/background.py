@@ -1,4 +1,4 @@
-"""Work beside the training loop: a queue of jobs, and a second thread that listens to other workers."""
+"""Work in the background of the training loop: task queues, and sidecars that listen to other workers."""
 
 from __future__ import annotations
 
@@ -26,28 +26,28 @@ T = TypeVar("T")
 
 _LISTENER = "offbeat-listen"
 _LONG = timedelta(days=365)  # a listener never gives up
-_WAKE = 2.0  # seconds in which the store must accept a number
+_WAKE = 2.0  # seconds that the store has to accept a number
 _END = 10.0  # seconds to wait for a thread to end; each checks four times a second
 
 
 class TaskQueue:
-    """Runs jobs in the order given, here at once. After one has failed, all later ones fail with its error.
+    """Runs jobs in the order given; this one runs each at once. After a failure, later jobs fail likewise.
 
-    Jobs send through a communicator that nobody else uses, such as a `duplicate`, so that messages are in the
-    same order on all ranks.
+    Jobs use a communicator of their own, such as a `duplicate`, so that messages have the same order on all
+    ranks.
     """
 
     _error: BaseException | None = None
 
     def give(self, job: Callable[[], T]) -> Pending[T]:
-        """Add a job; the message is its result."""
+        """Add a job, and return its result as a message."""
         return arrived(self._do(job))
 
     def close(self) -> None:
         """Finish all jobs and end."""
 
     def abandon(self) -> None:
-        """End without starting the jobs that still wait."""
+        """End without starting the remaining jobs."""
 
     def _do(self, job: Callable[[], T]) -> T:
         if self._error is not None:
@@ -60,7 +60,7 @@ class TaskQueue:
 
 
 class ThreadQueue(TaskQueue):
-    """Runs jobs in a thread of its own. The interpreter waits for the remaining jobs before it exits."""
+    """Runs jobs in its own thread. The interpreter waits for the remaining jobs before it exits."""
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="offbeat-task_queue")
@@ -81,12 +81,12 @@ class Stopped(Exception):
 
 
 class Sidecar(ABC):
-    """A background thread of a worker, the state that the two share, and numbers announced by other workers.
+    """A background thread of a worker, the state that both share, and numbers that other workers announce.
 
-    The worker's next `until` or `check` raises an error of the sidecar.
+    An error in the sidecar is raised by the worker's next `until` or `check`.
     """
 
-    comm: Communicator  # connections for the sidecar alone
+    comm: Communicator  # connections that only the sidecar uses
     _error: BaseException | None = None
 
     @property
@@ -104,18 +104,18 @@ class Sidecar(ABC):
 
     @abstractmethod
     def locked(self) -> AbstractContextManager[None]:
-        """Hold the lock on the shared state. Everyone who waits checks again after its release."""
+        """Hold the lock on the shared state. All threads that wait check again after its release."""
 
     @abstractmethod
     def until(self, ready: Callable[[], bool], what: str, seconds: float | None = None) -> bool:
-        """Inside `locked`: release the lock and wait for `ready()`. False after so many seconds."""
+        """Inside `locked`: release the lock and wait for `ready()`. Return False after a timeout."""
 
     @abstractmethod
     def announce(self, number: int, to: int | None = None) -> None:
-        """Send a number to every worker, or to one. On each worker, always the same thread calls this."""
+        """Send a number to every worker, or to one. On each worker, only one thread calls this."""
 
     def check(self) -> None:
-        """Raise the sidecar's error, if it had one."""
+        """Raise the sidecar's error, if there is one."""
         if self._error is not None:
             raise self._error
 
@@ -125,9 +125,9 @@ class Sidecar(ABC):
 
 
 class ThreadSidecar(Sidecar):
-    """A worker that is a process: one thread works, another listens. Each rank has a queue in the store.
+    """The sidecar of a process: one thread works, another listens. Each rank has a queue in the store.
 
-    No two threads share a connection or a client of the store. Daemons, they never keep a process alive.
+    No two threads share a connection or a store client. They are daemons, which never keep a process alive.
     """
 
     def __init__(self, comm: Communicator, monitor: PeerMonitor) -> None:
@@ -225,9 +225,9 @@ class ThreadSidecar(Sidecar):
                     lambda store: PrefixStore(queues, store).queue_push(me, f"{me} -1"), _WAKE
                 )
             except Silent:
-                woken = False  # it waits for a store that does not answer: leave it behind
+                woken = False  # the listener waits for a store that does not answer: leave it behind
             except dist.DistError:
-                pass  # it ends by itself
+                pass  # the listener ends by itself
         for thread in self._threads:
             # The garbage collector may end an abandoned run, in any thread.
             if thread is not threading.current_thread() and (woken or thread.name != _LISTENER):

@@ -1,4 +1,4 @@
-"""The kinds of collectives, what each puts on the network, and what each rank gets: the one table."""
+"""The table of collectives: what each kind puts on the network, and what each rank gets."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ Algorithm = Literal["ideal", "ring", "tree", "direct"]
 
 @dataclass(frozen=True)
 class Crossing:
-    """A collective of `size` workers, `inside` of them in a group whose uplink it crosses."""
+    """A collective of `size` workers, `inside` of them in one group, which crosses the group's uplink."""
 
     given: int  # bytes that each worker hands in
     size: int
     inside: int
-    groups: int  # that the workers come from
+    groups: int  # the number of groups that the workers come from
 
 
 @dataclass(frozen=True)
 class Collective:
     """One kind of collective. Its costs are functions of the number of workers, `size`.
 
-    `sent(size, given)` is the bytes that one rank sends when each hands in `given` bytes. `hops(size)` counts
-    the sequential messages between neighbours when gloo runs it. `crosses` is the bytes over a group's
+    `sent(size, given)` are the bytes that one rank sends if each hands in `given` bytes. `hops(size)` counts
+    the sequential messages between neighbours when gloo runs it. `crosses` are the bytes over a group's
     uplink, in the busier direction, for each algorithm. `results(posts, src, ranks)` are the results of some
     ranks, given the tensors of all.
     """
@@ -39,9 +39,9 @@ class Collective:
     results: Callable[[Sequence[Sequence[Tensor]], int, Sequence[int]], list[list[Tensor]]]
     hops: Callable[[int], int] = lambda size: 1
     crosses: Callable[[Algorithm, Crossing], float] = lambda algorithm, by: by.given
-    ways: int = 1  # 2: data go to the others and come back
-    local: bool = False  # data go to a neighbour only, whatever the algorithm
-    in_place: bool = False  # results replace the tensors handed in
+    ways: int = 1  # 2: data goes to the others and comes back
+    local: bool = False  # data goes to a neighbour only, whatever the algorithm
+    in_place: bool = False  # results replace the tensors that were handed in
 
     def deliver(self, given: list[Tensor], results: list[Tensor]) -> list[Tensor]:
         """Put one rank's results where they belong."""
@@ -58,7 +58,7 @@ def nbytes(tensors: Sequence[Tensor]) -> int:
 
 
 def sum_in_order(tensors: Sequence[Tensor]) -> Tensor:
-    """The sum, taken from the first to the last."""
+    """Return the sum, added from the first to the last."""
     total = tensors[0].clone()
     for tensor in tensors[1:]:
         total += tensor
@@ -96,7 +96,7 @@ GATHER = Collective(
     }[algorithm],
     results=lambda posts, src, ranks: [[post[0].clone() for post in posts] for _ in ranks],
 )
-# Each rank has another chunk for every rank, so nothing can be shared; its own chunk stays.
+# Each rank has a different chunk for every rank, so nothing can be shared; its own chunk stays.
 EXCHANGE = Collective(
     "exchange",
     phrase="an exchange of {bytes:,} bytes",
@@ -113,7 +113,7 @@ BROADCAST = Collective(
     results=lambda posts, src, ranks: [[tensor.clone() for tensor in posts[src]]] * len(ranks),
     in_place=True,
 )
-# To the next rank; in the order of ranks, each group's uplink carries one such message.
+# To the next rank. In the order of ranks, each group's uplink carries one such message.
 SHIFT = Collective(
     "shift",
     phrase="the previous rank's {bytes:,} bytes",
@@ -125,5 +125,5 @@ COLLECTIVES = {kind.name: kind for kind in (SUM, GATHER, EXCHANGE, BROADCAST, SH
 
 
 def traffic(kind: str, size: int, given: int) -> int:
-    """Bytes that one of `size` ranks sends when each hands in `given` bytes to a collective."""
+    """Return the bytes that one of `size` ranks sends if each hands in `given` bytes."""
     return COLLECTIVES[kind].sent(size, given)

@@ -1,4 +1,4 @@
-"""How workers talk: messages, the communicator's contract, and communicators around another one."""
+"""How workers communicate: messages, the contract of communicators, and wrappers around them."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Pending(Generic[T]):
         return self._arrived()
 
     def then(self, change: Callable[[T], S]) -> Pending[S]:
-        """The message with `change` applied to it on arrival."""
+        """Return the message with `change` applied to it on arrival."""
         return Pending(lambda: change(self.wait()), self.done, self.arrived)
 
 
@@ -54,12 +54,12 @@ PendingList = Pending[list[Tensor]]
 
 
 def arrived(value: T) -> Pending[T]:
-    """A message that is already here."""
+    """Return a message that has already arrived."""
     return Pending(lambda: value, lambda: True, lambda: 0.0)
 
 
 def join_messages(messages: Sequence[Pending[Any]]) -> Pending[None]:
-    """Several messages as one, which has arrived once all of them have."""
+    """Return several messages as one, which has arrived once all of them have."""
 
     def wait() -> None:
         for message in messages:
@@ -80,7 +80,7 @@ class Communicator(ABC):
 
     @abstractmethod
     def run(self, kind: Collective, tensors: Tensors, *, src: int = 0, control: bool = False) -> PendingList:
-        """Start a collective; the calls below are made of this one. `src` is where a broadcast comes from.
+        """Start a collective. All calls below use this one. `src` is the source of a broadcast.
 
         A `control` message is a few bytes long and has a connection of its own.
         """
@@ -98,7 +98,7 @@ class Communicator(ABC):
         return self.run(GATHER, [tensor])
 
     def exchange(self, chunks: Tensors) -> PendingList:
-        """Send chunk j to rank j and get one chunk from every rank. All chunks have one shape."""
+        """Send chunk j to rank j and get one chunk from every rank. All chunks have the same shape."""
         return self.run(EXCHANGE, chunks)
 
     def broadcast(self, tensors: Tensors, src: int = 0) -> PendingList:
@@ -110,7 +110,7 @@ class Communicator(ABC):
         return self.run(SHIFT, [tensor]).then(lambda got: got[0])
 
     def tell(self, numbers: Sequence[int]) -> Pending[list[list[int]]]:
-        """At most eight whole numbers from every rank, in rank order, as a control message."""
+        """Up to eight whole numbers from every rank, in rank order, as a control message."""
         assert len(numbers) <= WORDS
         words = torch.tensor([*numbers, *[0] * (WORDS - len(numbers))], dtype=torch.int64)
         return self.run(GATHER, [words], control=True).then(lambda parts: torch.stack(parts).tolist())
@@ -131,28 +131,28 @@ class Communicator(ABC):
 
 
 class Worker(ABC):
-    """One rank's own side of a communicator: what it tells the others about itself, and its other threads."""
+    """One rank's own side of a communicator: what it tells others about itself, and its other threads."""
 
     def computed(self, step: int, share: float = 1.0) -> None:  # noqa: B027  # not every communicator cares
-        """This share of the gradient after `step` iterations is ready: move a simulated clock, or note what
-        has arrived."""
+        """This share of the gradient after `step` iterations has been computed. A simulation moves its clock;
+        others note which messages have arrived."""
 
     def skip(self) -> None:  # noqa: B027
-        """The rest of the gradient under way is not computed: a simulated clock does not count it."""
+        """The rest of the current gradient is not computed, so a simulation does not count its time."""
 
     def follow(self, track: Track) -> None:  # noqa: B027
-        """Begin a run whose place other ranks may look up while they wait. All ranks call this in order."""
+        """A run begins. Other ranks may read its place while they wait. All ranks call this in one order."""
 
     @abstractmethod
     def leave(self, departure: Departure) -> None:
-        """Tell the others that this rank has failed and sends no more, so that nobody waits for it."""
+        """Tell the others that this rank has failed and sends nothing more, so that they do not wait."""
 
     def disconnect(self) -> None:  # noqa: B027
-        """Close all connections, after a failure that the others have been told of."""
+        """Close all connections after a failure, once the others have been told."""
 
     @abstractmethod
     def duplicate(self) -> Communicator:
-        """Another communicator of the same ranks, whose messages have an order of their own."""
+        """Another communicator of the same ranks, whose messages have their own order."""
 
     @abstractmethod
     def task_queue(self) -> TaskQueue:
@@ -160,11 +160,11 @@ class Worker(ABC):
 
     @abstractmethod
     def sidecar(self) -> Sidecar:
-        """A second thread with its own connections. All ranks ask for theirs together."""
+        """A second thread with its own connections. All ranks call this together."""
 
 
 class Wrapped(Communicator, Worker):
-    """A communicator around another one. It passes everything on; subclasses change what they need."""
+    """A communicator around another one. It passes all calls on; subclasses override what they need."""
 
     def __init__(self, comm: Communicator) -> None:
         self.comm, self.rank, self.size = comm, comm.rank, comm.size
@@ -172,7 +172,7 @@ class Wrapped(Communicator, Worker):
 
     @abstractmethod
     def wrap(self, comm: Communicator) -> Communicator:
-        """The same wrapper around a communicator made from the inner one."""
+        """Return the same wrapper around a communicator made from the inner one."""
 
     def run(self, kind: Collective, tensors: Tensors, *, src: int = 0, control: bool = False) -> PendingList:
         return self.comm.run(kind, tensors, src=src, control=control)
@@ -224,7 +224,7 @@ class Metered(Wrapped):
         return Metered(comm)
 
     def move(self, to: Metered) -> None:
-        """Let another one count the bytes so far."""
+        """Move the bytes counted so far to another one."""
         to.sent, to.received = to.sent + self.sent, to.received + self.received
         self.sent = self.received = 0
 

@@ -1,4 +1,4 @@
-"""Finds out why a message will not arrive: a rank has left, is elsewhere, is late, or is dead."""
+"""Finds out why a message will not arrive: a rank has left, is in another call, is late, or is dead."""
 
 from __future__ import annotations
 
@@ -22,37 +22,37 @@ from offbeat.comm.presence import Departure, Place, Track, describe_disagreement
 from offbeat.comm.store import STORE_GONE, STORE_SILENT, Silent, StoreClient
 
 _ANSWER = 1.0  # seconds in which a healthy store answers
-_GONE = 3.0  # seconds to wait after the store, which rank 0 may host, has vanished
-_LOOKS, _PAUSE = 5, 0.1  # how often to look for a closed connection, and seconds between
-_PROBES = 1.0  # seconds between two looks for dead ranks while ranks connect
-_PROBE = 2**31 - 1  # a tag that nobody listens to
+_GONE = 3.0  # seconds to wait after the store, which rank 0 may host, is gone
+_LOOKS, _PAUSE = 5, 0.1  # how often to check for a closed connection, and the seconds between
+_PROBES = 1.0  # seconds between two checks for dead ranks while ranks connect
+_PROBE = 2**31 - 1  # a tag that no rank receives
 
-_unread: list[Any] = []  # kept, since gloo must not destroy them
+_unread: list[Any] = []  # probes, which gloo must not destroy
 
 
 @dataclass(eq=False)
 class PeerMonitor:
-    """What one rank reads in the store while it waits, and what it writes there for the others."""
+    """Reads in the store about other ranks while one rank waits, and writes there about this one."""
 
     key: str
-    names: Sequence[int]  # what errors call the ranks
-    name: int  # what they call this rank
+    names: Sequence[int]  # the ranks as errors name them
+    name: int  # this rank as errors name it
     store_client: StoreClient
     timeout: float
-    above: PeerMonitor | None = None  # of the communicator that this one was made from
+    above: PeerMonitor | None = None  # that of the communicator from which this one was made
     stopped: threading.Event = field(default_factory=threading.Event)  # ends every wait
     patience: float = inf  # seconds for all ranks to connect, if that is less than the timeout
-    gloo: list[Any] = field(default_factory=list)  # backends that can tell which ranks are connected
-    is_alive: Callable[[int], bool] | None = None  # whether a rank's process runs, before it is connected
+    gloo: list[Any] = field(default_factory=list)  # backends that show which ranks are connected
+    is_alive: Callable[[int], bool] | None = None  # whether the process of a rank runs, until it connects
     _tracks: WeakSet[Track] = field(default_factory=WeakSet)
     _runs: int = 0
 
     def _levels(self) -> list[PeerMonitor]:
-        """This one and those above, whose notes concern a rank that waits here, too."""
+        """This monitor and those above it, whose notes also concern a rank that waits here."""
         return [self] if self.above is None else [self, *self.above._levels()]
 
     def follow(self, track: Track) -> None:
-        """Begin a run. All ranks begin their runs in the same order."""
+        """A run begins. On all ranks, runs begin in the same order."""
         self._runs += 1
         track.key = f"{self.key}/run {self._runs}"
         self._tracks.add(track)
@@ -65,7 +65,7 @@ class PeerMonitor:
             store.set(f"{self.key}/left/{self.name}", note)
             store.set(f"{self.key}/left", "yes")
 
-        # Without a store, the others see our connections close, or wait for its host as well.
+        # Without a store, the others see the connections close, or wait for its host as well.
         with suppress(dist.DistError, Silent):
             self.store_client.ask(write, _ANSWER)
 
@@ -74,7 +74,7 @@ class PeerMonitor:
         self.store_client.post(lambda store: store.set(f"{self.key}/{connection}/at/{self.name}", str(begun)))
 
     def find_leaver(self, store: Store, what: str, part: str = "", at: float = inf) -> OffbeatError | None:
-        """The error if a rank has left. What it sent before still comes, unless a rank on the way is lost."""
+        """Return the error if a rank has left. Its earlier messages still arrive, unless another is lost."""
         for level in self._levels():
             if store.check([f"{level.key}/left"]):
                 for name in self.names:
@@ -87,7 +87,7 @@ class PeerMonitor:
         return None
 
     def find_conflict(self, store: Store) -> Disagreement | None:
-        """The error if a rank waits in a call that another has passed. The first to see it writes for all."""
+        """Return the error if a rank waits in a call that another passed. The first to see it tells all."""
         for track in [track for level in self._levels() for track in list(level._tracks)]:
             here = track.place  # read once: the worker moves on
             key = f"{track.key}/meeting {here.meetings}"
@@ -103,7 +103,7 @@ class PeerMonitor:
         return None
 
     def explain_loss(self, what: str, error: Exception) -> OffbeatError:
-        """The error for a broken connection: why a rank left, if it said so; else whose it was."""
+        """Return the error for a broken connection: why a rank left, if it said so; otherwise which rank."""
         with suppress(dist.DistError, Silent):
             if departure := self.store_client.ask(lambda store: self.find_leaver(store, what), _ANSWER):
                 return departure
@@ -111,7 +111,7 @@ class PeerMonitor:
         for _ in range(_LOOKS if any(level.gloo for level in self._levels()) else 0):
             if gone := self.find_closed():
                 break
-            time.sleep(_PAUSE)  # one of a rank's connections may close before the others
+            time.sleep(_PAUSE)  # not all connections of a rank close at the same time
         if not gone and isinstance(error, dist.DistNetworkError | dist.DistStoreError):
             return PeerLost(f"Waiting for {what}: rank {self.name} {STORE_GONE}.")
         reason = str(next(iter(gone.values()), error)).splitlines()[0].split("] ", 1)[-1].split(". ")[0]
@@ -119,9 +119,9 @@ class PeerMonitor:
         return PeerLost(f"Waiting for {what}: rank {self.name} lost {whose} ({reason}).")
 
     def find_closed(self) -> dict[int, RuntimeError]:
-        """The ranks that are dead or closed a connection: gloo refuses to send to them. Others ignore it."""
+        """Return ranks that are dead or have closed a connection: gloo refuses to send them a probe."""
         gone = {}
-        # A communicator that is not yet connected asks the one it was made from.
+        # A communicator that is not connected yet asks the one from which it was made.
         level = next((level for level in self._levels() if level.gloo), self)
         if not level.gloo and (is_alive := level.is_alive) is not None:
             dead = [name for name in level.names if name != level.name and not is_alive(name)]
@@ -136,7 +136,7 @@ class PeerMonitor:
 
 
 class Wait:
-    """One wait for message `number`, or with −1 for all ranks to connect. Ends it when it is hopeless."""
+    """A wait for message `number`, or with −1 for all ranks to connect, which ends when it is hopeless."""
 
     def __init__(self, monitor: PeerMonitor, part: str, number: int, what: str) -> None:
         self._monitor, self._part, self._number, self._what = monitor, part, number, what
@@ -144,7 +144,7 @@ class Wait:
         self._deadline = self._probed + min(monitor.timeout, monitor.patience if number < 0 else inf)
 
     def check(self) -> None:
-        """Raise if the message will not come."""
+        """Raise if the message will not arrive."""
         monitor = self._monitor
         if monitor.stopped.is_set():
             raise Stopped
@@ -175,7 +175,7 @@ class Wait:
             raise self._monitor.explain_loss(self._what, error) from error
 
     def _list_absent(self) -> str:
-        """The ranks that have not begun the message, according to the store, in words."""
+        """Return in words which ranks have not sent the message, according to the store."""
         monitor = self._monitor
 
         def lacks(store: Store, name: int) -> bool:
@@ -191,6 +191,6 @@ class Wait:
 
 
 def list_ranks(ranks: Sequence[int]) -> str:
-    """Ranks in words: rank 1; ranks 1 and 2; ranks 1, 2 and 3."""
+    """Return ranks in words: rank 1; ranks 1 and 2; ranks 1, 2 and 3."""
     *first, last = map(str, ranks)
     return f"ranks {', '.join(first)} and {last}" if first else f"rank {last}"

@@ -16,7 +16,7 @@ from offbeat.base.errors import (
 )
 
 BATCHES = "Do all workers have the same number of batches?"
-# The errors that all ranks raise:
+# The errors that all ranks raise.
 _KINDS: tuple[type[OffbeatError], ...] = (CheckpointMismatch, Disagreement, NotFinite, PeerLost, RunFinished)
 _SHARED = {kind.__name__: kind for kind in _KINDS}
 
@@ -47,10 +47,10 @@ class Place:
     step: int = 0  # the iteration under way, or the last one completed
     meetings: int = 0  # how many are over
     meeting: str | None = None  # the call that waits for everyone
-    begun: bool = False  # it gives or takes rank 0's weights, and can no longer load others
+    begun: bool = False  # rank 0's weights have been sent: no others can be loaded
 
     def passed_by(self, other: Place) -> bool:
-        """Whether `other` can no longer come to this meeting."""
+        """Whether `other` can no longer reach this meeting."""
         beyond = other.step > self.step or (other.begun and not self.begun)
         late = other.meetings <= self.meetings and beyond
         return late and self.meeting is not None and other.meeting is None
@@ -80,12 +80,12 @@ class Track:
 
     @property
     def place(self) -> Place:
-        step, begun = self.step, self.begun  # first, so that a meeting that ends meanwhile counts as over
+        step, begun = self.step, self.begun  # read first: a meeting that ends meanwhile counts as over
         return self.meeting or Place(step, self.meetings, begun=begun)
 
 
 def describe_disagreement(one: tuple[int, Place], other: tuple[int, Place]) -> str:
-    """The sentence for two ranks that cannot meet any more, the lower rank first."""
+    """Return the sentence for two ranks that cannot meet any more, with the lower rank first."""
     (low, here), (high, there) = sorted((one, other), key=lambda item: item[0])
     advice = BATCHES
     if here.begun != there.begun:
@@ -94,7 +94,7 @@ def describe_disagreement(one: tuple[int, Place], other: tuple[int, Place]) -> s
 
 
 def find_disagreement(tracks: Iterable[Track]) -> str | None:
-    """The sentence for the first two workers of one run that cannot meet any more."""
+    """Return the sentence for the first two workers of one run that cannot meet any more."""
     for one, other in permutations(tracks, 2):
         if one.key == other.key and one.place.passed_by(other.place):
             return describe_disagreement((one.rank, one.place), (other.rank, other.place))

@@ -1,4 +1,4 @@
-"""The process group's store, used without blocking a worker, and backends that connect through it."""
+"""A client of the process group's store that never blocks a worker, and backends that connect through it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from torch.distributed.distributed_c10d import Store, _get_default_store
 
 T = TypeVar("T")
 
-_LAST = 1.0  # seconds that the last calls may take
+_LAST = 1.0  # seconds allowed for the last calls
 
 STORE_GONE = "lost the process group's store: its host, usually rank 0, is gone"
 STORE_SILENT = "and the process group's store is silent: its host, usually rank 0, is stopped or cut off"
@@ -31,9 +31,9 @@ class Silent(Exception):
 
 
 class StoreClient:
-    """The store of a process group. A daemon thread makes the calls, so callers choose how long they wait.
+    """A client of a store. A daemon thread makes the calls, so that callers choose how long they wait.
 
-    A store whose host is stopped or cut off does not answer. torch then waits forever, whatever the timeout.
+    A store whose host is stopped or cut off does not answer. torch then waits forever, despite its timeout.
     """
 
     def __init__(self, store: Store) -> None:
@@ -60,9 +60,9 @@ class StoreClient:
 
     @contextmanager
     def lend(self, *, shared: bool) -> Iterator[Store]:
-        """A client for long calls. `shared` allows the group's own, which blocks its other users meanwhile.
+        """Lend a client for long calls. `shared` allows the group's own, which blocks its other users.
 
-        Clients are reused: the store's host may take seconds to look up the name of each new one.
+        Clients are reused: the store's host may take seconds to look up the name of a new one.
         """
         idle = self._shared if shared else self._idle
         try:
@@ -78,7 +78,7 @@ _clients: WeakKeyDictionary[dist.ProcessGroup, StoreClient] = WeakKeyDictionary(
 
 
 def store_client() -> StoreClient:
-    """The store client of this process, made with its default process group."""
+    """Return the client of the default process group's store. There is one per process."""
     group = dist.group.WORLD
     assert group is not None
     if group not in _clients:
@@ -87,7 +87,7 @@ def store_client() -> StoreClient:
 
 
 def _serve(store: Store, orders: queue.SimpleQueue[_Order | None]) -> None:
-    own = _clone(store)  # at once: torch tries for minutes to connect to a store that is gone
+    own = _clone(store)  # now: later, torch would try for minutes to connect to a store that is gone
     while (order := orders.get()) is not None:
         own = _clone(store) if own is None else own
         if own is None:
@@ -98,7 +98,7 @@ def _serve(store: Store, orders: queue.SimpleQueue[_Order | None]) -> None:
 
 
 def _clone(store: Store) -> Store | None:
-    """Another client; None if the host accepts none in time. It may be busy, and accept the next one."""
+    """Return another client; None if the host, which may be busy, does not accept it in time."""
     try:
         return store.clone()  # type: ignore[attr-defined, no-any-return]
     except dist.DistError:
@@ -106,7 +106,7 @@ def _clone(store: Store) -> Store | None:
 
 
 def _end(orders: queue.SimpleQueue[_Order | None], thread: threading.Thread) -> None:
-    """End the thread. A process that exits while it is inside torch is aborted by the C++ runtime."""
+    """End the thread. If the process exits while it is inside torch, the C++ runtime aborts."""
     orders.put(None)
     if thread is not threading.current_thread():
         thread.join(_LAST)
@@ -120,7 +120,7 @@ def _answer(call: Callable[..., T], answer: Future[T], *args: Any) -> None:
 
 
 def start(call: Callable[[], T], name: str) -> Future[T]:
-    """Run a call in a daemon thread: one that never returns keeps no process alive."""
+    """Run a call in a daemon thread, so that one that never returns does not keep the process alive."""
     answer: Future[T] = Future()
     threading.Thread(target=_answer, args=(call, answer), name=name, daemon=True).start()
     return answer
@@ -128,7 +128,7 @@ def start(call: Callable[[], T], name: str) -> Future[T]:
 
 @functools.cache
 def _devices(process: int) -> list[Any]:
-    """The devices of gloo's connections. Each has a thread that never ends and that no fork inherits."""
+    """The devices of gloo's connections. Each has a thread that never ends and that forks do not inherit."""
     if names := os.environ.get("GLOO_SOCKET_IFNAME"):
         return [dist.ProcessGroupGloo.create_device(interface=name) for name in names.split(",")]
     return [dist.ProcessGroupGloo.create_default_device()]

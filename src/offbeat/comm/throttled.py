@@ -1,4 +1,4 @@
-"""A slow link in front of any communicator: messages arrive as late as on such a link."""
+"""A slow link in front of any communicator: messages arrive as late as they would on that link."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ FRAMING = 1514 / 1448  # bytes of a full Ethernet frame per byte of TCP payload
 class Throttled(Wrapped):
     """Another communicator, behind a full-duplex link of `rate` bytes per second each way.
 
-    A message begins when its last rank has sent it and earlier messages have passed. Its bytes, as `Metered`
+    A message starts when all ranks have sent it and earlier messages have passed. Its bytes, as `Metered`
     counts them, plus TCP's headers, pass at `rate`; each hop of a ring adds `latency` seconds. A message that
-    has arrived is held back until its time, which is exact as long as the real link is faster. All ranks must
+    has arrived is held back until its time. This is exact as long as the real link is faster. All ranks must
     run on one machine and share its clock; simulated workers use `Network` instead.
 
     After a pause, `burst` bytes pass at once, as in a token bucket: the links of `offbeat.lab` have 256 kB.
@@ -71,30 +71,30 @@ class Throttled(Wrapped):
 class _Passage:
     """A message on a link."""
 
-    begun: Pending[list[list[int]]]  # when each rank began it
-    seconds: float  # that its bytes take
+    begun: Pending[list[list[int]]]  # when each rank sent it
+    seconds: float  # the time that its bytes take
     flight: float  # its latency
     lands: float | None = None
 
 
 @dataclass(eq=False)
 class LinkQueue:
-    """A queue that every message of one rank passes, whichever communicator it belongs to."""
+    """A queue for all messages of one rank, on any of its communicators."""
 
     rate: float
     latency: float
     burst: int
-    clock: Callable[[], float] = time.perf_counter  # tests have a clock and a sleep of their own
+    clock: Callable[[], float] = time.perf_counter  # tests replace the clock and the sleep
     sleep: Callable[[float], None] = time.sleep
     ahead: list[_Passage] = field(default_factory=list)
     _free: float = 0.0  # when the link is free again
-    _lock: threading.Lock = field(default_factory=threading.Lock)  # background threads send, too
+    _lock: threading.Lock = field(default_factory=threading.Lock)  # background threads also send
 
     def landing(self, passage: _Passage) -> float:
-        """When it arrives. Waits until all ranks have begun it."""
+        """Return when it arrives. Waits until all ranks have sent it."""
         passage.begun.wait()
         with self._lock:
-            # An earlier message that some rank has not begun does not occupy the link yet.
+            # An earlier message that some rank has not sent does not occupy the link yet.
             for ahead in list(self.ahead):
                 if passage.lands is None and (ahead is passage or ahead.begun.done()):
                     start = max(word[0] for word in ahead.begun.wait()) / 1e9
@@ -105,7 +105,7 @@ class LinkQueue:
         return passage.lands
 
     def hold(self, message: PendingList, due: Callable[[], float], known: Callable[[], bool]) -> PendingList:
-        """The message, held back until it is due. `known` says whether `due` would return at once."""
+        """Hold the message back until it is due. `known` says whether `due` would return at once."""
 
         def wait() -> list[Tensor]:
             value = message.wait()

@@ -23,18 +23,18 @@ from offbeat.comm.monitor import PeerMonitor, Wait
 from offbeat.comm.presence import Departure, Track
 from offbeat.comm.store import open_backend, start, store_client
 
-_GLANCE = 0.25  # seconds between two looks at the store while waiting
-_GRACE = 5.0  # seconds by which torch gives up after us: we can say who is missing
+_GLANCE = 0.25  # seconds between two checks of the store while waiting
+_GRACE = 5.0  # seconds by which torch's timeout is longer than ours, which can say who is missing
 _FIRST = ("control", "cpu")  # the connections that every communicator begins with
-_LONG = 2**15  # bytes of a chunk from which on chunks are sent one after the other
-_PIECES, _PIECE = 4, 2**19  # most pieces of a chunk, since each costs a latency; fewest bytes of a piece
+_LONG = 2**15  # chunks of at least this many bytes are sent one after the other
+_PIECES, _PIECE = 4, 2**19  # most pieces of a chunk, as each costs a latency; fewest bytes of a piece
 
-BackendCall = tuple[str, tuple[Any, ...]]  # a backend's method and its arguments, a tensor first
+BackendCall = tuple[str, tuple[Any, ...]]  # a method of a backend and its arguments, a tensor first
 _counts: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
 
 
 class Message(Pending[list[Tensor]]):
-    """A collective under way. No callbacks: gloo's threads may outlive the interpreter and run no Python."""
+    """A collective in flight. It has no callbacks: gloo's threads may outlive the interpreter."""
 
     def __init__(
         self, monitor: PeerMonitor, text: str, tensors: Tensors, src: int, result: list[Tensor]
@@ -47,7 +47,7 @@ class Message(Pending[list[Tensor]]):
         return self._text.format(bytes=nbytes(self._tensors), src=self._src)
 
     def wait(self) -> list[Tensor]:
-        """Wait in short slices, and check between them whether the message can still come."""
+        """Wait in short slices, and check between them whether the message can still arrive."""
         for connection, number, work in self.calls:
             wait = None
             while True:
@@ -56,7 +56,7 @@ class Message(Pending[list[Tensor]]):
                     work.wait(timedelta(seconds=_GLANCE))
                     break
                 except RuntimeError as error:
-                    # One that ends just as the wait does is waited for again: its own error counts.
+                    # If it ended during the wait, wait again to get its own error.
                     if over:
                         raise self._monitor.explain_loss(self.describe(), error) from error
                     if work.is_completed():
@@ -88,7 +88,7 @@ class Torch(Communicator, Worker):
     about a second.
     """
 
-    ranks: tuple[int, ...] = ()  # in the default group; unknown if it was split from another communicator
+    ranks: tuple[int, ...] = ()  # in the default group; empty if it was made from another communicator
 
     def __init__(self, group: dist.ProcessGroup | None = None, *, timeout: float = 300.0) -> None:
         if not timeout > 0:
@@ -103,13 +103,13 @@ class Torch(Communicator, Worker):
         key = f"offbeat/{group.group_name}/{ranks}/{_counts[group]}"
         monitor = PeerMonitor(key, range(len(ranks)), ranks.index(dist.get_rank()), store_client(), timeout)
         self._backends = dict(item.split(":") for item in str(get_backend_config(group)).split(","))
-        if self._backends.get("cpu") == "gloo":  # these tell who dies before our connections are there
+        if self._backends.get("cpu") == "gloo":  # shows which ranks die before ours are connected
             monitor.gloo = [group._get_backend(torch.device("cpu"))]
         self._join(monitor, _FIRST)
 
     @classmethod
     def among(cls, monitor: PeerMonitor) -> Torch:
-        """Workers without a process group, that meet in a store."""
+        """Connect workers that have no process group but a common store."""
         (made := cls.__new__(cls))._backends = {"cpu": "gloo", "cuda": "nccl"}
         made._join(monitor, _FIRST)
         return made
@@ -120,12 +120,12 @@ class Torch(Communicator, Worker):
         self._children: dict[tuple[int, ...], Torch] = {}
         self._beside: WeakSet[Torch] = WeakSet()  # duplicates and sidecars
         self._in_flight: WeakSet[Message] = WeakSet()  # messages whose time of arrival is not known yet
-        self._made_beside, self.left = 0, False  # `left`: a run that failed has told the others so
-        for connection in connections:  # gloo hangs if a rank is missing: connect now, while all are here
+        self._made_beside, self.left = 0, False  # `left`: this rank has told the others that it failed
+        for connection in connections:  # now, while all are here: gloo hangs if a rank is missing
             self._connect(connection)
 
     def _make(self, name: str, members: Sequence[int], connections: Sequence[str] = _FIRST) -> Torch:
-        """Another communicator, of some of these ranks."""
+        """Return another communicator, of some of these ranks."""
         above, other = self._monitor, Torch.__new__(Torch)
         key, names = f"{above.key}/{name}", [above.names[rank] for rank in members]
         monitor = PeerMonitor(key, names, above.name, above.store_client, above.timeout, above, above.stopped)
@@ -134,9 +134,9 @@ class Torch(Communicator, Worker):
         return other
 
     def _connect(self, name: str) -> Connection:
-        """Connect to all others, for control messages or tensors of one device, in a thread: torch blocks.
+        """Connect to all other ranks, for control messages or tensors of one device.
 
-        `new_group` numbers groups per process, and hangs where some ranks have made others.
+        A thread does it, because torch blocks. `new_group` would hang if ranks had made different groups.
         """
         monitor, kind = self._monitor, "gloo" if name in _FIRST else self._backends[name]
 
@@ -174,7 +174,7 @@ class Torch(Communicator, Worker):
             else:
                 got = given.new_empty(self.size * given.numel())
                 calls = [("_allgather_base", (got, given))]
-                if control:  # gloo gathers along a ring; this way all messages travel at once
+                if control:  # gloo gathers along a ring; an all-to-all sends all messages at once
                     calls = [("alltoall_base", (got, given.repeat(self.size), [], []))]
                 result = list(got.view(self.size, *tensors[0].shape))
         phrase = "all ranks to report" if control else kind.phrase
@@ -201,7 +201,7 @@ class Torch(Communicator, Worker):
         return self._children[mine]
 
     def computed(self, step: int, share: float = 1.0) -> None:
-        """Note what arrived during the computation: times of arrival are as fine as steps."""
+        """Note which messages arrived during the computation. Times of arrival are as fine as steps."""
         for message in list(self._in_flight):
             if message.done():
                 self._in_flight.discard(message)
@@ -222,7 +222,7 @@ class Torch(Communicator, Worker):
             other.disconnect()
 
     def _count_begun(self) -> dict[str, dict[str, int]]:
-        """The messages begun here and on all communicators made from this one, all of which are left."""
+        """Leave this and all communicators made from it. Return how many messages each has begun."""
         self.left = True
         begun = {self._monitor.key: {name: part.begun for name, part in self._connections.items()}}
         for other in (*self._children.values(), *self._beside):
@@ -236,7 +236,7 @@ class Torch(Communicator, Worker):
         return ThreadQueue()
 
     def sidecar(self) -> Sidecar:
-        aside = self._make_beside("sidecar", ())  # only the groups it is split into have connections
+        aside = self._make_beside("sidecar", ())  # only the groups that it is split into are connected
         aside._monitor.stopped = threading.Event()
         return ThreadSidecar(aside, aside._monitor)
 
@@ -248,10 +248,10 @@ class Torch(Communicator, Worker):
 
 
 def _exchange_calls(rank: int, size: int, chunks: Tensors) -> tuple[list[BackendCall], list[Tensor]]:
-    """The calls of an exchange, and the tensors they fill. Long chunks go to one rank after the other.
+    """Return the calls of an exchange, and the tensors that they fill. Long chunks go to one rank at a time.
 
-    When all send to all at once, some links fall idle before others. gloo works on two calls at a time, in
-    their order: while one piece ends, the next has the link.
+    If all ranks sent to all at once, some links would be idle before others. gloo works on two calls at a
+    time, in order, so the next piece uses the link while one ends.
     """
     given = _join(chunks)
     got = torch.empty_like(given)
@@ -269,14 +269,14 @@ def _exchange_calls(rank: int, size: int, chunks: Tensors) -> tuple[list[Backend
 
 
 def _pass_call(size: int, given: Tensor, to: int, got: Tensor, by: int) -> BackendCall:
-    """Send to one rank, and receive as much from another."""
+    """Return a call that sends to one rank and receives as much from another."""
     ours, theirs = [0] * size, [0] * size
     ours[to], theirs[by] = len(given), len(got)
     return "alltoall_base", (got, given, theirs, ours)
 
 
 def _join(chunks: Tensors) -> Tensor:
-    """The chunks in one vector; a view if they already lie in one."""
+    """Return the chunks as one vector; a view if they already are one."""
     first, size = chunks[0], chunks[0].numel()
     starts = [first.data_ptr() + i * first.nbytes for i in range(len(chunks))]
     in_place = starts == [c.data_ptr() for c in chunks] and False not in [c.is_contiguous() for c in chunks]
