@@ -29,7 +29,7 @@ def check_number(name: str, value: float, most: float, what: str = "a positive n
 
 
 def replace_nonfinite(value: Any) -> Any:
-    """A copy for JSON, which has no NaN and no infinity: they become None."""
+    """Return a copy for JSON, in which NaN and infinity, which JSON lacks, are None."""
     if isinstance(value, dict):
         return {key: replace_nonfinite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

@@ -12,7 +12,7 @@ State = dict[str, Any]
 
 
 class Cost(NamedTuple):
-    """Seconds that all workers agree on, each measured by the worker that no other holds up."""
+    """Seconds that all workers agree on."""
 
     flight: float  # of a round, on the worker that began it last
     pace: float  # of a step, on the slowest worker
@@ -25,8 +25,8 @@ class Clock:
 
     When a schedule plans, `lr` is the rate of the coming step. At a round it is that of the last step, and
     `rates` holds that of each live tensor's group. `drift`, `loss` and `round_lr` describe the last round
-    whose report is here: the spread of the weights, the mean loss since the round before, and the rate.
-    `cost` is what that round and the steps before it cost, `delay` the steps that hide a part of it, and
+    whose report has arrived: the spread of the weights, the mean loss since the round before, and the rate.
+    `cost` is what that round and the steps before it took, `delay` the steps that hide a part of it, and
     `elapsed` the seconds since the last round. Inside `Then`, `step` counts from the switch, `origin`.
     """
 
@@ -44,7 +44,7 @@ class Clock:
     origin: int = 0
     observed: tuple[float | Tensor, ...] = ()  # losses of the coming step, given by the caller
     samples: float | None = None  # of the coming step, given by the caller
-    dry: bool = False  # whether this worker has no more data, so that it makes no step of its own
+    dry: bool = False  # whether this worker has no more data, so that it makes no steps of its own
 
     @property
     def absolute(self) -> int:

@@ -1,4 +1,4 @@
-"""Random numbers as functions of their purpose, so that there is no generator state to save."""
+"""Random numbers as pure functions of a key: equal on all workers, with no generator state to save."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from torch import Tensor
 
 
 def draw_whole(*key: object) -> int:
-    """A whole number below 2⁶⁴, drawn from a seed, a step or round, and a name. Equal on all workers."""
+    """Return a whole number below 2⁶⁴ that depends on the key: a seed, a step or round, and a name."""
     return int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=8).digest(), "little")
 
 
 def uniform(*key: object) -> float:
-    """A number in [0, 1)."""
+    """Return a number in [0, 1)."""
     return (draw_whole(*key) >> 11) * 2.0**-53
 
 
 @lru_cache(maxsize=8, typed=True)
 def draw_order(length: int, *key: object) -> tuple[int, ...]:
-    """A random order of the numbers below `length`, sorted by draw_whole(*key, i)."""
+    """Return the numbers below `length` in a random order, sorted by draw_whole(*key, i)."""
     # The prefix that all keys share is hashed once.
     start = hashlib.blake2b(repr(key).removesuffix(")").removesuffix(",").encode() + b", ", digest_size=8)
 
@@ -34,7 +34,7 @@ def draw_order(length: int, *key: object) -> tuple[int, ...]:
 
 
 def uniforms(these: Tensor, those: Tensor, *key: object) -> Tensor:
-    """Numbers in (0, 1), one for each pair of whole numbers after broadcasting. Equal on all workers."""
+    """Return numbers in (0, 1), one for each pair of whole numbers after broadcasting."""
     bits = _mix(_mix(these * _ODD + _signed(draw_whole(*key))) + those)
     return bits.bitwise_right_shift_(11).bitwise_and_(2**53 - 1).double().add_(0.5).mul_(2.0**-53)
 

@@ -37,7 +37,7 @@ class PeerLost(OffbeatError):
     """A worker left, failed or stopped responding while others waited for it."""
 
     def during(self, round: int, step: int) -> PeerLost:
-        """The same error with the round in front, unless it names one already."""
+        """Return the error with the round in front, unless it already names one."""
         return self if str(self).startswith("Round ") else PeerLost(f"Round {round} (step {step}): {self}")
 
 
@@ -70,7 +70,7 @@ class BadArgument(ValueError):
 
 
 def show(value: object, most: int = 200) -> str:
-    """The value as one would type it. A long one is cut in the middle."""
+    """Return the value as one would type it. A long text is cut in the middle."""
     if isinstance(value, int) and value.bit_length() > 8 * most:
         return f"a number of {value.bit_length()} bits"  # Python refuses to print it
     text = repr(value)
@@ -78,7 +78,7 @@ def show(value: object, most: int = 200) -> str:
 
 
 def suggest(word: str, known: Iterable[str]) -> str:
-    """A question to put into a sentence, if the word is like a known one; else nothing.
+    """Return a question to append to a sentence if the word resembles a known one; otherwise "".
 
     >>> suggest("dilco", ["ddp", "diloco"])
     " (did you mean 'diloco'?)"

@@ -1,4 +1,4 @@
-"""Files of tensors that are whole or absent."""
+"""Files of tensors that are either complete or absent."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _DAMAGED = (
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Give a file to write. Unless the block raises, it replaces `path` in one piece, on the disk."""
+    """Yield a path to write to. Unless the block raises, the file atomically replaces `path`, on disk."""
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
@@ -35,7 +35,7 @@ def replacing(path: Path) -> Iterator[Path]:
         beside.replace(path)
         folder = os.open(path.parent, os.O_RDONLY)
         try:
-            os.fsync(folder)  # the new name, too
+            os.fsync(folder)  # the new name as well
         finally:
             os.close(folder)
     finally:
@@ -49,39 +49,39 @@ def write_state(path: Path, state: State) -> None:
 
 
 def delete_torn(path: Path) -> None:
-    """Delete what processes that were killed during `write_state` have left. The name may be a pattern."""
+    """Delete files left by processes that were killed during `write_state`. The name may be a pattern."""
     for beside in path.parent.glob(f".{path.name}.*"):
         beside.unlink(missing_ok=True)
 
 
 def find_damage(path: Path) -> str | None:
-    """Compare the file with the checksums in it, which torch does not do. Return what is wrong."""
+    """Check the file against the checksums in it, which torch does not. Return what is wrong, or None."""
     try:
         with zipfile.ZipFile(path) as file:
             if bad := file.testzip():
                 return f"wrong checksum of {bad}"
-            # torch writes none. Checksums do not cover them, and a folder would be read as nothing.
+            # torch sets none. Checksums do not cover them, and an entry marked as a folder reads as empty.
             return "wrong attributes" if any(entry.external_attr for entry in file.infolist()) else None
     except _DAMAGED as error:
         return str(error).partition("\n")[0] or type(error).__name__
 
 
 def read_state(path: Path) -> State:
-    """Return what `write_state` wrote; a ValueError says what is wrong with the file."""
+    """Return what `write_state` wrote. A ValueError says what is wrong with the file."""
     if damage := find_damage(path):
         raise ValueError(damage)
     return load_plain(path)
 
 
 def load_plain(file: Path | BinaryIO, devices: Sequence[str] = ()) -> State:
-    """Return the state in a whole file; a ValueError says in one sentence why torch refuses it.
+    """Return the state in a complete file. A ValueError says in one sentence why torch refuses it.
 
-    Tensors return to their devices. Those of a device that is not among `devices` go to the first of them.
+    Tensors are loaded to the device they were saved from, or to the first of `devices` if that is not one.
     """
     try:
         state: State = torch.load(file, map_location=partial(_place, devices), weights_only=True)
     except _DAMAGED as error:
-        foreign = re.search(r"GLOBAL (\S+)", str(error))  # torch says so in many lines with colours
+        foreign = re.search(r"GLOBAL (\S+)", str(error))  # torch uses many lines with colours
         holds = f"it holds a {foreign[1]}, and files are read with weights_only=True" if foreign else None
         raise ValueError(holds or str(error).partition("\n")[0]) from error
     return state

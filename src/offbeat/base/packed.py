@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 _Span = tuple[int, int, int]  # vector, offset, number of values
-_CACHED = 2**16  # values of two tensors and their difference that fit a processor's cache together
+_CACHED = 2**16  # values: two tensors of this size and their difference fit a processor's cache
 
 
 class Packed:
     """Named tensors packed into flat vectors, one per dtype and device.
 
     Half-precision tensors are widened to float32, so that sums are exact. `views` are the packed tensors.
-    `spans` say where each one lies: its vector, its offset there, and its number of values.
+    `spans` say where each one is: its vector, its offset in it, and its number of values.
     """
 
     _in_place = False  # whether some of the memory may belong to tensors outside
@@ -26,19 +26,19 @@ class Packed:
         self, names: tuple[str, ...], views: list[Tensor], flats: list[Tensor], spans: Sequence[_Span]
     ) -> None:
         self.names, self.spans, self._views, self._flats = names, tuple(spans), views, flats
-        self._factor = 1.0  # a multiplication that is still to be done
+        self._factor = 1.0  # a multiplication that has not been done yet
         self._cuts: dict[tuple[int, ...], list[Packed]] = {}
 
     @classmethod
     def like(cls, tensors: Mapping[str, Tensor], *, multiple: int = 1) -> Packed:
-        """Zeros for tensors of these shapes. The length of each vector is a multiple of `multiple`."""
+        """Return zeros for tensors of these shapes. Vector lengths are multiples of `multiple`."""
         sizes, spans = _place(tensors.values())
         flats = [torch.zeros(n + -n % multiple, dtype=k[0], device=k[1]) for k, n in sizes.items()]
         return cls(tuple(tensors), _cut(flats, spans, tensors.values()), flats, spans)
 
     @classmethod
     def around(cls, tensors: Mapping[str, Tensor]) -> Packed | None:
-        """The tensors' own memory if each begins where the last ends, else None; see `offbeat.flatten`."""
+        """Return the tensors' own memory, or None if it is not contiguous. See `offbeat.flatten`."""
         sizes, spans = _place(tensors.values())
         flats = []
         for i, (kind, size) in enumerate(sizes.items()):
@@ -55,7 +55,7 @@ class Packed:
         return packed
 
     def beside(self, other: Packed) -> Packed:
-        """The entries of both, each in its own vectors."""
+        """Return the entries of both, each in its own vectors."""
         spans = [(i + len(self._flats), start, n) for i, start, n in other.spans]
         views, flats = self._views + other._views, self._flats + other._flats
         both = Packed(self.names + other.names, views, flats, [*self.spans, *spans])
@@ -80,7 +80,7 @@ class Packed:
         self._factor = 1.0
 
     def scaled(self, factor: float) -> Packed:
-        """The same memory, multiplied by `factor` when it is first read or written out."""
+        """Return the same memory, to be multiplied by `factor` when it is first used."""
         assert self._factor == 1
         scaled = copy.copy(self)
         scaled._factor = factor
@@ -92,7 +92,7 @@ class Packed:
             flat.mul_(factor) if factor else flat.zero_()
 
     def over(self, flats: Sequence[Tensor]) -> Packed:
-        """The same entries in other vectors of the same lengths."""
+        """Return the same entries in other vectors of the same lengths."""
         return Packed(self.names, _cut(flats, self.spans, self._views), list(flats), self.spans)
 
     def cut(self, *lengths: int) -> list[Packed]:
@@ -116,9 +116,10 @@ class Packed:
         return part
 
     def pieces(self, size: int, growth: int) -> Iterator[tuple[Tensor, list[int]]]:
-        """Slices of the vectors and the tensors inside: whole ones, at least `size` values in the first one.
+        """Yield slices of the vectors, and which tensors are inside. No tensor is split.
 
-        Each slice after it is at least `growth` times as long as the one before; the last one is the rest.
+        The first slice has at least `size` values, each next one at least `growth` times as many as the one
+        before, and the last one has the rest.
         """
         for i, flat in enumerate(self.flats):
             sent, least, inside = 0, size, list[int]()
@@ -162,19 +163,19 @@ class Packed:
         return [view.data_ptr() for view in self._views] == [tensor.data_ptr() for tensor in tensors]
 
     def tensors(self) -> dict[str, Tensor]:
-        """Copies, by name."""
+        """Return copies by name."""
         return {name: view.clone() for name, view in zip(self.names, self.views, strict=True)}
 
 
 def split_alike(a: Tensor, b: Tensor) -> Iterable[tuple[Tensor, Tensor]]:
-    """Two tensors of one shape in pieces that a processor's cache holds."""
+    """Split two tensors of one shape into pieces that fit a processor's cache."""
     if a.device.type != "cpu" or not (a.is_contiguous() and b.is_contiguous()):
         return [(a, b)]
     return zip(torch.split(a.view(-1), _CACHED), torch.split(b.view(-1), _CACHED), strict=True)
 
 
 def _place(tensors: Iterable[Tensor]) -> tuple[dict[tuple[torch.dtype, torch.device], int], list[_Span]]:
-    """The length of each kind of vector, and the span of each tensor."""
+    """Return the length of the vector of each kind, and the span of each tensor."""
     sizes: dict[tuple[torch.dtype, torch.device], int] = {}
     spans = []
     for tensor in tensors:
@@ -187,5 +188,5 @@ def _place(tensors: Iterable[Tensor]) -> tuple[dict[tuple[torch.dtype, torch.dev
 
 
 def _cut(flats: Sequence[Tensor], spans: Sequence[_Span], like: Iterable[Tensor]) -> list[Tensor]:
-    """Views of the spans, shaped like the given tensors."""
+    """Return views of the spans, shaped like the given tensors."""
     return [flats[i][start : start + n].view(t.shape) for (i, start, n), t in zip(spans, like, strict=True)]

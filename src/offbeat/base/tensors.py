@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 _WRAPPERS = ("_orig_mod", "module")
 PRESENT = "present"  # the note that says which gradients exist
 
-Share = tuple[dict[str, Tensor], list[Tensor]]  # a worker's contribution to a round: notes and tensors
+Share = tuple[dict[str, Tensor], list[Tensor]]  # what a worker sends in a round: notes and tensors
 
 
 def is_sharded(tensor: Tensor) -> TypeGuard[DTensor]:
-    """Whether the tensor is a DTensor, a class that takes a second to import."""
+    """Whether the tensor is a DTensor. Imported only if needed, because that takes a second."""
     if type(tensor) in (Tensor, nn.Parameter):
         return False
     from torch.distributed.tensor import DTensor
@@ -28,7 +28,7 @@ def is_sharded(tensor: Tensor) -> TypeGuard[DTensor]:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This worker's shard of a tensor, detached and real-valued. Shares memory with the original."""
+    """Return this worker's shard of a tensor, detached and real-valued. It shares the tensor's memory."""
     tensor = tensor.detach()
     if type(tensor) is not Tensor and is_sharded(tensor):
         tensor = tensor.to_local()
@@ -36,7 +36,7 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def read_version(tensor: Tensor | None) -> tuple[object, ...]:
-    """A value that differs after the tensor has been changed in place.
+    """Return a value that changes when the tensor is changed in place.
 
     `torch._foreach_mul_` and FSDP2 change a DTensor without a new version, so its norm is compared too.
     """
@@ -48,16 +48,16 @@ def read_version(tensor: Tensor | None) -> tuple[object, ...]:
 
 
 def clean_names(items: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
-    """Tensors by name, without the prefixes that `torch.compile` and wrappers add."""
+    """Return tensors by name, without the prefixes that `torch.compile` and wrappers add."""
     items = list(items)
     clean = [".".join(part for part in name.split(".") if part not in _WRAPPERS) for name, _ in items]
-    if len(set(clean)) < len(items):  # the model has its own submodule called "module"
+    if len(set(clean)) < len(items):  # the model itself has a submodule called "module"
         clean = [name for name, _ in items]
     return {name: tensor for name, (_, tensor) in zip(clean, items, strict=True)}
 
 
 def trainable(model: nn.Module) -> dict[str, Tensor]:
-    """Every trainable parameter by name; tied ones appear once."""
+    """Return every trainable parameter by name. Tied ones appear once."""
     return {name: p for name, p in clean_names(model.named_parameters()).items() if p.requires_grad}
 
 
@@ -80,23 +80,23 @@ class Live:
         return f"{self._call}({len(self.names)} tensors)"
 
     def owners(self) -> dict[str, Tensor]:
-        """The parameters whose optimizer moments travel along, by name."""
+        """Return the parameters whose optimizer moments are exchanged, by name."""
         return dict(zip(self.names, self.parameters, strict=True))
 
     def tensors(self) -> list[Tensor]:
-        """The tensors themselves, to be written in place."""
+        """Return the tensors themselves, to be written in place."""
         return [local(p) for p in self.parameters]
 
     def like(self) -> dict[str, Tensor]:
-        """Tensors of the same shapes, by name."""
+        """Return tensors of the same shapes, by name."""
         return {name: local(p) for name, p in zip(self.names, self.parameters, strict=True)}
 
     def notes(self) -> dict[str, Tensor]:
-        """Small tensors sent along in the same round. Call this before `tensors`."""
+        """Return small tensors to be sent in the same round. Call this before `tensors`."""
         return {}
 
     def land_notes(self, notes: Sequence[Tensor], *, late: bool = False) -> None:
-        """Use the mean of all notes; the tensors are written. `late`: they may belong to another round."""
+        """Use the mean of all notes, after the tensors are written. `late`: these may be of another round."""
 
 
 class Gradients(Live):
@@ -121,11 +121,11 @@ class Gradients(Live):
         return [local(p.grad) for p in self.parameters if p.grad is not None]
 
     def notes(self) -> dict[str, Tensor]:
-        """1 for each gradient that exists here. The mean shows which exist on any worker."""
+        """Return 1 for each gradient that exists here. The mean shows which exist on any worker."""
         return {PRESENT: torch.tensor([float(p.grad is not None) for p in self.parameters])}
 
     def take(self, *, copy: bool) -> Share:
-        """This step's gradients, missing ones as zeros, which stay None; copies if `.grad` will change."""
+        """Return this step's gradients, with zeros for missing ones. `copy` them if `.grad` will change."""
         notes, missing = self.notes(), [p for p in self.parameters if p.grad is None]
         own = [tensor.clone() if copy else tensor for tensor in self.tensors()]
         for p in missing:
@@ -134,7 +134,7 @@ class Gradients(Live):
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """A block in which no parameter has a gradient. The gradients return at its end."""
+        """Inside, no parameter has a gradient. The gradients return at the end."""
         before = [p.grad for p in self.parameters]
         for p in self.parameters:
             p.grad = None
@@ -152,9 +152,9 @@ class Gradients(Live):
 
 
 class OptimizerState(Live):
-    """Entries of the optimizers' state, which exist after their first steps: every round looks them up.
+    """Entries of the optimizers' state. Every round looks them up, because the first steps create them.
 
-    They travel as the moments of other exchanges do, here without parameters.
+    They are exchanged like the moments in other exchanges, here without parameters.
     """
 
     _call = "moments"
@@ -189,8 +189,8 @@ def grads(model: nn.Module, *, own: bool = True) -> Gradients:
 def moments(model: nn.Module, *keys: str) -> OptimizerState:
     """Entries of the optimizers' state of the trainable parameters, such as `moments(model, "exp_avg")`.
 
-    Of an entry that all workers have, a round takes the mean. With several keys, each optimizer has some of
-    them: "exp_avg" is the first moment in Adam, "momentum_buffer" that in SGD.
+    A round averages the entries that all workers have. Give several keys if optimizers differ: the first
+    moment is "exp_avg" in Adam and "momentum_buffer" in SGD.
     """
     return OptimizerState(model, keys)
 

@@ -39,7 +39,7 @@ class Straggler:
     seed: int = 0
 
     def seconds(self, rank: int, step: int) -> float:
-        """The delay of a rank in the step that follows `step` completed ones."""
+        """Return the delay of a rank in the step after `step` completed ones."""
         if self.share is not None:
             return self.delay if uniform(self.seed, step, f"straggler/{rank}") < self.share else 0.0
         return self.delay if rank == self.rank and (step + 1) % self.every == 0 else 0.0
@@ -146,12 +146,12 @@ def parse_straggler(text: str, name: str = "straggler", *, workers: int | None =
 
 
 def as_rate(bandwidth: float) -> str:
-    """Bytes per second as bits per second, in a readable unit."""
+    """Write bytes per second as bits per second, in a readable unit."""
     return _scale(bandwidth * 8, {"Tbit/s": 1e12, "Gbit/s": 1e9, "Mbit/s": 1e6, "kbit/s": 1e3, "bit/s": 1.0})
 
 
 def as_time(seconds: float) -> str:
-    """Seconds in a readable unit. Less than half a nanosecond is rounding, and shown as 0."""
+    """Write seconds in a readable unit. Less than half a nanosecond is a rounding error, shown as 0."""
     if abs(seconds) < 5e-10:
         return "0 s"
     if _round(seconds / 60) >= 2:
@@ -165,19 +165,19 @@ def as_bytes(number: float) -> str:
 
 
 def _scale(number: float, units: dict[str, float], *, least: float = 1) -> str:
-    """Three digits without an exponent, in the first unit of which there are so many, or in the last."""
+    """Write three digits, no exponent, in the first unit that gives `least` or more, or in the last."""
     scaled = [(number / size, unit) for unit, size in units.items()]
     value, unit = next((pair for pair in scaled if _round(pair[0]) >= least), scaled[-1])
     return f"{value:,.0f} {unit}" if value >= 999.5 else f"{Decimal(f'{value:.3g}'):f} {unit}"
 
 
 def _round(number: float) -> float:
-    """Three digits, as they are printed: 999.9 of a unit are 1 of the next."""
+    """Round to three digits, as printed: 999.9 of a unit is 1 of the next."""
     return float(f"{number:.3g}")
 
 
 def _parse_bits(rate: str, name: str, text: str, form: str) -> int:
-    """Bits per second. An error quotes the whole text and says its form."""
+    """Return bits per second. An error quotes the whole text and shows its form."""
     match = re.fullmatch(rf"({_NUMBER})(?:(|[kmgt]i?)(bit|bps))?", rate.lower(), re.ASCII)
     if match is None:
         raise BadArgument(name, text, form)

@@ -1,4 +1,4 @@
-"""How a payload is sent: each reducer owns its collectives."""
+"""How a payload is sent: each reducer chooses its own collectives."""
 
 from offbeat.reduce.code import Code, Reducer
 from offbeat.reduce.feedback import ErrorFeedback

@@ -21,20 +21,20 @@ from offbeat.comm.communicator import Communicator, Pending, arrived
 
 Residual = Sequence[Tensor] | None
 Messages = Generator[Pending[list[Tensor]], list[Tensor], None]
-"""The messages of a code, one after the other. It yields each and gets back what arrives."""
+"""A code's messages, one after the other. The generator yields each and gets back what arrives."""
 
 _buffers: WeakKeyDictionary[Packed, dict[Hashable, Tensor]] = WeakKeyDictionary()
 
 
 def list_buffers(payload: Packed) -> list[Tensor]:
-    """The buffers that codes keep with a payload. They are not part of a checkpoint."""
+    """Return the buffers that codes keep with a payload. They are not part of a checkpoint."""
     return list(_buffers.get(payload, {}).values())
 
 
 class Staged(Pending[Packed]):
     """A result that takes several messages. `stages` send the second and later ones, in order.
 
-    All ranks run a stage at the same point: a round runs stage i of n when i/n of its delay is over.
+    All ranks run a stage at the same point: a round runs stage i of n when i/n of its delay has passed.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class Staged(Pending[Packed]):
 
 
 class Reducer:
-    """How a payload is sent. A frozen value that gives every rank the mean of all payloads, or nearly.
+    """How a payload is sent. A frozen value that gives every rank the mean of all payloads, exact or not.
 
     Drift is not measured with a `lossy` reducer. One that `remembers` keeps values for later rounds.
     """
@@ -66,16 +66,16 @@ class Reducer:
     remembers: bool = False  # the mean may be nonzero where no worker sends anything in this round
 
     def init(self) -> State:
-        """The initial state."""
+        """Return the initial state."""
         return {}
 
     def start(self, payload: Packed, comm: Communicator, clock: Clock, state: State) -> Pending[Packed]:
-        """Send the payload, which now belongs to the message; the mean may use its memory. A reducer that
+        """Send the payload. Its memory now belongs to the message, and the mean may use it. A reducer that
         needs more than one message returns a `Staged`."""
         raise NotImplementedError
 
     def reweigh(self, state: State, factor: float) -> None:
-        """The mean of a round has been multiplied by `factor`, because not all workers count alike."""
+        """The mean of a round was multiplied by `factor`, because workers had different weights."""
 
 
 class TensorSpan(NamedTuple):
@@ -89,7 +89,7 @@ class TensorSpan(NamedTuple):
 
 @dataclass(frozen=True)
 class Vector:
-    """One long vector of a payload. Outside its `spans` it is zero and may be overwritten."""
+    """One vector of a payload. Outside its `spans` it is zero and may be overwritten."""
 
     values: Tensor
     residual: Tensor | None  # receives what this rank failed to send
@@ -98,7 +98,7 @@ class Vector:
     buffers: dict[Hashable, Tensor]
 
     def buffer(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Memory that is kept from round to round with its contents; zeros at first."""
+        """Return memory that keeps its contents from round to round. It starts as zeros."""
         key = (self.index, name, shape, dtype, self.values.device)
         if key not in self.buffers:
             self.buffers[key] = torch.zeros(shape, dtype=dtype, device=self.values.device)
@@ -157,8 +157,8 @@ class Code(Reducer):
 class PayloadSplit:
     """A payload in two parts: vectors for a code, and small tensors and extras that are averaged exactly.
 
-    Every rank tells whether its payload is finite. If one is not, all raise before anything is written.
-    Vectors are float32. Without a code they have the payload's own type, and contain the small tensors too.
+    Every rank tells the others whether its payload is finite. If one is not, all raise before anything is
+    written. Vectors are float32. Without a code they keep their type and contain the small tensors as well.
     """
 
     def __init__(
@@ -174,13 +174,13 @@ class PayloadSplit:
             self._exact = Packed.like({names[i]: views[i] for i in self._rest})
             self._exact.read([views[i] for i in self._rest])
         for view in [views[i] for i in self._rest if extras[i]]:
-            view.zero_()  # which may be infinite
+            view.zero_()  # extras may be infinite
         ends = [torch.stack(torch.aminmax(flat)).tolist() for flat in payload.flats if len(flat)]
         bad = 0  # the number, from 1, of the first tensor that cannot be sent
         if False in [-most <= low <= high <= most for low, high in ends]:  # NaN too
             bad = 1 + [bool((view.abs() <= most).all()) for view in views].index(False)
         self._word = comm.tell([bad])
-        self._message: Pending[Any] = self._word  # the last to arrive beside those of the code
+        self._message: Pending[Any] = self._word  # the last message besides those of the code
         if self._rest:
             torch._foreach_zero_([views[i] for i in self._rest])
             self._message = comm.mean(self._exact.flats)
@@ -201,7 +201,7 @@ class PayloadSplit:
                 left.zero_()
 
     def _convert(self, vector: Vector) -> Vector:
-        """A copy in float32. Its loss of precision is not sent either."""
+        """Return a copy in float32. What it loses goes into the residual."""
         narrow = vector.buffer("narrow", (vector.values.numel(),), torch.float32).copy_(vector.values)
         copy = replace(vector, values=narrow)
         if vector.residual is not None:
@@ -211,7 +211,7 @@ class PayloadSplit:
         return copy
 
     def send(self, codes: Sequence[Messages], messages: int = 1) -> Staged:
-        """Send the first of the `messages` of each code."""
+        """Send the first of the `messages` of each code, and return the mean."""
         self._sent = [(code, next(code)) for code in codes]  # what each code waits for
         self._arrivals: list[float] = []
         stages = [self._advance] * (messages - 1) if codes else []

@@ -1,4 +1,4 @@
-"""Error feedback: what a code has lost is sent later."""
+"""Error feedback: what a code loses is sent later."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class ErrorFeedback(Reducer):
         return feed(self.code, self.decay, payload, comm, clock, state)
 
     def reweigh(self, state: State, factor: float) -> None:
-        """Scale what is kept, so that it weighs as much as before in a mean multiplied by `factor`."""
+        """Scale the residual, so that it keeps its weight in a mean that is multiplied by `factor`."""
         for left in (state["residual"] or ()) if factor != state["factor"] else ():
             left.mul_(state["factor"] / factor)
         state["factor"] = factor
@@ -50,7 +50,7 @@ class ErrorFeedback(Reducer):
 def feed(
     code: Code, decay: float, payload: Packed, comm: Communicator, clock: Clock, state: State
 ) -> Pending[Packed]:
-    """Send the payload plus the losses of earlier ones; `state` keeps the new losses."""
+    """Send the payload plus earlier losses. `state` keeps the new losses."""
     if state["residual"] is None:
         state["residual"] = [torch.zeros_like(flat) for flat in payload.flats]
     for flat, left in zip(payload.flats, state["residual"], strict=True):

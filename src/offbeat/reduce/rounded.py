@@ -1,4 +1,4 @@
-"""The mean, exact or of values rounded to fewer bits."""
+"""The mean, exact or of values that are rounded to fewer bits."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from offbeat.comm.communicator import Communicator, Pending, join_messages
 from offbeat.reduce.code import Code, Messages, Residual, Vector
 from offbeat.reduce.wire import BlockCodec, CastCodec
 
-_codec = functools.cache(BlockCodec)  # which remembers its width
+_codec = functools.cache(BlockCodec)  # a codec caches its width
 _HEAD, _GROWTH = 2**18, 64  # values of the first piece of a payload; how much longer the next one is
 _NARROW = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 _BLOCKS = {8: 256, 4: 32, 3: 32, 2: 32}  # values that share a scale, by bits
-_PIECES = 4  # at most
-_PIECE = 2**17  # values, about, at least
-_SHORT = 2**20  # values of a vector up to which another call costs more than one more slice
+_PIECES = 4  # of a slice, at most
+_PIECE = 2**17  # values of a piece, roughly, at least
+_SHORT = 2**20  # values; in a shorter vector, one more call costs more than one more slice
 
 
 @dataclass(frozen=True, repr=False)
 class Mean(Code):
     """The exact mean in float32, or in float64 for float64 tensors.
 
-    With `dtype` "bfloat16" or "float16" half the bytes travel; sums are still float32.
+    With `dtype` "bfloat16" or "float16", half the bytes are sent; sums are still float32.
 
         offbeat.diloco(model, optimizer, reduce=Mean("bfloat16"))
     """
@@ -67,10 +67,10 @@ class Mean(Code):
 
 
 def send(payload: Packed, comm: Communicator, live: Sequence[Tensor] = ()) -> Pending[Packed]:
-    """Send a payload; its exact mean arrives. `live` are packed first, as its first entries.
+    """Send a payload and return its exact mean. `live` are packed first, as its first entries.
 
-    A long payload goes in pieces, and the next one is packed while the first travels. It is much longer:
-    gloo moves one long vector faster than many short ones, and memory is faster than the network.
+    A long payload is sent in pieces: the second is packed while the first is in flight. The second is much
+    longer: gloo moves one long vector faster than many short ones, and memory is faster than the network.
     """
     own, short = payload.cut(len(live))[0], sum(map(torch.numel, payload.flats)) < 4 * _HEAD
     if short or own.is_memory_of(live):
@@ -90,11 +90,11 @@ class Quantized(Code):
 
         q = s·n        n from −2^(bits−1) to 2^(bits−1) − 1
 
-    The value of largest magnitude in a block becomes the lowest number, whatever its sign: the scale s has
-    one too. Smaller blocks lose less and send more scales, 2 bytes each. The default is 32 values, or 256
-    with 8 bits. `stochastic` rounds at random, so that the error is zero on average; the draws depend on
-    `seed`, round and rank. Sums are float32. Below 8 bits use `ErrorFeedback`, so that nothing is lost for
-    good.
+    The value of largest magnitude in a block becomes the lowest number, whatever its sign, because the scale
+    s has a sign as well. Smaller blocks lose less and send more scales, 2 bytes each. The default is 32
+    values, or 256 with 8 bits. `stochastic` rounds at random, so that the error is zero on average; the draws
+    depend on `seed`, round and rank. Sums are float32. Below 8 bits use `ErrorFeedback`, so that nothing is
+    lost for good.
 
         offbeat.ddp(model, optimizer, reduce=ErrorFeedback(Quantized(4)))
     """
@@ -135,12 +135,12 @@ def mean_in_two_phases(
     codec: CastCodec | BlockCodec,
     rngs: Sequence[torch.Generator | None] = (None, None),
 ) -> Messages:
-    """An all-to-all, a sum, an all-gather: the bytes of an all-reduce in this codec.
+    """An all-to-all, a sum and an all-gather: as many bytes as an all-reduce in this codec.
 
-    Each rank sums one slice in float32 and sends the mean to all. The values of the others are rounded once
-    before the sum, its own are not. The mean is rounded once; the rank that rounds it keeps the error in its
-    residual, which is in its own slice and thus not rounded again. All ranks decode the same bytes. Long
-    slices are coded in pieces: while the mean of one piece travels, the next is summed.
+    Each rank sums one slice in float32 and sends the mean to all. The values of the other ranks are rounded
+    once before the sum; its own are not. The mean is rounded once, and the rank that rounds it keeps the
+    error in its residual, in its own slice, which is not rounded again. All ranks decode the same bytes. Long
+    slices are coded in pieces: while the mean of one piece is in flight, the next is summed.
     """
     size, unit, width, residual = comm.size, codec.unit, codec.width, vector.residual
     units = -(-vector.values.numel() // (size * unit))
@@ -175,7 +175,7 @@ def _encode_slices(
     codec: CastCodec | BlockCodec, ranks: slice, slices: Slices, left: Slices | None, wire: Tensor,
     pieces: Sequence[tuple[slice, slice]], rng: torch.Generator | None,
 ) -> None:  # fmt: skip
-    """Encode what these ranks sum, and keep what is lost."""
+    """Encode the slices that these ranks sum, and keep the losses."""
     values, lost = slices.read(ranks), None if left is None else left.read(ranks)
     for inside, coded in pieces:
         room = None if lost is None else lost[:, inside]
@@ -187,7 +187,7 @@ def _encode_slices(
 class Slices:
     """A vector cut into slices of one length, one per rank. The last may be short; some ranks may have none.
 
-    Short vectors are coded in few calls: those that `groups` lists are matrices of several slices.
+    A short vector is coded in few calls: each group of ranks from `groups` is a matrix of several slices.
     """
 
     def __init__(self, flat: Tensor, length: int) -> None:
@@ -196,7 +196,7 @@ class Slices:
         self._all = self._whole + (rest > 0)
 
     def groups(self, apart: int | None = None) -> list[slice]:
-        """Ranks whose slices go into one call. Of a long vector, the slice of rank `apart` is left out."""
+        """Return ranks whose slices share a call. In a long vector, the slice of rank `apart` is left out."""
         edges = [0, self._whole, self._all]
         if apart is not None and (self._flat.numel() > _SHORT or apart >= self._whole):
             edges = sorted({*edges, apart, apart + 1})
@@ -204,7 +204,7 @@ class Slices:
         return [ranks for ranks in ranges if (ranks.start, ranks.stop - 1) != (apart, apart)]
 
     def read(self, ranks: slice) -> Tensor:
-        """The slices as rows of a matrix: the vector's own memory, or a copy with zeros behind its end."""
+        """Return the slices as rows of a matrix: the vector's own memory, or a copy padded with zeros."""
         part = self._flat[ranks.start * self._length : ranks.stop * self._length]
         missing = (ranks.stop - ranks.start) * self._length - part.numel()
         return (torch.nn.functional.pad(part, (0, missing)) if missing else part).view(-1, self._length)

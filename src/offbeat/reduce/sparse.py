@@ -1,4 +1,4 @@
-"""A part of the values: the largest ones and their positions, or one piece of every tensor."""
+"""Codes that send some of the values: the largest and their positions, or one block of each tensor."""
 
 from __future__ import annotations
 
@@ -57,16 +57,16 @@ class TopK(Code):
             vector.residual.scatter_add_(0, places, -mine)
         vector.values.zero_()
         parts = yield comm.gather(wire)
-        for rank, part in enumerate(parts):  # in rank order, so that all sums are the same everywhere
+        for rank, part in enumerate(parts):  # in rank order, so that sums are equal on all ranks
             own = rank == comm.rank
             where = places if own else self._unpack_places(part, number, starts)
             what = mine if own else self._unpack_values(part, number)
             vector.values.scatter_add_(0, where, what * (1 / comm.size))  # no position occurs twice
 
     def _find(self, vector: Vector) -> tuple[Tensor, Tensor]:
-        """The start of each value's chunk, or of each window of 65 536 values; and the places of the values.
+        """Return the start of each value's chunk, or of each window of 65 536 values, and the values' places.
 
-        A shorter last chunk may send all it has.
+        A shorter last chunk may send all its values.
         """
         values, chunk = vector.values, self.chunk
         if chunk is None:
@@ -87,7 +87,7 @@ class TopK(Code):
         return starts, starts + columns
 
     def _pack_places(self, places: Tensor, windows: int) -> Tensor:
-        """The position in the chunk; or the count per window, and the position in the window."""
+        """Pack positions in the chunk; or the count per window, and positions in the window."""
         inner = places % (self.chunk or _WINDOW)
         packed = pack12(inner) if self.chunk is not None and self.chunk <= 4096 else pack16(inner)
         packed = pad(packed, (0, -packed.numel() % 4))
@@ -105,7 +105,7 @@ class TopK(Code):
         return starts + unpack16(wire[: 2 * number])
 
     def _unpack_values(self, wire: Tensor, number: int) -> Tensor:
-        """The values, which are at the end of the wire."""
+        """Return the values, which are at the end of the wire."""
         size = 272 * (-(-number // 1024)) if self.bits == 2 else 4 * number
         part = wire[wire.numel() - size :]
         return unpack_levels(part, number) if self.bits == 2 else part.view(torch.float32)
@@ -135,7 +135,7 @@ class RandomBlock(Code):
         for span in vector.spans:
             length = max(1, (span.end - span.start) // self.ratio)
             first = span.start + draw_whole(self.seed, clock.round, span.name) % (span.end - span.start)
-            over = max(0, first + length - span.end)  # these wrap around
+            over = max(0, first + length - span.end)  # values that wrap around
             ends.append((first, first + length - over))
             if over:
                 ends.append((span.start, span.start + over))
@@ -150,10 +150,10 @@ class RandomBlock(Code):
 
 
 def largest(rows: Tensor, k: int) -> Tensor:
-    """The columns of the k entries of largest magnitude in each float32 row, in no order.
+    """Return the columns of the k entries of largest magnitude in each float32 row, in any order.
 
     The bits of a float without its sign, read as a whole number, sort like the float. Whole numbers are
-    searched faster, since none of them is NaN.
+    searched faster, because none of them is NaN.
     """
     step = max(1, _TILE // rows.shape[1])
     tile = torch.empty_like(rows[:step], dtype=torch.int32)
@@ -176,7 +176,7 @@ def _largest(rows: Tensor, k: int) -> Tensor:
 
 
 def pack12(numbers: Tensor) -> Tensor:
-    """Numbers below 4096, two in three bytes; an odd last one takes two."""
+    """Pack numbers below 4096, two in three bytes; an odd last one takes two bytes."""
     a, b = pad(numbers, (0, numbers.numel() % 2)).view(-1, 2).unbind(1)
     return torch.stack([a & 255, (a >> 8) | ((b & 15) << 4), b >> 4], 1).to(torch.uint8).flatten()
 
@@ -187,7 +187,7 @@ def unpack12(wire: Tensor, length: int) -> Tensor:
 
 
 def pack16(numbers: Tensor) -> Tensor:
-    """Numbers below 65536, two bytes each."""
+    """Pack numbers below 65536, two bytes each."""
     return numbers.to(torch.int16).view(torch.uint8)
 
 
@@ -196,7 +196,7 @@ def unpack16(wire: Tensor) -> Tensor:
 
 
 def pack_levels(values: Tensor) -> Tensor:
-    """Two bits per value: four equal bins over ±3σ of each group of values, and the mean of each bin.
+    """Pack two bits per value: four equal bins over ±3σ of each group, and the mean of each bin.
 
     A group with zeros has one level for zero, so that they stay zero, and one for all values below it; its σ
     is that of the other values.

@@ -1,4 +1,4 @@
-"""Summaries: a matrix as a product of two thin ones, a whole gradient as two numbers."""
+"""Codes that send a summary: a matrix as a product of two thin ones, a gradient as two numbers."""
 
 from __future__ import annotations
 
@@ -89,8 +89,8 @@ class TwoLevel(Reducer):
         x ← x + (mean(μ₊) − μ₊) where x ≥ 0        x ← x − (mean(μ₋) − μ₋) elsewhere
 
     Three numbers are sent, whatever the size, and one byte per tensor of gradients. A tensor that no worker
-    has does not count; one that only others have counts as zeros. Workers get different results: average
-    their parameters from time to time, as `a2sgd` does.
+    has does not count; one that only other workers have counts as zeros. Workers get different results:
+    average their parameters from time to time, as `a2sgd` does.
 
     Yoon et al., "A2SGD", 2020, arXiv 2006.07405.
     """
@@ -109,7 +109,7 @@ class TwoLevel(Reducer):
 
 
 def _shift(vectors: list[Tensor], comm: Communicator, sizes: Tensor, here: Tensor) -> Messages:
-    """Send the sum and number of the values ≥ 0, the mean magnitude of the rest, and which tensors exist."""
+    """Shift the values by what the ranks send: sum and number of those ≥ 0, mean of the rest, `here`."""
     below = sum(int((values < 0).sum()) for values in vectors)
     above = sum(float(values.clamp(min=0).sum(dtype=torch.float64)) for values in vectors)
     under = sum(float(values.clamp(max=0).sum(dtype=torch.float64)) for values in vectors)

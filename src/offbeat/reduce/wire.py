@@ -1,4 +1,4 @@
-"""Wire forms of rounded values: how a vector is written into bytes, and read from them."""
+"""Wire formats of rounded values: how a vector is written to bytes and read from them."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_TILE = 2**18  # values processed at a time by a CPU, so that they stay in its cache between two passes
+_TILE = 2**18  # values that a CPU processes at a time, so that they stay in its cache between passes
 _GPU_TILE = 2**24
 _TINY = 2.0**-126  # the smallest scale: its inverse is finite
-_WORDS = {8: torch.int8, 4: torch.int16, 3: torch.int64, 2: torch.int32}  # in which numbers are packed
+_WORDS = {8: torch.int8, 4: torch.int16, 3: torch.int64, 2: torch.int32}  # into which numbers are packed
 
 
 @dataclass(frozen=True)
 class CastCodec:
-    """The wire form of vectors as a narrower floating type: `unit` values take `width` bytes.
+    """The wire format of vectors in a narrower floating type: `unit` values take `width` bytes.
 
-    Vectors lie along the last dimension and have whole units. `encode` writes the values into the bytes, and
-    what they lose into `left`. `decode` writes the decoded values into `out`. `add` adds those of several
-    wires, times `factor`, to one vector, in their order.
+    Vectors are along the last dimension and consist of whole units. `encode` writes the values to the wire,
+    and what they lose to `left`. `decode` writes the decoded values to `out`. `add` adds the values of
+    several wires, times `factor`, to one vector, in order.
     """
 
     dtype: torch.dtype
@@ -103,7 +103,7 @@ class BlockCodec:
                 rows[at].addcmul_(numbers, own)
 
     def _open(self, wire: Tensor) -> tuple[Tensor, Tensor]:
-        """The bytes of the numbers, in planes (see `pack`), and the scales."""
+        """Return the bytes of the numbers, in planes (see `pack`), and the scales."""
         blocks, planes = wire.shape[-1] // self.width, 3 if self.bits == 3 else 1
         cut = wire.shape[-1] - 2 * blocks
         codes = torch.unflatten(wire[..., :cut], -1, (planes, blocks, -1)).movedim(-3, 0)
@@ -111,14 +111,14 @@ class BlockCodec:
 
 
 def _tiles(rows: Tensor, copies: int = 1) -> list[Any]:
-    """Ranges of blocks, the last dimension but one, that fit a processor's cache together."""
+    """Return ranges of blocks, the last dimension but one, that fit a processor's cache."""
     *others, blocks, unit = rows.shape
     size = tile_size(rows, unit * copies * math.prod(others))
     return [(..., slice(start, start + size), slice(None)) for start in range(0, blocks, size)]
 
 
 def find_scales(rows: Tensor, bits: int, *, at_random: bool) -> Tensor:
-    """The scale of each row: the smallest in bfloat16 with which no number is out of range.
+    """Return the scale of each row: the smallest in bfloat16 with which no number is out of range.
 
     The value of largest magnitude may become −2^(bits−1), one of the other sign 2^(bits−1) − 1. Rounding to
     the nearest lets it exceed that number by almost one half.
@@ -135,8 +135,8 @@ def find_scales(rows: Tensor, bits: int, *, at_random: bool) -> Tensor:
 def pack(numbers: Tensor, planes: Tensor, bits: int) -> None:
     """Write whole numbers, one per byte, into bytes without gaps. The numbers are overwritten.
 
-    Eight numbers of 3 bits take three bytes, each of which goes to a plane of its own. Bytes are moved as
-    words: neighbours are joined, then neighbouring pairs, until a word has all of its numbers at its end.
+    Eight numbers of 3 bits take three bytes, each in its own plane. Bytes are moved as words: neighbours are
+    joined, then neighbouring pairs, until all numbers of a word are at its end.
     """
     if bits == 8:
         planes[0].view(torch.int8).copy_(numbers)
@@ -149,7 +149,7 @@ def pack(numbers: Tensor, planes: Tensor, bits: int) -> None:
 
 
 def unpack(planes: Tensor, bits: int) -> Tensor:
-    """The whole numbers in these bytes, one per byte."""
+    """Return the whole numbers in these bytes, one per byte."""
     if bits == 8:
         return planes[0].view(torch.int8)
     words = planes[0].to(_WORDS[bits])
@@ -161,16 +161,16 @@ def unpack(planes: Tensor, bits: int) -> Tensor:
 
 
 def _sizes(bits: int) -> list[int]:
-    """How many numbers are in each half of what is joined: 1, 2, … up to half a word."""
+    """Return how many numbers are joined with as many in each step: 1, 2, … up to half a word."""
     return [size for size in (1, 2, 4) if size < _WORDS[bits].itemsize]
 
 
 def _mask(bits: int, size: int) -> int:
-    """Runs of `size` numbers without gaps, each at the start of as many bytes."""
+    """Return a mask for runs of `size` numbers without gaps, each at the start of as many bytes."""
     run = (1 << bits * size) - 1
     return sum(run << 8 * start for start in range(0, _WORDS[bits].itemsize, size))
 
 
 def tile_size(values: Tensor, unit: int = 1) -> int:
-    """How many units are processed at a time."""
+    """Return how many units are processed at a time."""
     return max(1, (_TILE if values.device.type == "cpu" else _GPU_TILE) // unit)
