@@ -22,13 +22,13 @@ from offbeat.comm.torch_backend import Torch
 Group = Communicator | dist.ProcessGroup | DeviceMesh | None
 
 _communicators: WeakKeyDictionary[dist.ProcessGroup, Torch] = WeakKeyDictionary()
-_PARTITIONS = 16  # random ones, if a size is not a power of two; each keeps its connections
+_PARTITIONS = 16  # of random groups, if a size is not a power of two; each keeps its connections
 
 
 def communicator(group: Group = None) -> Communicator:
-    """Return a group's one communicator; None means the default process group, or one worker alone.
+    """Return the communicator of a group. None means the default process group, or else a single worker.
 
-    A run that fails leaves its communicator. The next run on the same group gets a new one.
+    There is one per group. After a run has failed, the next run on the group gets a new one.
     """
     if isinstance(group, Communicator):
         return group
@@ -194,7 +194,7 @@ class Butterfly(_Grouped):
             edges = [workers * i // count for i in range(count + 1)]
             return [sorted(order[low:high]) for low, high in itertools.pairwise(edges)]
         bits, width = self._bits
-        free = sum(1 << (round * width + i) % bits for i in range(width))  # where members may differ
+        free = sum(1 << (round * width + i) % bits for i in range(width))  # bits in which members may differ
         together: dict[int, list[int]] = {}
         for rank in range(workers):
             together.setdefault(rank & ~free, []).append(rank)

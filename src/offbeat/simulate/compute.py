@@ -1,4 +1,4 @@
-"""How long a worker computes, and how often it fails."""
+"""How long workers compute, and how often they fail."""
 
 import json
 import math
@@ -24,19 +24,19 @@ def require(holds: bool, value: object, name: str, rule: str) -> None:
 
 
 class Compute:
-    """The seconds that each step takes on each worker. A frozen value, so a run depends on its inputs only.
+    """The seconds of each step on each worker. A frozen value, so a run depends on its inputs only.
 
-    Call it with a rank and a step for one number; `seconds` gives the same numbers for many at once.
+    Call it with a rank and a step for one number. `seconds` returns the same numbers for many at once.
     """
 
     spread = True  # whether workers or steps differ
 
     def seconds(self, ranks: Tensor, steps: Tensor) -> Tensor:
-        """Seconds of each rank at each step, in float64. Both are whole numbers that broadcast together."""
+        """Return the seconds of each rank at each step, in float64. Ranks and steps broadcast together."""
         raise NotImplementedError
 
     def loaded(self, batches: int) -> "Compute":
-        """The same workers with so many batches in each step. Delays do not grow with them."""
+        """Return the same workers with this number of batches per step. Delays do not grow with it."""
         return Uneven(self, (float(batches),))
 
     def __call__(self, rank: int, step: int) -> float:
@@ -83,7 +83,7 @@ class Jittered(Compute):
 
 @dataclass(frozen=True)
 class HeavyTailed(Compute):
-    """Pareto times of mean `step`: most steps a little faster, some very slow. Smaller `tail`: wider."""
+    """Pareto times of mean `step`: most steps are faster, some very slow. Smaller `tail`: wider."""
 
     step: float
     tail: float = 3.0
@@ -218,7 +218,7 @@ class Failures:
         return self.restart + self.checkpoint / 2
 
     def gap(self, rank: int, number: int) -> float:
-        """Seconds of work before failure `number` of a worker, since the one before."""
+        """Return the seconds of work between failure `number` of a worker and the one before."""
         drawn = -math.log1p(-uniform(self.seed, rank, number, "failure")) * 3600
         return drawn / self.per_hour if self.per_hour else math.inf
 
@@ -232,7 +232,7 @@ class Uptime:
         self._next = next(self._times)
 
     def lose(self, seconds: float) -> float:
-        """Seconds lost to failures during the next `seconds` of work."""
+        """Return the seconds lost to failures during the next `seconds` of work."""
         self._worked += seconds
         lost, every = 0.0, self._failures.checkpoint
         while self._next <= self._worked:

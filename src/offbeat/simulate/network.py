@@ -1,4 +1,4 @@
-"""How long messages take in virtual seconds: links, uplinks shared by groups of workers, and latencies."""
+"""How long messages take in virtual seconds: links, uplinks that groups of workers share, and latencies."""
 
 import itertools
 import math
@@ -13,7 +13,7 @@ from offbeat.comm.collective import COLLECTIVES, Algorithm, Crossing
 from offbeat.simulate.compute import require
 
 _ALGORITHMS: tuple[str, ...] = get_args(Algorithm)
-LinkId = tuple[int, int]  # a level, 0 for the workers' own links, and the worker or group it belongs to
+LinkId = tuple[int, int]  # the level, 0 for the workers' own links, and the worker or group
 
 
 @dataclass(frozen=True)
@@ -89,11 +89,11 @@ class Network:
         return dict(self.shares).get(kind, 1.0)
 
     def seconds(self, nbytes: int) -> float:
-        """The time of one message between neighbours, on the slowest of the workers' own links."""
+        """Return the time of one message between neighbours, on the slowest of the workers' own links."""
         return self.latency + nbytes / min(self.links)
 
     def delay(self, kind: str, counts: list[int]) -> float:
-        """The sum of the latencies of one collective; see `hops` for `counts`."""
+        """Return the sum of the latencies of one collective. `hops` explains `counts`."""
         latencies = [self.latency, *(level.latency for level in self.levels)]
         if counts[0] == 1 or not any(latencies):
             return 0.0
@@ -109,7 +109,7 @@ class Traffic:
         self._free: dict[LinkId, float] = {}
 
     def carry(self, kind: str, members: Sequence[int], given: int, ready: float, *, queue: bool) -> float:
-        """When a collective lands that is `ready` to start. It starts when all its links are free."""
+        """Return when a collective lands that is `ready` at this time. It starts when its links are free."""
         if len(members) == 1:
             return ready
         busy, start = self._busy(kind, members, given), ready
@@ -122,7 +122,7 @@ class Traffic:
         return start + max(busy.values(), default=0.0) + delay
 
     def _busy(self, kind: str, members: Sequence[int], given: int) -> dict[LinkId, float]:
-        """Seconds for which one collective keeps each link busy; links without a limit are left out."""
+        """Return the seconds for which a collective uses each link. Unlimited links are left out."""
         network, size = self.network, len(members)
         sent = own_bytes(network.reduce, kind, size, given) / network.share(kind)
         links = network.links if len(network.links) > 1 else network.links * (max(members) + 1)
@@ -138,15 +138,15 @@ class Traffic:
 
 
 def own_bytes(algorithm: Algorithm, kind: str, size: int, given: int) -> int:
-    """Bytes each of `size` workers sends over its own link, and receives. A ring keeps the worker's share."""
+    """Return the bytes that each worker sends over its own link, and receives."""
     up_and_down = algorithm == "tree" and COLLECTIVES[kind].ways == 2 and size > 1
     return 2 * given if up_and_down else COLLECTIVES[kind].sent(size, given)
 
 
 def hops(algorithm: Algorithm, kind: str, counts: list[int]) -> list[float]:
-    """How often a collective pays the latency of each level; the first level is the workers' own links.
+    """Return how often a collective pays the latency of each level, from the workers' own links outward.
     `counts` are the workers, then the groups that they come from on each level. In a ring each link adds its
-    own latency, twice for a mean. In a tree the groups of one level meet before those of the next."""
+    latency, twice for a mean. In a tree the groups of one level meet before those of the next."""
     ways, local, size = COLLECTIVES[kind].ways, COLLECTIVES[kind].local, counts[0]
     if algorithm == "ring" and not local:
         crossing = [count if count > 1 else 0 for count in [*counts, 1]]

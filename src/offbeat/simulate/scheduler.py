@@ -1,4 +1,4 @@
-"""The threads of simulated workers, and what they can wait for: one runs at a time, the earliest first."""
+"""The threads of simulated workers, and what they wait for. One runs at a time, the earliest first."""
 
 import heapq
 import itertools
@@ -21,7 +21,7 @@ from offbeat.simulate.compute import Failures, Uptime
 from offbeat.simulate.network import Network, Traffic
 
 T = TypeVar("T")
-# A communicator's members, after those of the communicators it was made from; (−n,) is its nth duplicate.
+# The members of a communicator, after those of the ones it was made from; (−n,) marks the nth duplicate.
 CommPath = tuple[tuple[int, ...], ...]
 StepSeconds = Callable[[int, int], float]  # by rank and step
 
@@ -128,7 +128,7 @@ class Scheduler:
         heapq.heappush(self._posts, (when, next(self._number), deliver))
 
     def wait(self, call: CollectiveCall) -> None:
-        """Give the baton away until the call is complete, then move this actor's clock to its landing."""
+        """Pass the baton until the call is complete, then move this actor's clock to its landing."""
         actor = self.current
         if call.missing:
             self.waiting[actor] = call
@@ -144,13 +144,13 @@ class Scheduler:
         self.clocks[actor] = max(self.clocks[actor], call.lands)
 
     def has_landed(self, call: CollectiveCall) -> bool:
-        """Whether a message has landed by now. First lets all actors that are behind in time catch up."""
+        """Whether a message has landed. First lets all actors that are behind in time catch up."""
         actor = self.current
         self.catch_up(actor)
         return not call.missing and call.lands <= self.clocks[actor]
 
     def until(self, ready: Callable[[], bool], what: str) -> None:
-        """Give the baton away until a condition holds. Raises if nobody can make it hold."""
+        """Pass the baton until a condition holds. Raises if no actor can make it hold."""
         if not ready():
             self.waiting[self.current] = Condition(ready, what, None)
             self.catch_up(self.current)
@@ -159,13 +159,13 @@ class Scheduler:
                 raise self.failure
 
     def wake(self, now: float) -> None:
-        """Let actors continue from now whose condition has come true."""
+        """Let actors whose condition has become true continue from this time."""
         for wait in self.waiting.values():
             if isinstance(wait, Condition) and not wait.holds and wait.ready():
                 wait.due, wait.holds = now, True
 
     def catch_up(self, actor: int) -> None:
-        """Let all actors run that are behind in time, or come before this one at the same time."""
+        """Let all actors run that are behind in time, or that act before this one at the same time."""
         self._rng[actor] = torch.get_rng_state()
         self.hand_over()
         self._enter(actor)
@@ -192,7 +192,7 @@ class Scheduler:
             self._turns[actor].release()
 
     def _first(self) -> tuple[float, int] | None:
-        """The first actor that can move, and from which time on."""
+        """Return the first actor that can move, and from which time."""
         able = []
         for actor, what in self.waiting.items():
             if isinstance(what, Condition):
@@ -203,7 +203,7 @@ class Scheduler:
         return min(able, default=None)
 
     def _explain_standstill(self) -> BaseException:
-        """The error when nobody can move: workers are in different places, or wait for each other."""
+        """Return the error when no actor can move: workers disagree, or wait for each other."""
         if (apart := find_disagreement(sorted(self.tracks, key=lambda track: track.rank))) is not None:
             return Disagreement(apart)
         waits = []
@@ -218,7 +218,7 @@ class Scheduler:
 
 
 class BackgroundActor:
-    """An actor beside a worker, so that a job and the worker can wait for different messages.
+    """A background actor of a worker, so that a job and the worker can wait for different messages.
 
     It runs the jobs of its task queues in the order given, each at the time of its queue.
     """
@@ -226,14 +226,14 @@ class BackgroundActor:
     def __init__(self, scheduler: Scheduler, rank: int) -> None:
         self.scheduler, self.rank = scheduler, rank
         self.queues: set[VirtualQueue] = set()  # those that have not ended
-        self.jobs: list[Callable[[], None]] = []  # the first of which may be running
+        self.jobs: list[Callable[[], None]] = []  # the first one may be running
         self.actor = scheduler.add(rank, scheduler.clocks[rank])
         scheduler.on_exit[rank].append(self.queues.clear)
         scheduler.on_exit[rank].append(self.notify)
         scheduler.play(self.actor, self._work)
 
     def _work(self) -> None:
-        with suppress(BaseException):  # of a standstill, which the workers raise
+        with suppress(BaseException):  # an error that the workers raise
             while self.queues:
                 self.scheduler.until(lambda: bool(self.jobs) or not self.queues, "a job")
                 if self.jobs:
@@ -242,7 +242,7 @@ class BackgroundActor:
                 self.notify()
 
     def notify(self) -> None:
-        """Let others continue that wait for what has just happened."""
+        """Wake actors that wait for what has just happened."""
         self.scheduler.wake(self.scheduler.clocks[self.scheduler.current])
 
 

@@ -1,4 +1,4 @@
-"""Runs many workers in one process, one at a time, and gives each its view of the others."""
+"""Runs many workers in one process, one at a time, and gives each a communicator."""
 
 import functools
 from collections import Counter
@@ -41,7 +41,7 @@ def simulate(
     """Run `worker(comm)` for every rank in one process, and return the results in rank order.
 
     Exactly one worker runs at a time, and workers switch only where one waits for a message, so a run is a
-    pure function of its inputs. Each worker has torch random numbers of its own, which start as the caller's.
+    pure function of its inputs. Each worker has its own torch random state, which starts as the caller's.
 
     Reports are in virtual seconds. `compute(rank, step)` is the time that a worker needs for the gradient
     after `step` iterations: a function, or a value such as `Jittered(0.2)`. `network` says how long messages
@@ -122,7 +122,7 @@ class Virtual(Communicator, Worker):
         return find_view(self._scheduler, self._path_beside(), self._me)
 
     def task_queue(self) -> TaskQueue:
-        """Queues that are made without a duplicate in between share an actor."""
+        """Queues share an actor if no duplicate was made in between."""
         if self._background is None or not self._background.queues:
             self._background = BackgroundActor(self._scheduler, self._me)
         return VirtualQueue(self._background)
@@ -146,7 +146,7 @@ class Virtual(Communicator, Worker):
         return self._scheduler.clocks[self._scheduler.current]
 
     def computed(self, step: int, share: float = 1.0) -> None:
-        """Move the worker's clock by the time of a gradient, or a share of it, and of failures in it."""
+        """Advance the worker's clock by a gradient, or a share of one, and by failures during it."""
         scheduler, me = self._scheduler, self._me
         seconds = max(0.0, share - scheduler.shares[me]) * scheduler.compute(me, step)
         scheduler.shares[me] = 0.0 if share == 1 else share
@@ -157,13 +157,13 @@ class Virtual(Communicator, Worker):
 
 
 def find_view(scheduler: Scheduler, path: CommPath, me: int) -> Communicator:
-    """The view that worker `me` has of a communicator. There is one, because it numbers the messages."""
+    """Return the view of a communicator that worker `me` has. There is only one: it numbers the messages."""
     return scheduler.views.setdefault((path, me), Virtual(scheduler, path, me))
 
 
 class VirtualSidecar(Sidecar):
-    """One more actor of the scheduler, with a clock of its own. Before an actor touches shared state, all
-    actors behind it in virtual time catch up, so changes happen in the order of time."""
+    """Another actor of the scheduler, with its own clock. Before an actor touches shared state, all actors
+    behind it in virtual time catch up, so changes happen in the order of time."""
 
     def __init__(self, scheduler: Scheduler, path: CommPath, rank: int) -> None:
         self._scheduler, self._path, self._rank, self._stopped = scheduler, path, rank, False

@@ -1,4 +1,4 @@
-"""Updates that step an anchor, which the workers of a round share or each keeps for itself."""
+"""Updates that step an anchor, which the workers of a round share, or which each has for itself."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ class SGD:
 
         min(momentum, r/(r + ramp))
 
-    so that it remembers 1 + r/ramp rounds, a part of the run so far, until that is as much as `momentum`
-    does. A larger `ramp` grows more slowly. The weights move far in the first rounds, in directions that soon
-    change, and a momentum that keeps them goes too far: `SGD(0.7, momentum=0.9, ramp=40)`.
+    so that it remembers 1 + r/ramp rounds, a part of the run so far, up to as many as `momentum` does. With a
+    larger `ramp` it grows more slowly. In the first rounds the weights move far, in directions that soon
+    change, and a full momentum would overshoot: `SGD(0.7, momentum=0.9, ramp=40)`.
     """
 
     lr: float
@@ -123,9 +123,9 @@ def check_factory(optimizer: object) -> None:
 
 
 def outer_step(factory: Factory, anchor: Packed, gradient: Packed, round: int | None, state: State) -> None:
-    """Make one step of the outer optimizer. Its state is stored in plain form, as checkpoints need it.
+    """Make one step of the outer optimizer. Its state is kept in plain form, for checkpoints.
 
-    With None for the round, the momentum is that of the last step.
+    If `round` is None, the momentum is that of the last step.
     """
     for tensor, grad in zip(anchor.views, gradient.views, strict=True):
         tensor.grad = grad.to(tensor.device)
@@ -173,7 +173,7 @@ class SlowMo(Anchored):
 
 
 def ratios(clock: Clock, state: State) -> list[float | None]:
-    """Return γ/γ_prev of every tensor: 1 at first, 10 at most, None where γ is 0, which is never γ_prev."""
+    """Return γ/γ_prev of every tensor: 1 at first, 10 at most, None where γ is 0. γ_prev skips zeros."""
     pairs = list(zip(clock.rates, state["rates"] or clock.rates, strict=True))
     state["rates"] = [now or old for now, old in pairs]
     return [None if now == 0 else 1.0 if old == 0 else min(now / old, 10.0) for now, old in pairs]
@@ -210,8 +210,8 @@ class Gossip(Anchored):
 class Eager(Anchored):
     """An immediate outer step that uses the other workers' displacements of the round before.
 
-    `offbeat.eager_diloco` states the rule. At the end every worker steps along what it still lacks, so that
-    each has used the sum of all mean displacements.
+    `offbeat.eager_diloco` states the rule. At the end, every worker steps along the displacements that it has
+    not used yet, so that each has used the sum of all mean displacements.
     """
 
     anchors, weighs = "own", False
@@ -245,7 +245,7 @@ class Eager(Anchored):
             mean.add_(flat).sub_(own, alpha=1 / comm.size)
         self._step(live, room, 0 if state["outer"] is None else None, state)
         for flat in (*state["mean"], *state["own"]):
-            flat.zero_()  # nothing is left over, so a run that continues starts from zero
+            flat.zero_()  # all displacements are used, so a run that continues starts from zero
         states = state["outer"]["state"].values()
         comm.mean([v for s in states for key, v in s.items() if key != "step" and torch.is_tensor(v)]).wait()
 

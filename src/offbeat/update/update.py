@@ -19,9 +19,9 @@ from offbeat.reduce.feedback import check_code, feed
 class Update:
     """How a mean is applied: a frozen value. What it remembers is in `state`, as plain tensors and numbers.
 
-    `live` are the live tensors. `room` is memory in which they lie packed; it may be overwritten. `anchors`
-    says what the update keeps. With "none" it sends weights and also works for gradients. With "own" each
-    worker keeps an anchor. With "shared" the workers of a round have one and send displacements from it.
+    `live` are the live tensors. `room` is memory that holds them packed, and may be overwritten. `anchors`
+    says what the update keeps. With "none" it sends weights, and also works for gradients. With "own" each
+    worker has its anchor. With "shared" the workers of a round have one, and send displacements from it.
     """
 
     anchors: ClassVar[Literal["none", "own", "shared"]] = "none"
@@ -111,7 +111,7 @@ class Correct(Update):
 
 
 class Anchor(NamedTuple):
-    """The weights that workers set out from, and how many workers share them: 0 if each has its own."""
+    """The weights from which workers start a period, and how many share them: 0 if each has its own."""
 
     packed: Packed
     workers: float = 0
@@ -122,7 +122,7 @@ class Anchor(NamedTuple):
             torch.sub(start.to(out.device), x, out=out)
 
     def follow(self, live: Sequence[Tensor], names: Collection[str], workers: float) -> None:
-        """Move to the live tensors of these names, which landed on so many workers, if these are more."""
+        """Move to the named live tensors, which landed on `workers` workers, if fewer share the anchor."""
         for name, start, x in zip(self.packed.names, self.packed.views, live, strict=True):
             if workers > self.workers and name in names:
                 start.copy_(x)
@@ -130,7 +130,7 @@ class Anchor(NamedTuple):
 
 @dataclass(frozen=True)
 class Anchored(Update):
-    """Base of updates with an anchor, whose vectors are in `state["anchor"]`. It sends displacements."""
+    """An update with an anchor, whose vectors are in `state["anchor"]`. It sends displacements."""
 
     anchors: ClassVar[Literal["none", "own", "shared"]] = "shared"
     sends: ClassVar[Literal["weights", "displacements"]] = "displacements"
@@ -247,7 +247,7 @@ class Detached(Anchored, Reducer):
 
 
 def _errors(packed: Packed, state: State) -> list[Tensor]:
-    """Return the errors of the live tensors, which come first in each vector; extras have no errors."""
+    """Return the errors of the live tensors, which are first in each vector. Extras have no errors."""
     return [error[: flat.numel()] for flat, error in zip(packed.flats, state["residual"], strict=False)]
 
 

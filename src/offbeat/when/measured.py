@@ -9,17 +9,17 @@ from statistics import mean, median
 from offbeat.base.clock import Clock, State
 from offbeat.when.schedule import LATER, Schedule, check_fields
 
-_ROUNDS = 4  # whose times are averaged
-_GROWTH = 4  # a period is at most so many times as long as the one before
+_ROUNDS = 4  # rounds whose times are averaged
+_GROWTH = 4  # the largest ratio of a period to the one before
 
 
 @dataclass(frozen=True)
 class Seconds(Schedule):
-    """A round when so many seconds are over. Until then each worker makes as many steps as it can.
+    """A round after this time. Until then each worker makes as many steps as it can.
 
-    The round begins after the first step that ends when the time is over, so that a fast worker does not wait
-    for a slow one. Workers count by their steps, or by `samples` if these are given. Every worker measures
-    with its own clock, from the end of the last round.
+    On each worker the round begins after the first step that ends later than this, so that a fast worker does
+    not wait for a slow one. Workers are weighted by their steps, or by `samples` if these are given. Every
+    worker measures with its own clock, from the end of the last round.
     """
 
     seconds: float
@@ -41,9 +41,9 @@ class Budget(Schedule):
         H = ⌈T (1 − share) / (share · t)⌉        without a delay
 
     T is the time of a round on the worker that begins it last, the mean of the last four rounds. t is the
-    time of a local step on the slowest worker, their median. Where the small message in which all workers
-    agree on both takes longer than a step, the rest of it counts, too. A delay hides part of T. The period is
-    at least `least`, with which the run begins, at most `most`, and at most four times as long as the one
+    time of a local step on the slowest worker, their median. If the small message in which all workers agree
+    on both takes longer than a step, the rest of it counts as well. A delay hides part of T. The period is at
+    least `least`, with which the run begins, at most `most`, and at most four times as long as the one
     before.
     """
 
@@ -79,8 +79,8 @@ class Budget(Schedule):
     def period(self, flight: float, pace: float, delay: float = 0, asked: float = 0) -> int:
         """Return the period for a round of `flight` seconds, of which `delay` steps of `pace` hide a part.
 
-        These numbers arrive after `asked` seconds. The schedule needs them after the first gradient of a
-        period, so that hides them in part, or wholly if a delay has let the round land steps before.
+        Workers agree on these numbers in `asked` seconds. The schedule needs them after the first gradient of
+        a period, which hides a part of that, or all of it if a delay lets the round land steps before.
         """
         asked = max(0.0, asked - pace) if delay in (0, math.inf) else 0.0
         if flight + asked <= 0 or pace <= 0:

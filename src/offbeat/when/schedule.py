@@ -10,7 +10,7 @@ from offbeat.base.checks import is_whole
 from offbeat.base.clock import Clock, State
 from offbeat.base.errors import show
 
-LATER = -1  # in place of a step: a period has begun, and when it ends is not known yet
+LATER = -1  # instead of a step: a period has begun, and its end is not known yet
 
 
 class Schedule:
@@ -39,8 +39,8 @@ class Schedule:
     def next(self, clock: Clock, state: State) -> int | None:
         """Return the number of completed iterations after which the next round begins; above `clock.step`.
 
-        Called once per period, before its first step. After None it is called again before the next step, and
-        after LATER, too: then the period has begun.
+        Called once per period, before its first step. After None it is called again before the next step;
+        after LATER as well, but then the period has begun.
         """
         raise NotImplementedError
 
@@ -96,7 +96,7 @@ class Never(Schedule):
 
 @dataclass(frozen=True)
 class Then(Schedule):
-    """`first` plans the steps 1 … switch, `second` the steps after it, which it counts from the switch.
+    """`first` plans the steps 1 … switch, `second` the steps after the switch, counted from there.
 
     A period belongs wholly to the schedule that plans its first step. Fields that name a step of the run,
     `warmup`, `sample` and `total`, still count from the start of the run.
@@ -143,9 +143,9 @@ class QSR(Schedule):
         H = max(base, ⌊(alpha / lr)^power⌋)
 
     The lr is that of the period's first step. Larger `alpha` communicates less; `base` is the shortest
-    period. In the first `warmup` steps, whose tiny rates would make it enormous, the rule uses `peak`, the
-    rate that follows them; without `peak`, H = base there. With `total`, the last round ends the run. First
-    alpha to try: peak·√base with AdamW, about 0.17 of that with SGD.
+    period. In the first `warmup` steps, whose tiny rates would make periods enormous, the rule uses `peak`,
+    the rate after the warm-up; without `peak`, H = base there. With `total`, the last round ends the run.
+    First alpha to try: peak·√base with AdamW, about 0.17 of that with SGD.
     """
 
     alpha: float
