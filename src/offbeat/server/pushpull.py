@@ -148,7 +148,7 @@ class PushPull(Part):
         self._round = Round(clock, self.peers.everyone, since=clock.step)
 
     def _land(self) -> list[Tensor] | None:
-        """Replace the base with the pulled weights. Returns the live weights if the rule compares them."""
+        """Replace the base with the pulled weights. Return the live weights if the rule compares them."""
         round, self._pull = self._pull, None
         assert round is not None
         with round.phase("offbeat.land"):
@@ -199,7 +199,7 @@ class PushPull(Part):
             queue.abandon()
 
     def state_dict(self) -> State:
-        """Waits for the pushes in flight and applies them. A pull in flight is saved, not applied."""
+        """Wait for the pushes in flight and apply them. A pull in flight is saved, not applied."""
         if not self.slots:
             return {"open": False}
         self._drain()

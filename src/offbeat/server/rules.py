@@ -1,4 +1,4 @@
-"""How a worker moves between two pulls, which learning rates are stable then, and whether a run is."""
+"""How a worker moves between two pulls, and a watch for learning rates that are not stable."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from torch import Tensor
 from offbeat.base.clock import Clock, State
 
 Flats = Sequence[Tensor]
-_MOST, _LEAST = 64, 16  # pulls that the curvature is fitted to
-_SAMPLE = 1 << 16  # weights that are examined
+_MOST, _LEAST = 64, 16  # pulls to which the curvature is fitted
+_SAMPLE = 1 << 16  # weights that are sampled
 
 
 class ParamSlice(NamedTuple):
@@ -131,7 +131,7 @@ def stable_product(every: int, momentum: float, alpha: float, beta: float) -> fl
     """
 
     def diverges(product: float) -> bool:
-        """With learning rate 1. The map is of the last two pulls, the server's W and v, and the base."""
+        """At learning rate 1. The map acts on the last two pulls, the server's W and v, and the base."""
         before, pulled, weight, velocity, x = torch.eye(5, dtype=torch.float64)
         before, pulled, base = pulled, weight, weight
         for _ in range(every):
@@ -169,7 +169,7 @@ class StabilityWatch:
         self._rows: list[list[float]] = []  # their changes along the displacement, pull by pull
 
     def check(self, base: Flats, moved: Flats, gradient: Flats, momentum: float, clock: Clock) -> None:
-        """As a pull lands: take a sample, and warn if the run is certainly beyond the limit."""
+        """When a pull lands: take a sample, and warn if the run is certainly beyond the limit."""
         along, now = _thin(moved), [_thin(gradient), _thin(base)]
         length = float(torch.linalg.vector_norm(along))
         if self._last is not None and length:
@@ -189,7 +189,7 @@ class StabilityWatch:
         )
 
     def _curvature(self) -> tuple[float, float]:
-        """The estimate, and its lower bound: three standard errors below it."""
+        """Return the estimate, and a lower bound three standard errors below it."""
         moved = sum((x * x for _, x in self._rows), 0.0)
         if len(self._rows) < _LEAST or not moved:
             return 0.0, 0.0
@@ -206,6 +206,6 @@ class StabilityWatch:
 
 
 def _thin(flats: Flats) -> Tensor:
-    """Values spread evenly over all vectors, few enough to cost nothing."""
+    """Return values spread evenly over all vectors, few enough to cost nothing."""
     stride = max(1, sum(flat.numel() for flat in flats) // _SAMPLE)
     return torch.cat([flat[::stride].double() for flat in flats])

@@ -42,7 +42,7 @@ class Replica:
         self.lr_sum, self.next_lr_sum = [0.0] * len(groups), [0.0] * len(groups)
 
     def rebase(self, weights: list[Tensor]) -> float:
-        """Set the base to pulled weights, whose memory is kept. Returns the length of that change."""
+        """Set the base to the pulled weights, and keep their memory. Return the length of the change."""
         self.displacement, self.pulled = self.pulled, weights
         self.lr_sum, self.next_lr_sum = self.next_lr_sum, [0.0] * len(self.lr_sum)
         moved = 0.0
@@ -74,7 +74,7 @@ class Replica:
 
 
 def _find_spans(packed: Packed, parameters: Flats, groups: Sequence[Flats]) -> list[GroupSpan]:
-    """The fewest spans that cover all parameters of the groups, in order."""
+    """Return the fewest spans that cover all parameters of the groups, in order."""
     group_of = {id(p): i for i, group in enumerate(groups) for p in group}
     spans: list[GroupSpan] = []
     for (flat, start, n), p in sorted(zip(packed.spans, parameters, strict=True), key=lambda row: row[0]):
@@ -91,7 +91,7 @@ class Shard:
     """The server's weights on one rank: slice `rank` of a replica's vectors, cut into `workers` slices."""
 
     def __init__(self, replica: Replica, rank: int, workers: int, server: OptimizerFactory) -> None:
-        self.whole = replica.base  # shows how all slices fit together
+        self.whole = replica.base  # the layout of all slices
         self.weights = [flat.chunk(workers)[rank].clone() for flat in replica.base.flats]
         self._pieces: list[tuple[Tensor, int, slice]] = []  # weights of one group, their flat and place in it
         members: list[dict[str, Any]] = [{"params": []} for _ in replica.lr_sum]
@@ -124,7 +124,7 @@ class Shard:
 
 
 def read_options(optimizers: Sequence[Optimizer]) -> GroupOptions:
-    """The current lr, momentum, … of the user's optimizers, which the server's optimizer adopts."""
+    """Return the current lr, momentum, … of the user's optimizers, which the server's optimizer adopts."""
     return [
         {key: float(v) if torch.is_tensor(v) else v for key, v in group.items() if key not in _OWN}
         for optimizer in optimizers
@@ -133,7 +133,7 @@ def read_options(optimizers: Sequence[Optimizer]) -> GroupOptions:
 
 
 def check_server(server: OptimizerFactory | None, optimizers: Sequence[Optimizer]) -> OptimizerFactory:
-    """The factory of the server's optimizer. Refuses optimizers that cannot step a slice on its own."""
+    """Return the factory of the server's optimizer. Refuse one that cannot step a slice by itself."""
     for optimizer in optimizers:
         kind = type(optimizer).__name__
         dampening = next((g["dampening"] for g in optimizer.param_groups if g.get("dampening")), None)
@@ -203,7 +203,7 @@ class Slot:
             self._filled.update(map(id, views))
 
     def finish(self) -> list[Tensor]:
-        """The gradient of the step, zero where none was filled in."""
+        """Return the gradient of the step, with zeros where none was filled in."""
         for view in self.packed.views:
             if id(view) not in self._filled:
                 view.zero_()
@@ -212,7 +212,7 @@ class Slot:
 
 
 class Transport:
-    """Three task queues, each with a duplicate of the communicator, so its messages keep their order.
+    """Three task queues, each with a duplicate of the communicator, so that its messages keep their order.
 
     The first applies pushes and fetches pulls strictly in order. The other two carry alternate gradients, so
     the next push uses the link while the previous one finishes.
@@ -220,7 +220,7 @@ class Transport:
 
     def __init__(self) -> None:
         self.queues: list[TaskQueue] = []
-        self.comms: list[Metered] = []  # the first counts the bytes of all queues that no round counts yet
+        self.comms: list[Metered] = []  # the first counts bytes of all queues that no round has counted
 
     def connect(self, comm: Communicator) -> None:
         """Open the connections, once; all ranks must take part."""
@@ -250,7 +250,7 @@ class Transport:
         return self.queues[0].give(apply)
 
     def fetch(self, shard: Shard, clock: Clock, round: Round | None = None) -> Pending[Packed]:
-        """The weights after all pushes so far. A round counts the bytes sent since the last one."""
+        """Return the weights after all pushes so far. A round counts the bytes sent since the last one."""
         comm = self.comms[0]
 
         def gather() -> Packed:
@@ -266,9 +266,9 @@ class Transport:
 
 
 def reduce_scatter(flat: Tensor, comm: Communicator) -> Tensor:
-    """The mean of this rank's slice. Partial sums travel around a ring; each rank adds its own values.
+    """Return the mean of this rank's slice. Partial sums go around a ring; each rank adds its own values.
 
-    In an all-to-all of as many bytes, several ranks send to the same one, which takes half as long again.
+    In an all-to-all of as many bytes, several ranks send to the same one, which takes 1.5 times as long.
     """
     if comm.size == 1 or not flat.numel():
         return flat.clone()
@@ -282,7 +282,7 @@ def reduce_scatter(flat: Tensor, comm: Communicator) -> Tensor:
 
 
 def gather_weights(slices: list[Tensor], comm: Communicator) -> list[Tensor]:
-    """The vectors made of every rank's slices, each sent in two halves so that both stay in flight."""
+    """Return the vectors made of every rank's slices. Each is sent in two halves, to keep both in flight."""
     messages = [[comm.gather(half) for half in own.chunk(2) if half.numel()] for own in slices]
     weights = []
     for halves, own in zip(messages, slices, strict=True):

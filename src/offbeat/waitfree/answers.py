@@ -1,4 +1,4 @@
-"""The memory through which a worker hands its coded gradients to its sidecar, and gets decoded ones back."""
+"""The memory in which a worker passes coded gradients to its sidecar, and gets decoded ones back."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from offbeat.waitfree.rounds import Handover, sync_device
 
 
 class Verdict(NamedTuple):
-    """Who had answered when a round was decided, and who was late: not just a little later than others."""
+    """Which ranks had answered when a round was decided, and which were late: much later than the others."""
 
     answered: frozenset[int]
     late: frozenset[int]
@@ -33,8 +33,8 @@ class Decoded(NamedTuple):
 class Answers(Handover):
     """One answer at a time for the sidecar, and the results of all rounds for the worker, in order.
 
-    Results wait for a worker that is late. There are at most `behind` of them: then its sidecar waits, too,
-    and with it all other workers. The last of the tensors says which of the others exist.
+    Results are kept for a worker that is late, at most `behind` of them. Then its sidecar waits, and with it
+    all other workers. The last of the tensors says which of the others exist.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Answers(Handover):
         self.results: deque[Decoded] = deque()
 
     def write(self, tensors: Sequence[Tensor]) -> None:
-        """In the worker, which waits for the round if it uses this answer: there is no need for a copy."""
+        """In the worker. No copy is needed: it waits for the round that uses this answer."""
         self._answer = list(tensors)
         for device in {tensor.device for tensor in tensors}:
             if device.type != "cpu":
@@ -79,7 +79,7 @@ class Answers(Handover):
             packed.read(self._answer)
         packed.scale(factor)
         if factor:
-            packed.views[-1].copy_(self._answer[-1])  # adding presence up must not cancel it
+            packed.views[-1].copy_(self._answer[-1])  # not scaled: factors of both signs could cancel it
         sync_device(packed)
         return packed, self.version
 
@@ -89,7 +89,7 @@ class Answers(Handover):
         self.results.append(Decoded(mean, verdict, self.clusters))
 
     def land(self, result: Decoded, tensors: Sequence[Tensor]) -> None:
-        """In the worker: copy a result into these tensors. Its memory is used again."""
+        """In the worker: copy a result into these tensors. Its memory is reused."""
         result.mean.write(tensors)
         sync_device(result.mean)
         with self._sidecar.locked():

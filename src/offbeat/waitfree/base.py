@@ -28,14 +28,14 @@ from offbeat.waitfree.wait_rules import Everyone, Grace, WaitRule
 
 logger = logging.getLogger("offbeat")
 
-REMEMBERED = 20  # steps whose durations say what is usual
+REMEMBERED = 20  # steps whose durations are remembered
 _MIN_SLACK = 0.1  # of the median step
 _SPREAD = 5.0  # median deviations; 3.4 standard deviations of a normal distribution
 Among = Butterfly | World
 
 
 def allowance(seconds: Sequence[float]) -> float:
-    """How long a step may take after recent ones. Medians ignore delays of fewer than half of the steps."""
+    """Return how long a step may take, given recent ones. Medians ignore delays of fewer than half."""
     usual = statistics.median(seconds)
     spread = statistics.median(abs(second - usual) for second in seconds)
     return usual + max(_MIN_SLACK * usual, _SPREAD * spread)
@@ -185,7 +185,7 @@ class Waitfree(Part):
             self._rounds.due = self._due()
 
     def _due(self) -> float:
-        """When the worker is overdue; 0 until a step has been timed."""
+        """Return when the worker is overdue; 0 until a step has been timed."""
         if self._resumed is None or not self._durations:
             return 0.0
         return self._resumed + allowance(self._durations)

@@ -1,4 +1,4 @@
-"""Which parts of the data each worker computes, and how the answers of some give the sum of all."""
+"""Which parts of the data each worker computes, and how some answers give the sum over all parts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from offbeat.waitfree.cyclic import cyclic, find_coefficients
 
 @dataclass(frozen=True)
 class Clusters:
-    """The ranks of each cluster. Of K workers and K parts, a cluster has as many parts as workers.
+    """The ranks of each cluster. A cluster has as many parts of the data as workers.
 
     A worker computes `stragglers` + 1 parts of its cluster and answers with one vector: the sum of their
     gradients, times coefficients. In a cluster of `stragglers` + 1 workers all compute all of its parts, so
@@ -32,7 +32,7 @@ class Clusters:
 
     @classmethod
     def form(cls, workers: int, stragglers: int, clusters: int | None) -> Clusters:
-        """Of consecutive ranks. With None, the clusters are as small as they can be."""
+        """Form clusters of consecutive ranks. With None, they are as small as possible."""
         if workers == 1 and is_whole(stragglers, 0):
             stragglers = 0  # a worker alone computes every part once
         if not is_whole(stragglers, 0) or stragglers >= workers:
@@ -57,7 +57,7 @@ class Clusters:
         return cls(tuple(tuple(range(b - n, b)) for n, b in zip(sizes, ends, strict=True)), stragglers)
 
     def parts(self, rank: int) -> list[tuple[int, float]]:
-        """The numbers of a worker's parts, and the coefficient of each."""
+        """Return the numbers of a worker's parts, and the coefficient of each."""
         cluster, seat = self._place[rank]
         first, size = sum(map(len, self.ranks[:cluster])), len(self.ranks[cluster])
         if size == self.stragglers + 1:
@@ -73,7 +73,7 @@ class Clusters:
         return max(missing) <= self.stragglers
 
     def weigh(self, answered: Collection[int]) -> dict[int, float]:
-        """The factors with which answers add up to the sum of all parts. Some may not be needed."""
+        """Return the factors with which answers add up to the sum of all parts. Some may not be needed."""
         factors: dict[int, float] = {}
         for ranks in self.ranks:
             there = [rank for rank in ranks if rank in answered]
@@ -85,12 +85,12 @@ class Clusters:
         return factors
 
     def seat(self, ranks: Sequence[int]) -> Clusters:
-        """Clusters of the same sizes with these ranks, one after the other."""
+        """Return clusters of the same sizes, filled with these ranks in order."""
         seats = iter(ranks)
         return replace(self, ranks=tuple(tuple(islice(seats, len(cluster))) for cluster in self.ranks))
 
     def reform(self, late: Collection[int]) -> Clusters:
-        """Spread late workers evenly by swapping seats, and move as few workers as possible."""
+        """Spread late workers evenly over the clusters, moving as few workers as possible."""
         ranks = [list(cluster) for cluster in self.ranks]
 
         def count(cluster: list[int]) -> int:

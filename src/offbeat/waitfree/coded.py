@@ -27,7 +27,7 @@ class CodedReport(GroupReport):
     """A round of coded gradients. It is "late" if it was decided before this worker had answered."""
 
     answered: tuple[int, ...]  # the ranks that had answered by then
-    slow: tuple[int, ...]  # those of the others that were not just a little later
+    slow: tuple[int, ...]  # ranks that were late: much later than the others
 
 
 class CodedGradients(Waitfree):
@@ -91,7 +91,7 @@ class CodedGradients(Waitfree):
             return self._rounds.done >= step
 
     def hand_out(self, step: int) -> Iterator[tuple[int, float]]:
-        """The numbers and coefficients of the parts that this worker computes, until the round is over."""
+        """Yield the numbers and coefficients of this worker's parts, until the round is over."""
         worker, parts = self.peers.everyone.worker, self.clusters.parts(self.peers.everyone.rank)
         self.unfinished = len(parts)
         for done, part in enumerate(parts):

@@ -1,4 +1,4 @@
-"""Cyclic gradient codes: matrices whose rows, combined, give the sum of all parts when some are missing."""
+"""Cyclic gradient codes: matrices whose rows give the sum of all parts, even if some rows are missing."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from itertools import combinations
 import torch
 from torch import Tensor
 
-_LARGEST, _GOOD = 10.0, 4.0  # what a coefficient may be, and below which we look no further
-_DRAWS, _SETS, _WORK = 1500, 1000, 2e7  # most matrices, sets of answers to test each with, and operations
+_LARGEST, _GOOD = 10.0, 4.0  # the largest coefficient allowed, and one that ends the search
+_DRAWS, _SETS, _WORK = 1500, 1000, 2e7  # most matrices to try, sets of answers for each, and operations
 
 
 @lru_cache
 def cyclic(size: int, stragglers: int) -> Tensor | None:
-    """The matrix of `size` workers and parts, of which worker i has parts i to i + `stragglers`.
+    """Return the matrix of `size` workers and parts, in which worker i has parts i to i + `stragglers`.
 
     Any `size` − `stragglers` of its rows combine to a row of ones. None if no coefficients are small enough.
     """
@@ -38,14 +38,14 @@ def cyclic(size: int, stragglers: int) -> Tensor | None:
 
 
 def find_coefficients(rows: Tensor) -> Tensor:
-    """The coefficients with which these rows add up to a row of ones."""
+    """Return the coefficients with which these rows add up to a row of ones."""
     ones = torch.ones(*rows.shape[:-2], rows.shape[-1], 1, dtype=rows.dtype)
     solved: Tensor = torch.linalg.lstsq(rows.mT, ones, driver="gelsd").solution
     return solved[..., 0]
 
 
 def _roots(size: int, stragglers: int) -> Tensor:
-    """Rows that are zero on a row of ones, any `stragglers` columns of which are independent."""
+    """Return rows that sum to zero, and of which any `stragglers` columns are independent."""
     place, rows = torch.arange(size, dtype=torch.float64), []
     for k in range(stragglers):
         frequency = (size - stragglers + 1) // 2 + k
@@ -55,7 +55,7 @@ def _roots(size: int, stragglers: int) -> Tensor:
 
 
 def _encode(check: Tensor) -> Tensor:
-    """The matrix whose rows have the supports of a cyclic code and are orthogonal to those of `check`."""
+    """Return the matrix with the support of a cyclic code whose rows are orthogonal to those of `check`."""
     stragglers, size = check.shape
     rows = torch.arange(size)
     others = (rows[:, None] + torch.arange(1, stragglers + 1)) % size
@@ -66,7 +66,7 @@ def _encode(check: Tensor) -> Tensor:
 
 
 def _list_sets(size: int, stragglers: int) -> Tensor:
-    """The smallest sets of answers, or some of them if there are many."""
+    """Return the smallest sets of answers that must decode, or a sample if there are many."""
     if math.comb(size, stragglers) <= _SETS:
         return torch.tensor(list(combinations(range(size), size - stragglers)))
     draw = random.Random(0)

@@ -145,7 +145,7 @@ class GroupAverage(Waitfree):
 
     @torch.no_grad()
     def open_handover(self, version: int, sidecar: Sidecar) -> None:
-        # The first forward pass has already changed the buffers: a resumed run needs the saved ones.
+        # A resumed run needs the saved buffers: the first forward pass has already changed these.
         buffers = {f"+{name}": b for name, b in {**self._buffers.averaged(), **self._saved_buffers}.items()}
         tensors = {**self.live.like(), **buffers}
         self.handover = (Handover if self.late == "join" else AddSteps)(tensors, version, sidecar)

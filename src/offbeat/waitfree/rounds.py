@@ -1,4 +1,4 @@
-"""Wait-free rounds, which a worker's sidecar runs in order, and the memory through which the two talk."""
+"""Wait-free rounds, which a worker's sidecar runs in order, and the memory that both share."""
 
 from __future__ import annotations
 
@@ -231,14 +231,14 @@ class Rounds:
     handover: Handover
     among: Butterfly | World  # over the sidecar's own connections
     reduce: Reducer
-    every: int  # every so many rounds, one blocks
+    every: int  # the number of rounds from one that blocks to the next
     sidecars: bool  # whether sidecars also run the blocking rounds; otherwise the workers do
     wait_rules: tuple[WaitRule, WaitRule]
     due: float  # when the worker is overdue, on its clock
 
     def __post_init__(self) -> None:
         self.done = self.handover.version
-        self.first, self.began = self.done + 1, self.sidecar.comm.now()  # of the round under way
+        self.first, self.began = self.done + 1, self.sidecar.comm.now()  # of the current round
         self.aside = Metered(self.sidecar.comm)  # carries messages before a round, which its report counts
         self.newest: GroupReport | None = None  # of the last round in which the sidecar sent something
         self.news: list[GroupReport] = []  # of such rounds since the worker last looked

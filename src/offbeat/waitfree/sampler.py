@@ -46,12 +46,12 @@ def coded_sampler(
     seed: int = 0,
     collate: Callable[[list[Any]], Any] = default_collate,
 ) -> CodedSampler:
-    """The steps of a run with `gradient_code`, and for each step the parts of it that this worker computes.
+    """Return the steps of a run with `gradient_code`, each with the parts that this worker computes.
 
     A step has as many parts as there are workers, of `batch_size` samples each. The last step of an epoch has
     what is left. While a part is in use, random numbers come from its own seed, the same on all workers that
-    compute it, and what was drawn before continues afterwards. If a step was decided without this worker, it
-    has no more parts. Every worker reads the whole `dataset`, by index.
+    compute it; afterwards the previous generators continue. If a step was decided without this worker, it has
+    no more parts. Every worker reads the whole `dataset`, by index.
 
         for parts in offbeat.coded_sampler(dataset, sync, batch_size=32, epochs=10):
             for part in parts:
@@ -91,13 +91,13 @@ class CodedSampler:
     shuffle: bool
     seed: int
     collate: Callable[[list[Any]], Any]
-    step: int = 0  # how many it has handed out
+    step: int = 0  # the number of steps handed out
 
     def __len__(self) -> int:
         return self.epochs * self._steps()
 
     def _steps(self) -> int:
-        """Of an epoch."""
+        """Return the steps of an epoch."""
         return -(-len(self.dataset) // (self.batch_size * self._size))
 
     @property
@@ -108,7 +108,7 @@ class CodedSampler:
     def __iter__(self) -> Iterator[Iterator[DataPart]]:
         self.sync.start()  # gradients of different weights could not be added
         if self.coded.active:
-            self.coded.open(self.sync.steps)  # now: from the first step on, nobody waits for late workers
+            self.coded.open(self.sync.steps)  # now, so that not even the first step waits for late workers
         while self.step < len(self):
             self.step += 1
             self.coded.unfinished = self.coded.load
@@ -142,9 +142,9 @@ class CodedSampler:
 
 @contextmanager
 def seeded(seed: int, model: nn.Module) -> Iterator[None]:
-    """Draw torch's, Python's and NumPy's random numbers from this seed, and then from where they were.
+    """Inside, random numbers of torch, Python and NumPy come from this seed. The old ones continue after.
 
-    Of the accelerators, those that hold the model take part.
+    Accelerators are included if they hold the model.
     """
     numpy = sys.modules.get("numpy")
     places = {p.device for p in model.parameters() if p.device.type != "cpu"}

@@ -10,7 +10,7 @@ from math import inf
 from offbeat.waitfree.answers import Answers, Verdict
 from offbeat.waitfree.rounds import Rounds
 
-_FIRST_LOOK, _LOOKS = 1.0, 20  # seconds until rank 0 asks who is alive; each pause is twice the last
+_FIRST_LOOK, _LOOKS = 1.0, 20  # seconds until rank 0 asks who is alive; each pause is twice the one before
 _ATTEMPTS = 8  # bits of an announcement that number it within its round
 
 
@@ -34,9 +34,9 @@ class Everyone(WaitRule):
 
 @dataclass(frozen=True)
 class Grace(WaitRule):
-    """Once any worker has called for the round, each sidecar waits for its own worker for so many seconds.
+    """Once a worker has called for the round, each sidecar waits this long for its own worker.
 
-    With None it waits until the worker is overdue, and not at all for one that is rounds behind.
+    With None it waits until its worker is overdue, and not at all if the worker is rounds behind.
     """
 
     seconds: float | None = None
@@ -54,11 +54,11 @@ class Grace(WaitRule):
 
 @dataclass(frozen=True)
 class Enough(WaitRule):
-    """A round waits until the answers that have arrived decode, and then for the rest for `grace` seconds.
+    """A round waits until enough answers have arrived to decode, and up to `grace` seconds for the rest.
 
-    Workers tell rank 0's sidecar that they have answered. It tells all others once the answers are enough,
-    so that all use the same ones. While it waits it asks all sidecars for a sign of life now and then, since
-    a worker that is lost never answers.
+    Workers tell rank 0's sidecar that they have answered. Once the answers are enough, it tells all others,
+    so that all use the same ones. While it waits, it asks all sidecars from time to time whether they are
+    alive, because a lost worker never answers.
     """
 
     grace: float = 0.0
@@ -82,11 +82,11 @@ class _Count:
     def __init__(self, rounds: Rounds, answers: Answers, round: int, grace: float) -> None:
         self._sidecar, self._rounds, self._answers = rounds.sidecar, rounds, answers
         self._round, self._grace, self._ranks = round, grace, frozenset(range(rounds.sidecar.comm.size))
-        self._twice: float | None = None  # when it has taken twice as long as half of the workers
-        self._prompt: frozenset[int] | None = None  # who had answered by then
+        self._twice: float | None = None  # the end of twice the time that half of the workers took
+        self._prompt: frozenset[int] | None = None  # the ranks that had answered by then
 
     def _heard(self, rank: int) -> int:
-        """The last round that a worker has answered, even if too late."""
+        """Return the last round that a worker has answered, even if too late."""
         start = self._rounds.first - 1
         return max(start, self._sidecar.heard_from(rank)) if rank else self._answers.version
 
@@ -100,7 +100,7 @@ class _Count:
         return 2 * len(self._there()) >= len(self._ranks) or self._enough()
 
     def decide(self, attempt: int) -> int:
-        """Wait for enough answers, and tell everyone. 0: it takes long, so all give a sign of life."""
+        """Wait for enough answers, and announce the verdict. 0: it takes long, so all must respond."""
         sidecar, now, words = self._sidecar, self._sidecar.comm.now, 0
         end = now() + _FIRST_LOOK * 2**attempt if attempt < _LOOKS else inf
         with sidecar.locked():
@@ -123,15 +123,15 @@ class _Count:
         return ready() or (end > now and self._sidecar.until(ready, what, None if end == inf else end - now))
 
     def _write(self, prompt: frozenset[int]) -> int:
-        """The verdict as bits: who has answered, then who is late. A worker is late if it is more than a
-        round behind, or if it took twice as long as half of the workers did."""
+        """Return the verdict as bits: who has answered, then who is late. A worker is late if it is more than
+        a round behind, or took twice as long as half of the workers."""
         there, behind = self._there(), {r for r in self._ranks if self._heard(r) < self._round - 1}
         late = (self._ranks - prompt) | behind
         return sum(1 << len(self._ranks) + rank for rank in there) | sum(1 << rank for rank in late)
 
 
 def _obey(rounds: Rounds, round: int, attempt: int) -> int:
-    """On all other ranks: wait for what rank 0 tells. 0: it asks for a sign of life."""
+    """On all other ranks: wait for the verdict of rank 0. 0: it asks whether this rank is alive."""
     sidecar, shift, number = rounds.sidecar, 2 * rounds.sidecar.comm.size, round << _ATTEMPTS | attempt
     with sidecar.locked():
         sidecar.until(lambda: sidecar.heard_from(0) >> shift >= number, f"the verdict on round {round}")
