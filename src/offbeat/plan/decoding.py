@@ -1,4 +1,4 @@
-"""When the answers of workers with coded gradients are enough."""
+"""When enough workers with coded gradients have answered."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from offbeat.waitfree import CodedGradients
 
 
 def find_enough(part: CodedGradients, now: Tensor) -> Tensor:
-    """When the answers decode, if workers answer now: all but the stragglers of each cluster."""
+    """Return when the answers decode, given the times of all: without the stragglers of each cluster."""
     if now.shape[-1] == 1:
         return now
     sizes = [len(ranks) for ranks in part.clusters.ranks]

@@ -1,4 +1,4 @@
-"""When everything happens in a run, how many bytes are sent, and how many seconds it takes."""
+"""The timeline of a run, the bytes that it sends, and the seconds that it takes."""
 
 import bisect
 from collections import Counter
@@ -24,18 +24,18 @@ from offbeat.simulate import Network
 from offbeat.waitfree import CodedGradients
 
 What = Literal["ask", "land", "advance", "begin"]
-_SECONDS = 1.0  # about how long planning one method may take
+_SECONDS = 1.0  # roughly how long planning one method may take
 _WINDOWS = 12
 
 
 class PlannedAct(NamedTuple):
-    """One exchange does something after `done` gradients; `iteration` counts steps without one, too."""
+    """What an exchange does after `done` gradients. `iteration` also counts steps without a gradient."""
 
     done: int
     iteration: int
     late: bool  # after the local step, not before it
     place: int  # of the exchange among the parts
-    order: int  # at the same moment
+    order: int  # among those at the same moment
     what: What
     round: int
 
@@ -51,7 +51,7 @@ class Timeline:
 
 
 def unroll(parts: list[Part], job: Job) -> Timeline:
-    """All rounds of all exchanges of a run."""
+    """Return all rounds of all exchanges of a run."""
     iterations = _count_iterations(parts, job)
     acts, flush = list[PlannedAct](), list[PlannedAct]()
     for place, part in enumerate(parts):
@@ -64,7 +64,7 @@ def unroll(parts: list[Part], job: Job) -> Timeline:
 
 
 def _count_iterations(parts: list[Part], job: Job) -> list[int]:
-    """After each gradient; a part may follow it with iterations that need none."""
+    """Return the iterations completed after each gradient. A part may add iterations without one."""
     extra, completed, after = [part for part in parts if type(part).again is not Part.again], 0, []
     for step in range(job.steps):
         completed += 1
@@ -75,7 +75,7 @@ def _count_iterations(parts: list[Part], job: Job) -> list[int]:
 
 
 def _find_acts(part: Part, job: Job, iterations: list[int]) -> Iterator[tuple[int, What, int]]:
-    """The iteration, kind and round of every act of an exchange. What finish() lands comes after the last."""
+    """Yield the iteration, kind and round of every act of an exchange. Those of finish() come last."""
     if not isinstance(part, Exchange):
         return
     rhythm, end, step, advanced = Rhythm(part.when, part.delay), iterations[-1], 0, False
@@ -98,7 +98,7 @@ def _find_acts(part: Part, job: Job, iterations: list[int]) -> Iterator[tuple[in
 
 
 def find_closing(profile: MethodProfile, timeline: Timeline) -> Events:
-    """The last messages of finish(): a mean, unless it finds all workers with the same weights."""
+    """Return the last messages of finish(): a mean, unless all workers have the same weights."""
     end = timeline.iterations[-1]
     if any(isinstance(part, CodedGradients) for part in profile.sync.parts):
         return profile.traces["equal"]
@@ -117,7 +117,7 @@ def find_closing(profile: MethodProfile, timeline: Timeline) -> Events:
 
 
 def bytes_sent(profile: MethodProfile, timeline: Timeline, last: Events) -> int:
-    """Sent by one worker, on average, in the whole run that ends with these messages."""
+    """Return the bytes that one worker sends, on average, in the run that ends with these messages."""
     world, steps = Groups(profile.workers), len(timeline.iterations)
 
     def count(events: Events, groups: Groups = world) -> float:
@@ -134,7 +134,7 @@ def bytes_sent(profile: MethodProfile, timeline: Timeline, last: Events) -> int:
     total += sum(n * count(profile.periodic.steps[i]) for i, n in profile.periodic.count(steps).items())
     for place, size in profile.waitfree.items():
         for groups, rounds in profile.count_sidecar_rounds(place, steps).items():
-            own = round(float((groups.sizes * groups.sizes).sum()) / profile.workers)  # of a worker's group
+            own = round(float((groups.sizes * groups.sizes).sum()) / profile.workers)  # mean group size
             total += rounds * traffic("mean", own, size.at(own))
     acts = [*timeline.acts, *timeline.flush]
     often = Counter((act.place, act.what, profile.groups(act.place, act.round)) for act in acts)
@@ -164,10 +164,10 @@ class Forecast:
         # Parts other than exchanges act at every step.
         self._constant = bool(profile.periodic or profile.waitfree)
         when = range(1, job.steps + 1) if self._constant else due
-        self._moments = [(done, due.get(done, ())) for done in when]  # after so many gradients, what happens
+        self._moments = [(done, due.get(done, ())) for done in when]  # gradients done, and what happens then
 
     def spent(self) -> Spent:
-        """Of the whole run, including its start and end."""
+        """Return the seconds of the whole run, including its start and end."""
         moments, steps, price = self._moments, self._job.steps, self._price()
         if price <= 2 * _SECONDS:
             clocks = self._start(self._runs)
@@ -190,7 +190,7 @@ class Forecast:
         return total
 
     def _price(self) -> float:
-        """Roughly the seconds it takes to go through all moments."""
+        """Return roughly how many seconds it takes to go through all moments."""
         if not self._moments:
             return 0.0
         luck = self._cluster.compute.spread
@@ -201,7 +201,7 @@ class Forecast:
         return len(self._moments) * each * 12 * (4e-6 + clocks * 1.5e-9) + draws
 
     def _window(self, first: int, last: int) -> Spent:
-        """Of these moments. A few before them let workers drift apart and put messages in flight."""
+        """Return the seconds of these moments, after a few that let workers drift apart."""
         parts = [(i, part) for i, part in enumerate(self._profile.sync.parts) if isinstance(part, Exchange)]
         drift = any(part.delay or self._profile.groups(i, 0).members is not None for i, part in parts)
         clocks = Clocks(self._costs, self._cluster, self._runs)
@@ -216,7 +216,7 @@ class Forecast:
         return clocks
 
     def _go(self, clocks: Clocks, first: int, last: int) -> int:
-        """Go through these moments; return the number of gradients done."""
+        """Go through these moments. Return the number of gradients done."""
         profile, done = self._profile, self._moments[first - 1][0] if first else 0
         for after, acts in self._moments[first:last]:
             clocks.compute(self._steps[done:after])
@@ -232,7 +232,7 @@ class Forecast:
         return done
 
     def _find_early(self) -> dict[int, Early]:
-        """By the place of an exchange, its round if its gradients leave during the backward pass."""
+        """Return rounds whose gradients are sent during the backward pass, by the place of the exchange."""
         found, traces = {}, self._profile.traces
         for place, part in enumerate(self._profile.sync.parts):
             if buckets := find_buckets(part, self._job):
@@ -240,7 +240,7 @@ class Forecast:
         return found
 
     def _leaves_early(self, act: PlannedAct) -> bool:
-        """Not in the first round, which shows how often each gradient grows, and only if it is certain."""
+        """Whether its gradients are sent early: not in the first round, and only if the round is certain."""
         part = self._profile.sync.parts[act.place]
         certain = isinstance(part, Exchange) and Rhythm(part.when, 0).is_certain(act.iteration)
         return act.place in self._early and act.round > 0 and certain

@@ -62,15 +62,15 @@ class Groups:
 
 class MessageCosts:
     """The seconds of messages, cached by kind, size and groups: [network, 1, worker]. The networks differ
-    only in bandwidth. `alike` workers never differ, so one stands for all."""
+    only in bandwidth. If all workers are `alike`, one stands for all."""
 
     def __init__(self, networks: Sequence[Network], *, alike: bool) -> None:
         self.networks, self._alike, self._known = networks, alike, dict[object, tuple[Tensor, Tensor]]()
         seconds = [network.seconds(8) for network in networks]
-        self.announcement = torch.tensor(seconds, dtype=torch.float64)[:, None, None]  # of a word to everyone
+        self.announcement = torch.tensor(seconds, dtype=torch.float64)[:, None, None]  # of a word to all
 
     def of(self, kind: str, size: Size, groups: Groups) -> tuple[Tensor, Tensor]:
-        """Seconds for which the links are busy, and the latency after; the worst if workers are alike."""
+        """Return the seconds for which links are busy, and the latency after; the worst if all are alike."""
         key = (kind, size, None if groups.members is None else groups)
         if key not in self._known:
             seconds = self._work_out(kind, size, groups)
@@ -82,7 +82,7 @@ class MessageCosts:
         return self._known[key]
 
     def _work_out(self, kind: str, size: Size, groups: Groups) -> Tensor:
-        """Both for each group: [2, network, group]. All groups send at once and share uplinks."""
+        """Return both for each group: [2, network, group]. All groups send at once and share uplinks."""
         network, sizes = self.networks[0], groups.sizes
         given = {n: size.at(n) for n in set(sizes.tolist())}
         sent = _each([sizes], lambda n: own_bytes(network.reduce, kind, n, given[n]) if n > 1 else 0)
@@ -98,7 +98,7 @@ class MessageCosts:
             used = groups.number * uplinks + torch.arange(groups.workers) // level.workers
             pairs, inside = torch.unique(used, return_counts=True)
             owner, uplink = pairs // uplinks, pairs % uplinks
-            spanned = torch.bincount(owner)  # behind how many uplinks each group has members
+            spanned = torch.bincount(owner)  # the number of uplinks behind which each group has members
             counts.append(spanned)
             loads = _each([sizes[owner], inside, spanned[owner]], load)
             total = torch.zeros(uplinks, dtype=torch.float64).index_add_(0, uplink, loads)
@@ -111,7 +111,7 @@ class MessageCosts:
 
 
 def _slowest(network: Network, groups: Groups) -> Tensor:
-    """The bandwidth of the slowest worker's link in each group."""
+    """Return the bandwidth of the slowest link of each group."""
     links = torch.tensor(network.links, dtype=torch.float64)
     if len(links) == 1:
         return links

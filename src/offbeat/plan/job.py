@@ -1,4 +1,4 @@
-"""The job and the cluster of a plan, and a small model in place of the real one."""
+"""The job and the cluster of a plan, and a small proxy for the model."""
 
 import math
 import runpy

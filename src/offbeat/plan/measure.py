@@ -22,7 +22,7 @@ from offbeat.tasks import Task
 
 _WARM = 3  # steps that are not timed
 _SIZES = tuple(4 * 4**power for power in range(6, 13))  # floats in a sweep of the link: 64 kB to 256 MB
-_ENOUGH = 0.5  # seconds of a message after which no longer one is tried, if twice the shortest
+_ENOUGH = 0.5  # seconds of a message after which no longer one is tried, if it is twice the shortest
 
 
 @dataclass(frozen=True)
@@ -39,13 +39,13 @@ class Measured:
         return cls(tuple(seconds), sum(p.numel() for p in held), str(held[0].dtype).removeprefix("torch."))
 
     def gather(self, comm: Communicator) -> Recorded:
-        """The steps of all workers."""
+        """Return the steps of all workers."""
         times = torch.tensor(self.seconds, dtype=torch.float64)
         return Recorded(tuple(tuple(part.tolist()) for part in comm.gather(times).wait()))
 
 
 def measure_task(task: Task, comm: Communicator, *, steps: int = 20, batch: int | None = None) -> Measured:
-    """Time forward, backward and local step of a task, on all workers until each has made its steps."""
+    """Time the forward and backward pass and the local step of a task, on all workers at once."""
     model = task.model()
     optimizer = task.optimizer(model.parameters(), task.lr)
     batches = task.batches(comm.rank, comm.size, batch or task.batch_size, 0)
@@ -71,7 +71,7 @@ class _Enough(BaseException):
 
 
 def measure_script(path: str, arguments: list[str], *, steps: int = 20) -> Measured:
-    """Run a training script until its optimizer has made enough steps; time each from the previous one."""
+    """Run a training script until its optimizer has made enough steps. Time each from the one before."""
     if not Path(path).is_file():
         raise ValueError(f"There is no script {path!r} to measure.")
     marks, found = list[float](), dict[int, Tensor]()
@@ -96,7 +96,7 @@ def measure_script(path: str, arguments: list[str], *, steps: int = 20) -> Measu
 
 
 def measure_link(comm: Communicator, *, repetitions: int = 3) -> tuple[Network, list[tuple[int, float]]]:
-    """The network fitted to all-reduces of growing size and other collectives; bytes and seconds of each."""
+    """Return a network fitted to collectives of growing size; and bytes and seconds of each all-reduce."""
     points: list[tuple[int, float]] = []
     for number in _SIZES:
         tensor = torch.zeros(number)
@@ -114,7 +114,7 @@ def measure_link(comm: Communicator, *, repetitions: int = 3) -> tuple[Network, 
     part = tensor[: number // comm.size]
 
     def share(kind: str, given: Tensor, send: Callable[[], Pending[list[Tensor]]]) -> tuple[str, float]:
-        """The share of an all-reduce's bandwidth that another collective gets, with two in flight."""
+        """Return the share of an all-reduce's bandwidth that two other collectives in flight reach."""
         seconds = _time(comm, lambda: [message.wait() for message in [send(), send()]], 1)
         return kind, min(1.0, 2 * traffic(kind, comm.size, nbytes([given])) / seconds * slope)
 
@@ -127,7 +127,7 @@ def measure_link(comm: Communicator, *, repetitions: int = 3) -> tuple[Network, 
 
 
 def _time(comm: Communicator, call: Callable[[], object], repetitions: int) -> float:
-    """The median seconds of a call, on the slowest worker."""
+    """Return the median seconds of a call, on the slowest worker."""
     call()
     times = []
     for _ in range(repetitions):

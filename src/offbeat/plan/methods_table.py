@@ -20,8 +20,8 @@ from offbeat.plan.recording import RecordingComm
 WORKERS, PARAMETERS = 8, 124_000_000
 STEPS = 4_800  # a multiple of all periods in the examples
 JOB = Job(STEPS, PARAMETERS, rate=Flat(0.01), layers=16)
-_LEAD = 128  # steps that do not count, with the first rounds
-_WARM = ("warmup", "switch")  # arguments for how long a method does something else first
+_LEAD = 128  # first steps, which do not count
+_WARM = ("warmup", "switch")  # arguments that say how long a method first does something else
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Entry:
 
 
 def methods_table(names: Sequence[str] = methods.__all__) -> list[Entry]:
-    """The named methods, in the order given."""
+    """Return the named methods, in the order given."""
     base = _measure(method("ddp"))[0]
     return [_describe(name, base) for name in names]
 
@@ -80,7 +80,7 @@ def _describe_part(part: Part) -> Line:
 
 
 def _measure(call: Call) -> tuple[float, float]:
-    """Mean bytes that a worker sends per step after the warm-up, and the most copies that it keeps."""
+    """Return the mean bytes that a worker sends per step after the warm-up, and the most copies it keeps."""
     job = replace(JOB, optimizer="momentum") if call.takes("server") else JOB  # a server needs SGD
     profile = probe(without_warmup(call), job, WORKERS)
     steps = (_LEAD, _LEAD + STEPS)
@@ -91,5 +91,5 @@ def _measure(call: Call) -> tuple[float, float]:
 
 
 def without_warmup(call: Call) -> Call:
-    """The call with a warm-up of one step. What follows is the same, and is observed sooner."""
+    """Return the call with a warm-up of one step. What follows is the same, and is observed sooner."""
     return call.but(**{name: 1 for name in _WARM if name in call.arguments})

@@ -1,4 +1,4 @@
-"""Gradients that leave during the backward pass: which rounds send them early, and in which parts."""
+"""Gradients that are sent during the backward pass: in which rounds, and in which buckets."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -22,12 +22,12 @@ class Bucket:
 
     after: float
     first: Events  # what it sends at once
-    rest: Events  # what it waits for and sends then
+    rest: Events  # what it waits for, and sends after that
 
 
 @dataclass(frozen=True)
 class Early:
-    """A round whose gradients leave in buckets. Codes send them one after the other, in a queue."""
+    """A round whose gradients are sent in buckets. Codes send them one after the other, in a queue."""
 
     heads: tuple[Events, Events]  # small messages that are sent at the step, and waits for them
     buckets: tuple[Bucket, ...]
@@ -35,9 +35,9 @@ class Early:
 
 
 def find_buckets(part: Part, job: Job) -> list[tuple[float, float]]:
-    """By bucket, the share of a step after which it is complete, and its share of the gradients.
+    """Return for each bucket the share of a step after which it is complete, and its share of the gradients.
 
-    Nothing if the part sends its gradients as a whole, or at the end of the step.
+    Empty if the part sends its gradients whole, or at the end of the step.
     """
     if not isinstance(part, Exchange) or not part.live.early or part.delay or not job.backward:
         return []
@@ -71,7 +71,7 @@ def cut_round(part: Part, buckets: Sequence[tuple[float, float]], begin: Events,
 
 
 def _cut(event: Event, number: int, share: float) -> Event:
-    """The event of one bucket. Its name is one that no other bucket has."""
+    """Return the event of one bucket, with a name that no other bucket has."""
     assert isinstance(event, Sent | Waited)
     name = (event.name[0], event.name[1] + 1000 * (number + 1))
     if isinstance(event, Waited):

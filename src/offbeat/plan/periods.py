@@ -1,4 +1,4 @@
-"""The number of steps that a schedule which measures time would choose, predicted from link and step time."""
+"""Predicts how many steps a schedule that measures time would choose, from the link and the step time."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from offbeat.methods.expression import Call
 from offbeat.plan.job import Cluster
 from offbeat.when import Budget, Schedule, Seconds
 
-_STEPS = 64  # of every worker that are looked at
+_STEPS = 64  # steps of each worker that are sampled
 _APART = 1.05  # workers differ if the mean step of one is longer by this factor than that of another
 
 
 def fix_period(call: Call, cluster: Cluster, exposed: Callable[[Call], float]) -> tuple[Call, str] | None:
-    """Return the call with a number of steps, and a note that says so; None if its schedule counts steps.
+    """Return the call with a fixed number of steps, and a note; None if its schedule counts steps.
 
     `exposed` predicts the exposed share of the time that a call takes.
     """

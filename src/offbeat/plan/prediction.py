@@ -37,12 +37,12 @@ class Prediction:
     computing: float  # mean over the workers
     waiting: float  # for slower workers
     exposed: float  # for messages
-    hidden: float  # communication that nobody waits for
+    hidden: float  # communication that no worker waits for
     failing: float  # failures, restarts and repeated work
     copies: float  # of the model, kept by the method
     curve: tuple[tuple[float, float], ...]  # bandwidth and seconds
     break_even: float | None = None  # with a faster link, ddp is at most 5 % slower
-    ddp_needs: float | None = None  # the bandwidth at which ddp is as fast as this method is now
+    ddp_needs: float | None = None  # the bandwidth at which ddp would be as fast as this method is here
     notes: tuple[str, ...] = ()
 
     @property
@@ -111,7 +111,7 @@ def predict(expression: str, job: Job, cluster: Cluster) -> Prediction:
 
 
 def _exposed_share(call: Call, job: Job, cluster: Cluster) -> float:
-    """Of the time of a run that is long enough to have rounds."""
+    """Return the exposed share of the time of a run that is long enough to have rounds."""
     every = call.arguments["every"]
     found = predict(str(call), replace(job, steps=max(job.steps, 4 * every)), cluster)
     return found.exposed / found.seconds
@@ -150,12 +150,12 @@ def _overlap_note(part: Exchange, job: Job) -> str:
 
 
 def varied_link(network: Network) -> float:
-    """The bandwidth that the curve varies."""
+    """Return the bandwidth that the curve varies."""
     return network.levels[-1].bandwidth if network.levels else min(network.links)
 
 
 def _vary(cluster: Cluster) -> list[Network]:
-    """The cluster's network, then others whose outermost link is slower or faster."""
+    """Return the cluster's network, then others whose outermost link is slower or faster."""
     network, here = cluster.network, varied_link(cluster.network)
     if cluster.workers == 1:
         return [network]
@@ -212,7 +212,7 @@ def _compare(ours: Prediction, ddp: Prediction) -> Prediction:
 
 
 def _crossing(curve: Sequence[tuple[float, float]], level: float) -> float | None:
-    """The bandwidth at which a falling curve crosses a level, if it does; time goes with its inverse."""
+    """Return the bandwidth at which a falling curve crosses a level, if any. Time goes with its inverse."""
     for (left, above), (right, below) in pairwise(curve):
         if above > level >= below:
             share = (above - level) / (above - below)

@@ -1,4 +1,4 @@
-"""Build a method on a small model among recorded workers, and observe what its parts send and hold."""
+"""Builds a method on a small model with a recording communicator, to see what its parts send and keep."""
 
 import gc
 import math
@@ -44,9 +44,9 @@ from offbeat.when import Every, Never
 Build = Callable[..., Synchronizer]
 _WIDTHS = (64, 128, 192)  # bytes are quadratic in the width, so three widths give any other
 _SMALL = 16  # up to this many workers are recorded one by one
-_LOOKS = 32  # steps after which memory is measured
+_LOOKS = 32  # the first steps, after which memory is measured
 _ROUNDS = 4  # rounds of an exchange with groups of their own; later rounds reuse them
-_CYCLE = 8  # the same of wait-free parts
+_CYCLE = 8  # the same for wait-free parts
 # A method does not own what lies behind these. The size of a StabilityWatch does not depend on the model.
 _ELSEWHERE = (type, ModuleType, CodeType, BuiltinFunctionType, nn.Module, StabilityWatch)
 
@@ -68,7 +68,7 @@ class MethodProfile:
     _groups: dict[tuple[int, int], Groups] = field(default_factory=dict)
 
     def groups(self, place: int, round: int) -> Groups:
-        """The groups in which a part acts. They repeat after some rounds."""
+        """Return the groups of a part in a round. They repeat after some rounds."""
         part = self.sync.parts[place]
         key = (place, round % (min(part.among.cycle, _CYCLE) if isinstance(part, Waitfree) else _ROUNDS))
         if key not in self._groups:
@@ -84,7 +84,7 @@ class MethodProfile:
         return part.active and (part.sidecars or not part.blocking(round))
 
     def count_sidecar_rounds(self, place: int, steps: int) -> Counter[Groups]:
-        """How many such rounds there are in so many steps, by their groups."""
+        """Count such rounds in this number of steps, by their groups."""
         return Counter(self.groups(place, step) for step in range(steps) if self.sidecars_send(place, step))
 
 
@@ -153,7 +153,7 @@ def _measure_equality(part: Exchange, job: Job) -> tuple[bool, bool]:
 
 
 def _choose_sizes(build: Build, job: Job, workers: int) -> list[int]:
-    """The worlds to record. A small one sends what a large one would; two show what scales with its size."""
+    """Return the worlds to record. A small one sends what a large one would; two show what scales."""
     if workers <= _SMALL:
         return [workers]
     found: list[int] = []
@@ -166,7 +166,7 @@ def _choose_sizes(build: Build, job: Job, workers: int) -> list[int]:
 
 
 class _World:
-    """One synchronizer among `workers`, on a model of this width: what it sends and holds."""
+    """One synchronizer among `workers` workers, on a model of this width: what it sends and keeps."""
 
     def __init__(self, build: Build, job: Job, workers: int, width: int) -> None:
         self.workers, self.width, self.copies, self.gap = workers, width, 0.0, (0, 0)
@@ -207,11 +207,11 @@ class _World:
         self.copies = max(self.copies, self._count(self.sync.parts))
 
     def _count(self, parts: Sequence[Part]) -> float:
-        """Counting takes long. Only the widest model is asked for it, where small tensors matter least."""
+        """Count copies, on the widest model only: it takes long, and small tensors matter least there."""
         return _count_copies(self.sync, parts) if self.width == _WIDTHS[-1] else 0.0
 
     def _record_steps(self, job: Job) -> None:
-        """Until the parts that are not exchanges repeat themselves."""
+        """Record steps until the parts that are not exchanges repeat themselves."""
         told, wanted = list[object](), 2
         self.sync.on_report = told.append
         for part in self.sync.parts:
@@ -258,7 +258,7 @@ class _World:
 
 
 def _count_copies(sync: Synchronizer, parts: Sequence[Part]) -> float:
-    """The tensors that these parts hold, in copies of the model, without model, gradients and optimizer."""
+    """Return the tensors that these parts keep besides model, gradients and optimizer, in model copies."""
     theirs = [value for o in sync.optimizers for state in o.state.values() for value in state.values()]
     theirs += [tensor for p in sync.model.parameters() for tensor in (p, p.grad)]
     known = {t.untyped_storage().data_ptr() for t in theirs if isinstance(t, Tensor)}

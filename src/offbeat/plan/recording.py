@@ -51,7 +51,7 @@ COMPUTED = Waited((-1, -1))  # for a gradient
 
 @dataclass(frozen=True)
 class QueuedJob:
-    """A job was given to a task queue, which sends and waits beside the worker, one job after the other."""
+    """A job was given to a task queue, which runs one job after the other in the background."""
 
     name: Name
     task_queue: int  # which of the worker's
@@ -60,7 +60,7 @@ class QueuedJob:
 
 @dataclass(frozen=True)
 class Repeated:
-    """The same events several times in a row, such as messages that pass round a ring."""
+    """The same events several times in a row, such as messages that go around a ring."""
 
     times: int
     events: "Events"
@@ -71,7 +71,7 @@ Events = tuple[Event, ...]
 
 
 def count_sent(events: Sequence[Event], times: int = 1) -> Iterator[tuple[Sent, int]]:
-    """All messages, including those of task queues, and how often each is sent."""
+    """Yield all messages, including those of task queues, and how often each is sent."""
     for event in events:
         if isinstance(event, Sent):
             yield event, times
@@ -117,7 +117,7 @@ class RecordingComm(Communicator, Worker):
         def wait() -> list[Tensor]:
             log.events.append(Waited(name))
             if control:
-                return given * self.size  # nobody writes into words, so that 100 000 need no copies
+                return given * self.size  # words are only read, so that 100 000 need no copies
             with torch.no_grad():
                 return kind.deliver(given, kind.results([given] * self.size, src, [self.rank])[0])
 

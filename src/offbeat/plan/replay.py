@@ -1,4 +1,4 @@
-"""Run the clocks of all workers through a method: many runs and many bandwidths at once."""
+"""Runs the clocks of all workers through a method, for many runs and many bandwidths at once."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from offbeat.waitfree import CodedGradients, EagerGradients
 from offbeat.waitfree.base import REMEMBERED, Waitfree, allowance
 
 _CHUNK = 2**15  # times drawn at once: they fit a cache
-_SETTLED = 8  # turns of a ring after which every turn takes as long as the last
+_SETTLED = 8  # turns of a ring after which all turns take equally long
 _APART = 10_000_019  # steps between runs, so that no two draw the same times
 
 
@@ -35,7 +35,7 @@ class Spent:
     flown: Tensor
 
     def add(self, other: "Spent", *, computing: float, rounds: float) -> None:
-        """Add several windows like this one, independent of each other: for gradients, and for rounds."""
+        """Add several independent windows like this one: how many for gradients, and how many for rounds."""
         self.mean += computing * other.computed + rounds * (other.mean - other.computed)
         self.computed += computing * other.computed
         for name in ("variance", "skewed", "exposed", "flown"):
@@ -133,11 +133,11 @@ class Clocks:
             return  # sent before the window began
         ready, lands = self._in_flight.pop(key)
         self._flown += _mean(lands - ready)
-        now, some = self._now, True  # whether anybody waits for slower workers
+        now, some = self._now, True  # whether any worker waits for slower ones
         if now.shape[-1] > lands.shape[-1]:
             first, mean, last = self._range()
             if bool((lands <= first).all()):
-                return  # nobody waits
+                return  # no worker waits
             if bool((ready >= last).all()):  # all wait, and leave together
                 self._now = lands
                 if not self._beside:
@@ -240,7 +240,7 @@ class Clocks:
         self._past = [*self._past[1 - part.behind :], self._now.amax(-1, keepdim=True)]
 
     def _patience(self, part: Waitfree, awake: Tensor) -> Tensor:
-        """Until when sidecars called at `awake` wait for their workers."""
+        """Return until when sidecars that are called at `awake` wait for their workers."""
         if part.grace is not None:
             return awake + part.grace
         resumed = self._resumed.expand(self._shape)
@@ -248,7 +248,7 @@ class Clocks:
         return torch.where(resumed <= awake, torch.maximum(awake, overdue), awake)
 
     def mark(self, kind: object) -> None:
-        """Note how far the last worker has come since the previous moment."""
+        """Note the progress of the last worker since the previous moment."""
         before, self._last = self._last, self._latest
         self._paces.setdefault(kind, []).append(self._last - before)
 
@@ -289,12 +289,12 @@ class Clocks:
 
 
 def _mean(values: Tensor) -> Tensor:
-    """Over the workers; faster for one."""
+    """Return the mean over the workers, faster if there is only one."""
     return values[..., 0] if values.shape[-1] == 1 else values.mean(-1)
 
 
 @lru_cache
 def _allowances(compute: Compute, workers: int) -> Tensor:
-    """How long a step of each worker may take before it is overdue."""
+    """Return how long a step of each worker may take before it is overdue."""
     times = compute.seconds(torch.arange(workers)[:, None], torch.arange(REMEMBERED)[None, :])
     return torch.tensor([allowance(row) for row in times.tolist()], dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""From the messages of small models among few workers to those of the real model among all workers."""
+"""Scales the messages of small models and few workers up to the real model and all workers."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -17,8 +17,8 @@ class Differ(Exception):
 
 
 def combine(worlds: Worlds, recordings: Sequence[Sequence[Event]], width: float, workers: int) -> Events:
-    """The events of a model of this width among so many workers, from one recording of each world. A layer's
-    bytes are at most quadratic in the width. The turns of a ring grow with the workers."""
+    """Return the events for a model of this width and this number of workers, from one recording per world.
+    A layer's bytes are at most quadratic in the width. The turns of a ring grow with the workers."""
     kinds = [[(type(e), e.kind if isinstance(e, Sent) else "") for e in events] for events in recordings]
     if any(other != kinds[0] for other in kinds):
         raise Differ
@@ -39,7 +39,7 @@ def combine(worlds: Worlds, recordings: Sequence[Sequence[Event]], width: float,
 
 
 def _fit(worlds: Worlds, messages: Sequence[Event], width: float) -> Size:
-    """The size of a message in a model of this width: a polynomial through its size in all others."""
+    """Return the size of a message in a model of this width, from a polynomial through its recorded sizes."""
     sizes: dict[int, dict[int, float]] = {}
     for (_, at), message in zip(worlds, messages, strict=True):
         assert isinstance(message, Sent)
@@ -54,7 +54,7 @@ def _fit(worlds: Worlds, messages: Sequence[Event], width: float) -> Size:
 
 
 def split_by_workers(values: dict[int, float]) -> tuple[float, float]:
-    """`a` and `b` such that a + b / workers has these values, one or two, at these numbers of workers."""
+    """Return a and b such that a + b / workers has these one or two values at these numbers of workers."""
     (few, at_few), *rest = values.items()
     if not rest:
         return at_few, 0.0
@@ -64,8 +64,8 @@ def split_by_workers(values: dict[int, float]) -> tuple[float, float]:
 
 
 def join_pieces(traces: Mapping[Key, Sequence[Event]]) -> dict[Key, Sequence[Event]]:
-    """Make one message of those that are alike and sent one right after the other. Codes cut a long payload
-    into pieces, and their number is not a polynomial in the width."""
+    """Join messages of the same kind that are sent right after each other. Codes cut a long payload into
+    pieces, whose number is not a polynomial in the width."""
     pieces = set[Name]()  # all but the first of a message, whose wait stands for all
     joined = dict[Key, Sequence[Event]]()
     for key, events in traces.items():
@@ -120,14 +120,14 @@ class PeriodicTrace:
 
     steps: tuple[Events, ...]
     reports: tuple[int, ...]  # made by each step
-    gap: tuple[int, int]  # after so many steps, so many more were not recorded
+    gap: tuple[int, int]  # the step after which steps were not recorded, and their number
     period: int
 
     def __bool__(self) -> bool:
         return any(self.steps)
 
     def like(self, step: int) -> int:
-        """The recorded step that stands for this one."""
+        """Return the recorded step that stands for this one."""
         start, skipped = self.gap
         if step >= start:
             step = max(step - skipped, start - 2 + (step - start) % 2)
@@ -135,7 +135,7 @@ class PeriodicTrace:
         return step if step < seen else seen - self.period + (step - seen) % self.period
 
     def count(self, steps: int) -> Counter[int]:
-        """How often each recorded step happens in so many steps."""
+        """Count how often each recorded step happens in this number of steps."""
         return Counter(map(self.like, range(steps if self else 0)))
 
 
