@@ -115,7 +115,7 @@ class LocalSGD:
         self._losses.append(loss.detach() / self.accelerator.gradient_accumulation_steps)
 
     def _unscale(self, own: Callable[..., None], *args: Any, **options: Any) -> None:
-        """Clipping begins here: gradients are exchanged before they are unscaled and clipped."""
+        """Clipping starts with this call: gradients are exchanged before they are unscaled and clipped."""
         if self.accelerator.sync_gradients:
             self._begin()
         own(*args, **options)
@@ -137,7 +137,7 @@ class LocalSGD:
     ) -> None:
         assert self.sync is not None
         if not self.accelerator.sync_gradients:
-            own(closure)  # which does nothing, but schedulers look for it
+            own(closure)  # does nothing, but schedulers check for it
             return
         if optimizer in self._stepped:
             raise RuntimeError("LocalSGD: call its step() after every optimizer.step().")
@@ -151,7 +151,7 @@ class LocalSGD:
 
 @contextmanager
 def replaced(thing: Any, name: str, new: Callable[..., Any]) -> Iterator[None]:
-    """Inside, `thing.name(...)` calls `new(own, ...)`, where `own` is what was there before."""
+    """Inside, `thing.name(...)` calls `new(own, ...)`, where `own` is the original."""
     own, before = getattr(thing, name), vars(thing).get(name)
     vars(thing)[name] = wraps(own)(lambda *args, **options: new(own, *args, **options))
     try:
@@ -163,7 +163,7 @@ def replaced(thing: Any, name: str, new: Callable[..., Any]) -> Iterator[None]:
 
 
 def check_accelerator(accelerator: Accelerator, call: str, remedy: str) -> None:
-    """Raise if accelerate would start solo runs, or splits the model itself."""
+    """Raise if accelerate would let each process train alone, or splits the model itself."""
     launched, kind = int(os.environ.get("WORLD_SIZE", "1")), accelerator.distributed_type
     if accelerator.num_processes == 1 < launched:
         raise ValueError(

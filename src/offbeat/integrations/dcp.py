@@ -24,8 +24,8 @@ class Stateful:
         dcp.load(state, checkpoint_id=folder)
 
     Save after a step, also with `async_save`: the state is copied at once. DCP keeps one copy of tensors that
-    have the same name on several ranks, but the weights of workers differ. It loads no tensor that a new
-    process does not have yet, such as an anchor. So each rank saves one value of its own that holds it all.
+    have the same name on several ranks, but the weights of workers differ. It cannot load a tensor that a new
+    process does not have yet, such as an anchor. So each rank saves everything as one value of its own.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Lightning Fabric, with a method of Offbeat in place of DDP, and what the Trainer's strategy shares."""
+"""A strategy for Lightning Fabric with any method in place of DDP, and code shared with the Trainer's."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from offbeat.methods.expression import method as read_method
 
 
 def _find() -> tuple[str, str]:
-    """Name the packages of Trainer and Fabric: the imported ones, or else those that are installed."""
+    """Return the names of the packages of Trainer and Fabric: those imported, or else those installed."""
     names = [("lightning.pytorch", "lightning.fabric"), ("pytorch_lightning", "lightning_fabric")]
     if "lightning_fabric" in sys.modules and "lightning.fabric" not in sys.modules:
         names.reverse()
@@ -102,7 +102,7 @@ class OffbeatFabricStrategy(strategies.DDPStrategy):  # type: ignore[misc]
         return output if closure is None else loss
 
     def _begin(self) -> AbstractContextManager[None]:
-        """Gradients are ready, and not yet clipped. Return the context for the step of the optimizer."""
+        """Gradients are ready and not clipped yet. Return the context for the optimizer's step."""
         if self._still is None:
             self._still = nullcontext() if self.sync.before_step() else self.sync.still()
         return self._still
@@ -130,7 +130,7 @@ def check_optimizers(optimizers: Sequence[Optimizer]) -> None:
 
 
 def register(registry: Any, strategy: type) -> None:
-    """Name the strategy "offbeat_diloco" and so on, for every method that needs no argument."""
+    """Register the strategy as "offbeat_diloco" and so on, for every method that needs no argument."""
     for name in methods.__all__:
         if Parameter.empty not in methods.arguments(getattr(methods, name)).values():
             text = f"{name}() of Offbeat"

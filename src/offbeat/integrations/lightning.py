@@ -1,4 +1,4 @@
-"""Lightning's Trainer, with a method of Offbeat in place of DDP."""
+"""A strategy for Lightning's Trainer with any method in place of DDP."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ class OffbeatStrategy(pl.strategies.DDPStrategy):  # type: ignore[misc]
             folder = _folder(filepath)
             self._started().save(folder / checkpoint["offbeat"])
         super().save_checkpoint(checkpoint, filepath, storage_options)
-        if exact:  # the checkpoint that stood here before is gone, and its files are of no use
+        if exact:  # the checkpoint of this name was replaced, so its files are obsolete
             self.barrier()
             for other in folder.iterdir() if self.local_rank == 0 else ():
                 if other.name != checkpoint["offbeat"]:
@@ -115,7 +115,7 @@ class OffbeatStrategy(pl.strategies.DDPStrategy):  # type: ignore[misc]
         return super().load_checkpoint(checkpoint_path, *args, **kwargs)  # type: ignore[no-any-return]
 
     def load_optimizer_state_dict(self, checkpoint: Any) -> None:
-        """Also load this rank's weights and the method's state, unless another strategy has saved."""
+        """Also load this rank's weights and the method's state, if this strategy saved the checkpoint."""
         super().load_optimizer_state_dict(checkpoint)
         if "offbeat" in checkpoint:
             folder = _folder(os.path.realpath(self._loaded))  # last.ckpt may be a link
@@ -157,7 +157,7 @@ class _Hooks(pl.Callback):  # type: ignore[misc]
         self.validating, self.together, self.logged = False, True, 0
 
     def averaged(self) -> AbstractContextManager[None]:
-        """Show the averaged weights, unless they are shown, or this worker has left the others."""
+        """Show the averaged weights, unless they are shown already, or this worker has left the others."""
         show = self.together and not self.validating and self.strategy.sync is not None
         return self.strategy._started().averaged() if show else nullcontext()
 
@@ -165,10 +165,10 @@ class _Hooks(pl.Callback):  # type: ignore[misc]
         self.together = True
         self.strategy._started().start()
         if self.resumed is not None:
-            self.resumed = seeds._collect_rng_states()  # an iterator over the data has drawn numbers
+            self.resumed = seeds._collect_rng_states()  # an iterator over the data has drawn since
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        if self.resumed is not None:  # in the midst of an epoch, there was an iterator already
+        if self.resumed is not None:  # within an epoch, the iterator had already drawn
             seeds._set_rng_states(self.random if batch_idx > 0 else self.resumed)
             self.resumed = None
 
@@ -185,7 +185,7 @@ class _Hooks(pl.Callback):  # type: ignore[misc]
             self.validating = True
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
-        """Put back the live weights and random numbers, before checkpoints are saved.
+        """Restore the live weights and random states before checkpoints are saved.
 
         A run that resumes from a checkpoint of the last batch skips the validation, and must not differ.
         """
@@ -231,9 +231,9 @@ def _folder(filepath: Any) -> Path:
 
 
 def _stop_broadcasts(trainer: Any) -> None:
-    """Lightning broadcasts before every batch whether rank 0 got SIGTERM, and again when the signal arrives.
+    """Stop the broadcasts of SIGTERM, which Lightning makes before every batch and when the signal arrives.
 
-    Here a worker stops after the batch in which it gets the signal. Others that wait for it stop as well.
+    Instead, a worker stops after the batch in which it gets the signal. Others that wait for it stop as well.
     """
     connector = trainer._signal_connector
 

@@ -1,4 +1,4 @@
-"""What frameworks that step by themselves ask of optimizers."""
+"""What optimizers must do inside frameworks that own the step."""
 
 from collections.abc import Iterable
 
@@ -6,6 +6,6 @@ from torch.optim import LBFGS, Optimizer
 
 
 def check_steps(optimizers: Iterable[Optimizer]) -> None:
-    """Raise for an optimizer whose step is made of several."""
+    """Raise for an optimizer whose step consists of several."""
     if any(isinstance(optimizer, LBFGS) for optimizer in optimizers):
         raise ValueError("LBFGS computes the loss several times in one step: use another optimizer.")

@@ -80,7 +80,7 @@ class OffbeatMixin(Base):
             raise
 
     def _begin(self) -> None:
-        """Make the synchronizer of this `train()`: model and optimizer are prepared."""
+        """Make the synchronizer of this `train()`. Model and optimizer are prepared."""
         if self._rounds is None or (self.sync is not None and self.sync.finished):
             assert self.model is not None
             self._rounds = LocalSGD(self.accelerator, self.model, method=self._method)
@@ -92,7 +92,7 @@ class OffbeatMixin(Base):
 
     @contextmanager
     def _consensus(self) -> Iterator[None]:
-        """Inside, the model is the consensus of the workers, also where one call leads to another."""
+        """Inside, the model is the consensus of the workers. Calls may be nested."""
         sync = self.sync
         if sync is None or sync.finished or self._shown:
             yield
@@ -123,7 +123,7 @@ class OffbeatMixin(Base):
         super().log(logs, *args, **options)
 
     def _save_rng_state(self, output_dir: str) -> None:
-        """The last of the files that each rank writes. All are complete when rank 0 describes the folder."""
+        """Each rank's last file. All are complete when rank 0 writes the description of the folder."""
         super()._save_rng_state(output_dir)
         if self.sync is not None:
             assert self.lr_scheduler is not None
@@ -156,7 +156,7 @@ class OffbeatTrainer(OffbeatMixin, Trainer):
 
 
 class _Updates(TrainerCallback):
-    """Tells the rounds of its trainer where the loop is."""
+    """Tells the synchronizer of its trainer where the loop is."""
 
     def __init__(self, trainer: OffbeatMixin) -> None:
         self.trainer = trainer
@@ -173,7 +173,7 @@ class _Updates(TrainerCallback):
 
 
 def find_newest(folder: str) -> str | None:
-    """Return the newest checkpoint that is complete: its description is written last."""
+    """Return the newest complete checkpoint: one with a description, which is written last."""
     found = {path: path.name.rpartition("-")[2] for path in Path(folder).glob("checkpoint-*")}
     for path in sorted((p for p in found if found[p].isdigit()), key=lambda p: -int(found[p])):
         with suppress(OSError, ValueError):
@@ -195,7 +195,7 @@ def check_absent(checkpoint: str, accelerator: Accelerator) -> None:
 
 
 def check_arguments(args: TrainingArguments, call: str) -> None:
-    """Refuse what makes workers meet at every step, or starts them again one by one."""
+    """Refuse arguments that make workers communicate at every step, or restart a worker alone."""
     for name in ("deepspeed", "fsdp"):
         if getattr(args, name):
             raise beside(call, name.upper())

@@ -35,8 +35,8 @@ def gradient_code(
     `stragglers` waits less and computes more. By default clusters have stragglers + 1 workers, which all
     compute the same parts; the last one also has the rest. `clusters` is another number of equal clusters;
     larger ones have a cyclic code. With `dynamic`, clusters are formed again after each round, to spread
-    workers that stay late evenly. Larger `grace` waits longer, in seconds, for those who are a little late.
-    Larger `behind` lets a worker be more rounds behind before the others wait; each round that it is behind
+    workers that stay late evenly. Larger `grace` waits longer, in seconds, for workers that are a little
+    late. Larger `behind` lets a worker be more rounds behind before the others wait; each of these rounds
     needs one copy of the gradients. `offbeat.coded_sampler` hands out the parts:
 
         sync = offbeat.gradient_code(model, optimizer, stragglers=1)

@@ -71,7 +71,7 @@ def brief(value: object) -> str:
 
 
 def method(expression: str) -> Call:
-    """The method named by an expression such as "local_sgd(every=QSR(alpha=0.02))".
+    """Return the method named by an expression such as "local_sgd(every=QSR(alpha=0.02))".
 
     An expression may contain methods, values such as `QSR`, numbers, strings, True, False, None, tuples and
     lists. Call the result with a model and an optimizer.
@@ -93,7 +93,7 @@ def method(expression: str) -> Call:
         given = _read_keywords(call)
         check_names(name, methods.arguments(getattr(methods, name)), given)
         return Call(name, given)
-    except TypeError as error:  # why it cannot be read, or a value's own
+    except TypeError as error:  # from the parser, or from a value
         text = str(error).replace(".__init__()", "()").removesuffix(".")
         raise ValueError(f"{where}: {text}.") from None
 

@@ -15,7 +15,7 @@ from offbeat.when import Every, Schedule, schedule
 
 __all__ = ["desloc"]
 
-# The names that torch's optimizers give to them.
+# The names of the moments in torch's optimizers.
 _FIRST = ("exp_avg", "momentum_buffer")
 _SECOND = ("exp_avg_sq", "square_avg", "exp_inf")
 

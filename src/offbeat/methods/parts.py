@@ -1,4 +1,4 @@
-"""What the methods share: options, a record of the call, warm-ups, averages, and fragments of a model."""
+"""What methods are made of: options, a record of the call, warm-ups, averages, and fragments of a model."""
 
 from __future__ import annotations
 
@@ -61,10 +61,10 @@ def record_call(function: Callable[P, Synchronizer]) -> Callable[P, Synchronizer
             model = kwargs.get("model", args[0] if args else None)
             if not isinstance(model, nn.Module):
                 raise TypeError(f"{name}(model={model!r}): model must be a torch module.")
-            communicator(group)  # raises if it is none
+            communicator(group)  # raises if it is not a group
             sync = function(*args, **kwargs)
         except (TypeError, ValueError) as error:
-            with suppress(OffbeatError, TypeError, ValueError):  # the others wait unless they have it too
+            with suppress(OffbeatError, TypeError, ValueError):  # tells the others, which may be waiting
                 compare_lines([f"the error {str(error)!r}"], communicator(group))
             raise
         sync.agree(call)
@@ -81,7 +81,7 @@ def _write_call(name: str, known: Mapping[str, Any], given: Mapping[str, Any]) -
     for key in [key for key in known if key in given]:
         value, default = given[key], known[key]
         if isinstance(value, Every) and value == Every(value.steps):
-            value = value.steps  # equal values get one spelling
+            value = value.steps  # equal values are written the same way
         elif isinstance(default, float) and is_whole(value):
             value = float(value)
         elif isinstance(value, list):
@@ -92,7 +92,7 @@ def _write_call(name: str, known: Mapping[str, Any], given: Mapping[str, Any]) -
 
 
 def check_names(name: str, known: Mapping[str, Any], given: Collection[str]) -> None:
-    """Refuse arguments the method does not have, and the lack of one that has no default."""
+    """Refuse unknown arguments, and a call without a required one."""
     for key in given:
         if key not in known:
             meant = suggest(key, known)
@@ -109,7 +109,7 @@ def check_numbers(name: str, kinds: Mapping[str, str], given: Mapping[str, Any])
         if not wanted & {"int", "float"} or not wanted <= {"int", "float", "None"}:
             continue
         if ("None" in wanted and value is None) or (key == "every" and isinstance(value, Schedule)):
-            continue  # a method that takes no schedule says why
+            continue  # a method that takes no schedule explains why
         if not isinstance(value, int | float) or (key == "seed" and not isinstance(value, int)):
             kind = "a whole number" if "float" not in wanted else "a number"
             raise TypeError(f"{name}({key}={show(value)}): {key} must be {kind}.")
@@ -164,11 +164,12 @@ def synchronize(
 class Averaging(Outer):
     """`Replace` for lossy reducers: an outer step with learning rate 1 moves the anchor to the mean.
 
-    The anchor only serves to send less. `averaged()` shows the mean of the live weights, as without a code.
+    The anchor only makes the payload smaller. `averaged()` shows the mean of the live weights, as without a
+    code.
     """
 
     def shown(self, live: Sequence[Tensor], room: Packed, state: State) -> None:
-        """Nothing: the mean of the live weights is the consensus, and the anchor lags behind it."""
+        """Show nothing: the consensus is the mean of the live weights, and the anchor lags behind it."""
 
 
 def average(options: Options, keep: float = 0.0) -> Update:

@@ -69,7 +69,7 @@ def _open(path: Path) -> Iterator[tuple[list[str], Callable[[str], bytes], list[
 
 
 def _find_pictures(names: Sequence[str], data: str) -> list[tuple[str, str, bool]]:
-    """Name, class, and whether it is held out, of each picture in train/CLASS, test/CLASS or val/CLASS."""
+    """Return name, class, and whether it is held out, of pictures in train/CLASS, test/CLASS, val/CLASS."""
     paths = [(name, path) for name in names if (path := PurePosixPath(name)).suffix.lower() in SUFFIXES]
     found = [
         (name, path.parts[-2], path.parts[-3] != "train")

@@ -143,7 +143,7 @@ def predict(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
 
 
 def predict_all(model: nn.Module, batches: Iterable[Batch]) -> list[tuple[Tensor, Tensor]]:
-    """The same for each batch, in eval mode and without gradients. Restores the mode of each module."""
+    """Predict each batch in eval mode and without gradients. Restores the mode of each module."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
