@@ -262,7 +262,7 @@ REFUSED = {
     "twice": ("RuntimeError", "LocalSGD: call its step() after every optimizer.step()."),
     "lbfgs": ("ValueError", "LBFGS computes the loss several times in one step: use another optimizer."),
     "fp16": ("ValueError", "ssd_sgd(every=2) makes the step itself, which fp16 may have to skip: use bf16."),
-    "fsdp": ("ValueError", "LocalSGD beside FSDP: both distribute the model; switch off FSDP."),
+    "fsdp": ("ValueError", "LocalSGD with FSDP: both distribute the model; switch off FSDP."),
     "solo": (
         "ValueError",
         "LocalSGD: 2 processes were launched, but accelerate sees no accelerator, so that each would train "

@@ -341,13 +341,13 @@ def test_bad_numbers(expression: str, sentence: str) -> None:
     [
         (
             "adaptive(sample=5, drift=False)",
-            "drift=False with Adaptive(start=4, sample=5, warmup=0), which needs what rounds measure: "
+            "drift=False with Adaptive(start=4, sample=5, warmup=0), which needs the measurements of rounds: "
             "leave drift out.",
         ),
         (
             "adacomm(start=4, interval=5, drift=False)",
-            "drift=False with AdaComm(start=4, interval=5, warmup=0), which needs what rounds measure: "
-            "leave drift out.",
+            "drift=False with AdaComm(start=4, interval=5, warmup=0), which needs the measurements of "
+            "rounds: leave drift out.",
         ),
     ],
 )

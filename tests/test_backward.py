@@ -621,9 +621,7 @@ def test_a_checkpoint_of_other_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
         state["parts"][0]["states"]["reduce"]["lengths"] = [3, 1]
         run.sync.load_state_dict(state)
 
-    with says(
-        offbeat.CheckpointMismatch, "The checkpoint cuts the gradients into other buckets than this run."
-    ):
+    with says(offbeat.CheckpointMismatch, "The checkpoint has other buckets of gradients than this run."):
         offbeat.simulate(worker, 1)
 
 

@@ -398,7 +398,7 @@ def test_calls_at_a_bad_moment() -> None:
     sync.after_step()
     with sync.averaged():
         for call in (sync.step, sync.finish, sync.state_dict):
-            with pytest.raises(RuntimeError, match=r"not inside averaged\(\)"):
+            with pytest.raises(RuntimeError, match=r"leave averaged\(\) first"):
                 call()
-        with pytest.raises(RuntimeError, match=r"^averaged\(\): not inside averaged\(\)"), sync.averaged():
+        with pytest.raises(RuntimeError, match=r"^averaged\(\): leave averaged\(\) first"), sync.averaged():
             pass

@@ -207,8 +207,8 @@ REFUSED = [
     ),
     (
         "local_sgd(every=Budget(0.1), drift=False)",
-        "drift=False with Budget(share=0.1, least=1, most=500), which needs what rounds measure: leave drift "
-        "out.",
+        "drift=False with Budget(share=0.1, least=1, most=500), which needs the measurements of rounds: "
+        "leave drift out.",
     ),
 ]
 

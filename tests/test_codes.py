@@ -699,7 +699,7 @@ def test_the_exact_mean_carries_infinities() -> None:
         (
             lambda: ErrorFeedback(TwoLevel()),
             TypeError,
-            "ErrorFeedback(TwoLevel()): give it a code that knows its losses, such as TopK(64).",
+            "ErrorFeedback(TwoLevel()): pass a code that knows what it loses, such as TopK(64).",
         ),
         (
             lambda: ErrorFeedback(LowRank(2), decay=0),
@@ -732,7 +732,7 @@ def test_weights_themselves_are_not_rounded() -> None:
     for update in (offbeat.Correct(), offbeat.Overlap(), offbeat.Gossip(offbeat.SGD(0.5))):
         with pytest.raises(ValueError, match="the weights themselves would be rounded"):
             offbeat.Exchange(params, when=every, reduce=code, update=update)
-    with says(ValueError, "reduce=TwoLevel(): every worker gets its own result, so it is for grads(model)."):
+    with says(ValueError, "reduce=TwoLevel(): workers get different results: use it for grads(model) only."):
         offbeat.Exchange(params, when=every, reduce=TwoLevel(), update=offbeat.Outer(offbeat.SGD(1.0)))
     detached = offbeat.Detached(code)
     with pytest.raises(ValueError, match="which has its own: leave reduce out"):

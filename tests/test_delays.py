@@ -199,7 +199,7 @@ def refusal(live: str, update: Update, delay: Delay, period: int) -> str | None:
             "Replace() or Correct(), or params(model)."
         )
     if delay and isinstance(update, Detached):
-        return f"delay={delay!r} with update={update!r}: the steps made meanwhile would be lost."
+        return f"delay={delay!r} with update={update!r}: the steps made during the delay would be lost."
     return None
 
 

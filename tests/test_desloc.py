@@ -153,7 +153,7 @@ NET = Dyadic()
         ),
         (
             lambda: Exchange(moments(NET, "exp_avg"), when=Every(2), update=Correct()),
-            "update=Correct(gain=1.0) with moments('exp_avg'): moments become their mean; leave update out.",
+            "update=Correct(gain=1.0) with moments('exp_avg'): moments are averaged: leave update out.",
         ),
         (
             lambda: Exchange(moments(NET, "exp_avg"), when=Every(2), reduce=Quantized(8)),

@@ -291,8 +291,8 @@ def test_rounds_that_cannot_say_who_is_done_refuse() -> None:
 
     with says(
         ValueError,
-        "join(): no round of this method has all workers, so none says who is done: give every worker the "
-        "same number of batches.",
+        "join(): no round of this method has all workers, so none can show that all are done: give "
+        "every worker the same number of batches.",
     ):
         offbeat.simulate(sentence("noloco(every=2)"), 4)
     with says(
@@ -314,7 +314,7 @@ def test_a_gradient_that_has_left_needs_its_step() -> None:
             else:
                 sync.join()
 
-    with says(RuntimeError, "join(): a backward pass has no step yet: call step() first."):
+    with says(RuntimeError, "join(): no step has used the last backward pass: call step() first."):
         offbeat.simulate(worker, 2)
 
 

@@ -100,7 +100,7 @@ def test_what_decides_by_drift_needs_it_whole() -> None:
 
 def test_detached_is_refused_with_a_delay() -> None:
     update = Detached(TopK(8))
-    with says(ValueError, f"delay=2 with update={update!r}: the steps made meanwhile would be lost."):
+    with says(ValueError, f"delay=2 with update={update!r}: the steps made during the delay would be lost."):
         Exchange(params(linear()[0]), when=Every(4), update=update, delay=2)
 
 

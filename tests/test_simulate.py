@@ -135,7 +135,7 @@ def crossed(comm: Communicator) -> None:
 
 
 STANDSTILL = (
-    "Nobody can move: rank 0 waits for mean of float32[2], float64[3, 1] from rank 1; "
+    "No worker can continue: rank 0 waits for mean of float32[2], float64[3, 1] from rank 1; "
     "rank 1 waits for gather of float32[1] from rank 2; "
     "rank 2 waits for gather of int64[8] from rank 0, rank 1."
 )

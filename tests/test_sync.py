@@ -236,7 +236,7 @@ def test_the_checksum_sees_every_bit_and_its_position() -> None:
 
 
 CLOSED = "this run was ended by finish(): make a new synchronizer."
-NOT_LIVE = "not inside averaged(), where the weights are not the live ones."
+NOT_LIVE = "leave averaged() first: inside, the model has other weights."
 
 
 def test_all_start_with_the_weights_of_rank_0() -> None:

@@ -459,7 +459,7 @@ REFUSED = {
         "OffbeatTrainer: 2 processes were launched, but accelerate sees no accelerator, so that each would "
         "train alone: pass TrainingArguments(use_cpu=True) to train on CPUs.",
     ),
-    "fsdp": ("ValueError", "Mine beside FSDP: both distribute the model; switch off FSDP."),
+    "fsdp": ("ValueError", "Mine with FSDP: both distribute the model; switch off FSDP."),
 }
 
 

@@ -212,7 +212,7 @@ def test_a_second_step_is_noticed() -> None:
         return offbeat.simulate(lambda comm: beside(comm, way), 2)
 
     twice = (
-        "optimizer.step() is called beside sync.step(), which makes the step itself, so every gradient "
+        "optimizer.step() is called as well as sync.step(), which makes the step itself, so every gradient "
         "counts twice: remove optimizer.step(), or pass it as sync.step(optimizer.step)."
     )
     for way in ("before", "after"):

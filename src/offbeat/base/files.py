@@ -27,31 +27,31 @@ _DAMAGED = (
 def replacing(path: Path) -> Iterator[Path]:
     """Yield a path to write to. Unless the block raises, the file atomically replaces `path`, on disk."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        yield beside
-        with beside.open("rb") as file:
+        yield temporary
+        with temporary.open("rb") as file:
             os.fsync(file.fileno())
-        beside.replace(path)
+        temporary.replace(path)
         folder = os.open(path.parent, os.O_RDONLY)
         try:
             os.fsync(folder)  # the new name as well
         finally:
             os.close(folder)
     finally:
-        beside.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
 
 
 def write_state(path: Path, state: State) -> None:
     """Write a state atomically: a reader sees all of the file, or none of it."""
-    with replacing(path) as beside, beside.open("wb") as file:
+    with replacing(path) as temporary, temporary.open("wb") as file:
         torch.save(state, file)
 
 
 def delete_torn(path: Path) -> None:
     """Delete files left by processes that were killed during `write_state`. The name may be a pattern."""
-    for beside in path.parent.glob(f".{path.name}.*"):
-        beside.unlink(missing_ok=True)
+    for temporary in path.parent.glob(f".{path.name}.*"):
+        temporary.unlink(missing_ok=True)
 
 
 def find_damage(path: Path) -> str | None:

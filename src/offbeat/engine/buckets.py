@@ -146,7 +146,7 @@ class Buckets(Sender):
         self._weighed = weight >= 0  # the weight was not known when the buckets were sent
         round.began = round.began if self._began is None else self._began
         if weight <= SHARE and self._left:
-            raise RuntimeError("join(): a backward pass has no step yet: call step() first.")
+            raise RuntimeError("join(): no step has used the last backward pass: call step() first.")
         left = zip(self._parameters, self._left, strict=False)
         changed = any(p.grad is not grad or read_version(grad) != before for p, (grad, before) in left)
         return AGAIN if (changed or self._grew_late) and weight == NO_WEIGHT else weight
@@ -180,8 +180,8 @@ class Buckets(Sender):
         if AGAIN in weights and not self._warned:
             self._warned = True
             logger.warning(
-                "Gradients changed after they had left, so they were sent twice. Wrap all backward passes of "
-                "a step but the last in sync.accumulate(), and change gradients only inside sync.step(...)."
+                "Gradients changed after they were sent, so they were sent twice. Wrap all backward passes "
+                "of a step but the last in sync.accumulate(), and change gradients only in sync.step(...)."
             )
         return True
 
@@ -248,7 +248,7 @@ class Buckets(Sender):
 
     def check(self, states: dict[str, State]) -> None:
         if states["reduce"].get("lengths") != self._lengths:
-            raise CheckpointMismatch("The checkpoint cuts the gradients into other buckets than this run.")
+            raise CheckpointMismatch("The checkpoint has other buckets of gradients than this run.")
 
     def drain(self, states: dict[str, State]) -> None:
         """If any rank has sent a bucket, send what other ranks wait for. Drop the means."""

@@ -22,7 +22,7 @@ def check_dry(parts: Sequence[Part], call: str) -> None:
             raise ValueError(f"{call}: {part.when!r} needs a loss from every worker: {advice}.")
     if not _find_common(parts):
         raise ValueError(
-            f"{call}: no round of this method has all workers, so none says who is done: {advice}."
+            f"{call}: no round of this method has all workers, so none can show that all are done: {advice}."
         )
 
 

@@ -45,13 +45,13 @@ def write_model(path: Path, model: nn.Module, comm: Communicator) -> None:
 
 def _write(path: Path, tensors: dict[str, Tensor]) -> Exception | None:
     try:
-        with replacing(path) as beside:
+        with replacing(path) as temporary:
             if path.suffix == ".pt":
-                torch.save(tensors, beside)
+                torch.save(tensors, temporary)
             else:
                 from safetensors.torch import save_file
 
-                save_file(tensors, beside, metadata={"format": "pt"})
+                save_file(tensors, temporary, metadata={"format": "pt"})
     except Exception as error:  # from the disk, torch or safetensors
         return error
     return None

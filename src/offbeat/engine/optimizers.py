@@ -54,7 +54,7 @@ def check_trained(before: Sequence[tuple[str, Tensor, bool]]) -> None:
         if parameter.requires_grad != trained:
             change = "frozen" if trained else "unfrozen"
             raise RuntimeError(
-                f"{name!r} was {change} after the synchronizer was made: finish() it and make another."
+                f"{name!r} was {change} after the synchronizer was made: call finish() and make a new one."
             )
 
 

@@ -181,7 +181,7 @@ def check_update(update: Update | None, delay: Delay, live: Live, peers: Peers) 
         raise TypeError(f"update={update!r}: pass an update, such as Replace() or Outer(SGD(lr=0.7)).")
     update = Replace() if update is None else update
     if isinstance(live, OptimizerState) and update != Replace():
-        raise ValueError(f"update={update!r} with {live!r}: moments become their mean; leave update out.")
+        raise ValueError(f"update={update!r} with {live!r}: moments are averaged: leave update out.")
     if update.anchors == "shared" and not peers.fixed:
         raise ValueError(
             f"update={update!r} with among={peers!r}: the workers of a round must have the same anchor, but "
@@ -193,7 +193,8 @@ def check_update(update: Update | None, delay: Delay, live: Live, peers: Peers) 
             "Replace() or Correct(), or params(model)."
         )
     if delay and isinstance(update, Reducer):
-        raise ValueError(f"delay={delay!r} with update={update!r}: the steps made meanwhile would be lost.")
+        why = "the steps made during the delay would be lost"
+        raise ValueError(f"delay={delay!r} with update={update!r}: {why}.")
     return update
 
 
@@ -211,7 +212,7 @@ def check_reducer(reduce: Reducer | None, update: Update, live: Live) -> Reducer
     if live.early:
         return chosen
     if not chosen.agrees:
-        raise ValueError(f"reduce={chosen!r}: every worker gets its own result, so it is for grads(model).")
+        raise ValueError(f"reduce={chosen!r}: workers get different results: use it for grads(model) only.")
     if chosen.lossy and update.sends == "weights":
         raise ValueError(
             f"reduce={chosen!r} with update={update!r}: the weights themselves would be rounded; send the "
@@ -243,7 +244,8 @@ def check_drift(drift: bool | None, when: Schedule, reduce: Reducer, live: Live)
         both = f"{'drift=True' if drift else repr(when)} with reduce={reduce!r}"
         raise ValueError(f"{both}: drift cannot be measured with a lossy reducer: use Mean().")
     if when.needs and drift is False:
-        raise ValueError(f"drift=False with {when!r}, which needs what rounds measure: leave drift out.")
+        why = "which needs the measurements of rounds: leave drift out"
+        raise ValueError(f"drift=False with {when!r}, {why}.")
     if isinstance(live, OptimizerState) and (drift or when.needs):
         what = "drift=True" if drift else repr(when)
         raise ValueError(f"{what} with {live!r}: rounds of moments measure neither drift nor loss.")

@@ -109,7 +109,7 @@ class Run(ABC):
         if self.finished and not finished:
             raise RuntimeError(f"{call}: this run was ended by finish(): make a new synchronizer.")
         if self._inside_averaged:
-            raise RuntimeError(f"{call}: not inside averaged(), where the weights are not the live ones.")
+            raise RuntimeError(f"{call}: leave averaged() first: inside, the model has other weights.")
         if self._inside_step:
             raise RuntimeError(f"{call}: a step is under way: call after_step() first.")
 

@@ -131,7 +131,7 @@ class StepWatch:
         self._streak = self._streak + 1 if beside and self._looks else 0
         if self._streak == 2 and self._speaks:
             logger.warning(
-                "optimizer.step() is called beside sync.step(), which makes the step itself, so every "
+                "optimizer.step() is called as well as sync.step(), which makes the step itself, so every "
                 "gradient counts twice: remove optimizer.step(), or pass it as sync.step(optimizer.step)."
             )
 

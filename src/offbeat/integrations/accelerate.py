@@ -178,4 +178,4 @@ def check_accelerator(accelerator: Accelerator, call: str, remedy: str) -> None:
 
 
 def beside(call: str, name: str) -> ValueError:
-    return ValueError(f"{call} beside {name}: both distribute the model; switch off {name}.")
+    return ValueError(f"{call} with {name}: both distribute the model; switch off {name}.")

@@ -26,7 +26,7 @@ def fix_period(call: Call, cluster: Cluster, exposed: Callable[[Call], float]) -
     elif isinstance(every, Budget):
         steps = _find_shortest(every, lambda steps: exposed(call.but(every=steps)) <= every.share)
     elif isinstance(every, Schedule) and (every.timed or "cost" in every.needs):
-        raise ValueError(f"every={every!r}: the planner knows Seconds and Budget only by themselves.")
+        raise ValueError(f"every={every!r}: the planner supports Seconds and Budget only outside of Then.")
     else:
         return None
     return call.but(every=steps), f"its period follows the time; planned as every={steps}"

@@ -60,6 +60,6 @@ def feed(
 
 def check_code(code: object, call: str) -> None:
     if not isinstance(code, Code):
-        raise TypeError(f"{call}({code!r}): give it a code that knows its losses, such as TopK(64).")
+        raise TypeError(f"{call}({code!r}): pass a code that knows what it loses, such as TopK(64).")
     if not code.lossy:
         raise ValueError(f"{call}({code!r}): it loses nothing; use it alone.")

@@ -214,7 +214,7 @@ class Scheduler:
                 waits.append(f"rank {rank} waits for {what.posts[rank]} from {others}")
             elif what is not None and actor in self.on_exit:  # sidecars and queues wait for their worker
                 waits.append(what.what)
-        return Deadlock("Nobody can move: " + "; ".join(waits) + ".")
+        return Deadlock("No worker can continue: " + "; ".join(waits) + ".")
 
 
 class BackgroundActor:

@@ -44,9 +44,9 @@ def open_album(data: FilePath, *, pixels: int, cache: FilePath | None = None) ->
             return Album(**torch.load(cached, weights_only=True, mmap=True))
         album = _decode_all(names, read, str(path), pixels)
         cached.parent.mkdir(parents=True, exist_ok=True)
-        beside = cached.with_suffix(f".{os.getpid()}")
-        torch.save(vars(album), beside)
-        beside.replace(cached)
+        temporary = cached.with_suffix(f".{os.getpid()}")
+        torch.save(vars(album), temporary)
+        temporary.replace(cached)
         return album
 
 
