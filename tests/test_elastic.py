@@ -463,14 +463,20 @@ def work(
     url: str, rank: int, name: str, steps: int, pause: float, options: dict[str, Any], said: Any
 ) -> None:
     torch.set_num_threads(1)
-    slow, fault = options.pop("slow", {}), options.pop("fault", 0)
+    slow, fault, stop = options.pop("slow", {}), options.pop("fault", 0), options.pop("stop", -1)
     log = logging.Handler(logging.WARNING)
     log.emit = lambda record: said.send((rank, "log", record.getMessage()))  # type: ignore[method-assign]
     logging.getLogger("offbeat").addHandler(log)
     try:
         group = offbeat.Elastic(url, name=f"{rank:04}", timeout=20, **options)
         model, sync = build(name, group, rank)
-        sync.on_report = lambda report: said.send((rank, "round", report))
+
+        def tell(report: offbeat.Report) -> None:
+            said.send((rank, "round", report))
+            if report.round == stop:
+                os.kill(os.getpid(), signal.SIGSTOP)
+
+        sync.on_report = tell
         with sync:
             sync.start()
             said.send((rank, "started", sync.steps))
@@ -561,6 +567,20 @@ def test_a_run_with_losses_is_the_simulation_with_the_same_members(jobs: Any, na
     assert seen == {0, 1, 2, 3, 4, 5}
     if name != "cocod":  # a round in the air is repeated where it lands
         assert [p.tolist() for p in agree(simulated(name, script, 6, 100))[0]] == ends[0]
+
+
+@pytest.mark.slow
+def test_nobody_waits_for_a_worker_that_the_lighthouse_has_left_out(jobs: Any) -> None:
+    """It lives, and its connections are open, but it has been silent for too long when the others ask."""
+    run = jobs("flat")  # which reports a round before it asks for the members of the next one
+    run.start(0, 1)
+    run.start(2, stop=6)
+    assert len(run.round(2, 6).members) == 3
+    without = run.round(0, 7)
+    assert [int(name.split(":")[0]) for name in without.members] == [0, 1]
+    assert without.repeats == 0
+    os.kill(run.all[2].pid, signal.SIGCONT)
+    run.round(2, 8, workers=3)
 
 
 @pytest.mark.slow

@@ -300,18 +300,28 @@ def test_a_model_on_two_axes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None
         )
 
 
-def test_nobody_waits_for_the_drift_of_a_worker_that_is_lost() -> None:
-    """A round has been applied, but the mean of its drift never comes: one who sends it may be dead."""
+@pytest.mark.parametrize("joining", [[], [2]])
+def test_nobody_waits_for_the_drift_of_a_worker_that_is_lost(joining: list[int]) -> None:
+    """A round has been applied, but the mean of its drift never comes: one who sends it may be dead.
+
+    Those who give their state to a worker that joins do not wait for it either.
+    """
+    waits: list[int] = []
 
     def worker(comm: Communicator) -> list[tuple[int, bool]]:
-        group = Scripted(comm, [A([0, 1]), A([0, 1])])
+        group = Scripted(comm, [A([0, 1]), A([0, 1, *joining], joining)])
         model, sync = build("cocod", group, comm.rank)
         seen: list[tuple[int, bool]] = []
         sync.on_report = lambda report: seen.append((report.round, report.drift is None))
         with sync:
             sync.start()
+            if comm.rank in joining:
+                train(model, sync, comm.rank, 10)
+                return seen
             train(model, sync, comm.rank, 6)  # the first round has landed, and its drift is on the way
-            never = Pending[Any](lambda: pytest.fail("waits"), lambda: False, lambda: 0.0)
+            never = Pending[Any](
+                lambda: waits.append(comm.rank) or [torch.zeros(2)], lambda: False, lambda: 0.0
+            )
             ledger = sync.parts[0].ledger  # type: ignore[attr-defined]
             report, lr, measured, _ = ledger.open.pop()
             ledger.open.append((report, lr, measured, never))
@@ -320,4 +330,5 @@ def test_nobody_waits_for_the_drift_of_a_worker_that_is_lost() -> None:
             train(model, sync, comm.rank, 10)
         return seen
 
-    assert offbeat.simulate(worker, 2) == [[(0, True), (1, False)]] * 2
+    assert offbeat.simulate(worker, 2 + len(joining))[:2] == [[(0, True), (1, False)]] * 2
+    assert not waits

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -102,10 +103,15 @@ def capture(run: Synchronizer, commits: Commits) -> State:
         "lineage": commits.lineage,
         "rounds": commits.rounds,
         "rates": [[float(group["lr"]) for group in optimizer.param_groups] for optimizer in run.optimizers],
-        "parts": [share(part, part.state_dict()).state for part in run.parts],
+        "parts": [_share(part) for part in run.parts],
         "weights": {name: value.clone() for name, value in weights.items()},
         "buffers": {name: local(b).clone() for name, b in clean_names(run.model.named_buffers()).items()},
     }
+
+
+def _share(part: Part) -> State:
+    with part.ledger.aside() if isinstance(part, Exchange) else nullcontext():
+        return share(part, part.state_dict()).state
 
 
 def find_mean(part: Exchange, round: Round) -> dict[str, Tensor]:

@@ -240,6 +240,15 @@ class Ledger:
             self._last = (drift, loss, lr)
             self.emit(replace(report, drift=drift if measured else None))
 
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Inside, there are no reports that wait for a drift, which a worker that is lost may owe."""
+        kept, self.open = self.open, deque()
+        try:
+            yield
+        finally:
+            self.open = kept
+
     def abandon(self) -> None:
         """Emit all reports now. In an elastic run, a lost worker may not have sent its part of a drift."""
         self.flush(wait=False)

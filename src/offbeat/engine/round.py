@@ -222,9 +222,11 @@ class Round:
 
     def wait(self) -> None:
         start = self._now()
-        for message in self.messages:
-            message.wait()
-        self.waited += self._now() - start
+        try:
+            for message in self.messages:
+                message.wait()
+        finally:
+            self.waited += self._now() - start
 
     def advance(self) -> None:
         """Run the next stage of the mean, if one is left."""
