@@ -323,8 +323,8 @@ def test_nobody_waits_for_the_drift_of_a_worker_that_is_lost(joining: list[int])
                 lambda: waits.append(comm.rank) or [torch.zeros(2)], lambda: False, lambda: 0.0
             )
             ledger = sync.parts[0].ledger  # type: ignore[attr-defined]
-            report, lr, measured, _ = ledger.open.pop()
-            ledger.open.append((report, lr, measured, never))
+            *sent, _, began = ledger.open.pop()
+            ledger.open.append((*sent, never, began))
             train(model, sync, comm.rank, 8)
             assert not ledger.open
             train(model, sync, comm.rank, 10)
