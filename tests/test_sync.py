@@ -549,7 +549,7 @@ def test_what_is_trained_must_stay_the_same() -> None:
     model = nn.Linear(1, 1)
     sync = offbeat.local_sgd(model, sgd(model))
     model.bias.requires_grad_(False)
-    with pytest.raises(RuntimeError, match="'bias' was frozen after the synchronizer was made: finish"):
+    with pytest.raises(RuntimeError, match="'bias' was frozen after the synchronizer was made: call finish"):
         sync.step()
 
 
