@@ -13,6 +13,11 @@ def is_whole(value: object, least: int | None = None) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool) and (least is None or value >= least)
 
 
+def is_number(value: object) -> TypeGuard[float]:
+    """Whether the value is an int or a float; a bool is neither."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
 def check_whole(name: str, value: int, least: int, most: int) -> None:
     """Refuse a whole number outside these bounds."""
     if not least <= value <= most:

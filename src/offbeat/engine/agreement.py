@@ -182,7 +182,7 @@ def run_collective(tensors: Sequence[Tensor], collective: Callable[[list[Tensor]
 
 
 def average_where_different(model: nn.Module, comm: Communicator) -> None:
-    """Average the weights if they differ between workers, and so the floating buffers. Equal ones stay."""
+    """Average the weights, and the floating buffers, if they differ between workers. Equal ones stay."""
     # Averaging equal values would change bits: x + x + x times 1/3 is not x.
     kinds = [list(map(local, trainable(model).values())), list(Buffers(model, "average").averaged().values())]
     answers = comm.tell([checksum(tensors) for tensors in kinds]).wait()

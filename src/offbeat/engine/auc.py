@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from offbeat.base.checks import is_number
+
 
 class AUCLoss(nn.Module):
     """The square surrogate of 1 − AUC, as a problem of descent in w, a, b and ascent in alpha.
@@ -23,7 +25,7 @@ class AUCLoss(nn.Module):
 
     def __init__(self, ratio: float) -> None:
         super().__init__()
-        if isinstance(ratio, bool) or not isinstance(ratio, int | float) or not 0 < ratio < 1:
+        if not is_number(ratio) or not 0 < ratio < 1:
             raise ValueError(f"AUCLoss(ratio={ratio!r}): ratio is the share of positives: above 0, below 1.")
         self.ratio = float(ratio)
         self.a, self.b, self.alpha = (nn.Parameter(torch.zeros(())) for _ in range(3))

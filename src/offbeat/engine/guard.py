@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from offbeat.base.checks import is_number
 from offbeat.base.clock import Clock, State
 from offbeat.base.packed import Packed
 from offbeat.engine.extras import Payload
@@ -41,7 +42,7 @@ class Guard:
 
     def __init__(self, limit: float, update: Update, reduce: Reducer, payload: Payload) -> None:
         call, live = f"guard={limit!r}", payload.live
-        if isinstance(limit, bool) or not isinstance(limit, int | float) or not 0 < limit < math.inf:
+        if not is_number(limit) or not 0 < limit < math.inf:
             raise ValueError(f"{call}: guard is the limit of z, a positive number, such as 3.0.")
         if live.early or not (reduce.agrees and update.weighs and update.guards):
             raise ValueError(

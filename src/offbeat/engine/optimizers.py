@@ -31,11 +31,7 @@ def list_optimizers(optimizer: Optimizer | Sequence[Optimizer], model: nn.Module
         raise TypeError(f"optimizer={optimizer!r}: pass a torch Optimizer, or a list of them.")
     if not optimizers:
         raise ValueError("optimizer=[]: pass at least one optimizer.")
-    if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
-        raise TypeError(
-            "The model is wrapped in DistributedDataParallel, which averages gradients at every step: "
-            f"{WITHOUT_DDP}."
-        )
+    check_unwrapped(model)
     own = {id(p) for p in model.parameters()}
     for optimizer in optimizers:
         kind = type(optimizer).__name__
@@ -46,6 +42,15 @@ def list_optimizers(optimizer: Optimizer | Sequence[Optimizer], model: nn.Module
                 f"{kind} holds parameters that are not in the model: build it from the model passed here."
             )
     return list(optimizers)
+
+
+def check_unwrapped(model: nn.Module) -> None:
+    """Raise if the model, or a part of it, is wrapped in DDP."""
+    if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
+        raise TypeError(
+            "The model is wrapped in DistributedDataParallel, which averages gradients at every step: "
+            f"{WITHOUT_DDP}."
+        )
 
 
 def check_trained(before: Sequence[tuple[str, Tensor, bool]]) -> None:

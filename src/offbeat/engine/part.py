@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from offbeat.among import Peers, Subgroups, World
+from offbeat.base.checks import is_number
 from offbeat.base.clock import Clock, State
 from offbeat.base.tensors import Live, OptimizerState
 from offbeat.comm.communicator import Communicator, Metered
@@ -136,7 +137,7 @@ def paused(parts: Sequence[Part]) -> Iterator[None]:
 
 def check_samples(samples: float, parts: Sequence[Part]) -> None:
     """Raise unless `samples` can be a weight, and every part weighs its workers."""
-    if isinstance(samples, bool) or not isinstance(samples, int | float) or not 0 <= samples < math.inf:
+    if not is_number(samples) or not 0 <= samples < math.inf:
         raise ValueError(f"step(samples={samples!r}): samples must be a finite number, at least 0.")
     for part in parts:
         if not part.weighs:

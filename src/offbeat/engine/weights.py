@@ -17,7 +17,7 @@ AGAIN = -2.0  # the whole payload again: gradients of this worker have changed s
 SHARE = -3.0  # SHARE − s: the payload times s, which is below 1
 
 ROUND = 0  # the kind of a header, a number below 8; `headers` has the others
-PLACE = 16  # bits of the index of the part in its word; the bits above hold the seconds waited so far
+PLACE = 16  # bits of the index of the part in its word; those above hold the microseconds waited so far
 
 # Flags above the kind.
 DRY, OUTLIER, BROKEN, COUNTED, TIMED, RATES, JOINED = (8 << i for i in range(7))
@@ -46,7 +46,7 @@ class Tally:
         self.special = self._timed or self.dry  # whether its weight may differ from that of most workers
 
     def add(self, clock: Clock) -> None:
-        """An iteration begins. Unless `special`, only iterations without a gradient need this call."""
+        """An iteration begins. Unless `special`, one with a gradient and without samples needs no call."""
         self.dry = clock.dry
         self.missed += clock.dry
         if clock.samples is not None:

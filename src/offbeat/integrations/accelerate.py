@@ -174,8 +174,9 @@ def check_accelerator(accelerator: Accelerator, call: str, remedy: str) -> None:
     plugins = ("DEEPSPEED", "FSDP", "MEGATRON_LM")  # on CPUs, accelerate ignores them
     foreign += [name for name in plugins if os.environ.get(f"ACCELERATE_USE_{name}", "").lower() == "true"]
     if foreign:
-        raise beside(call, foreign[0])
+        raise refuse_both(call, foreign[0])
 
 
-def beside(call: str, name: str) -> ValueError:
+def refuse_both(call: str, name: str) -> ValueError:
+    """Return the error for another framework that distributes the model."""
     return ValueError(f"{call} with {name}: both distribute the model; switch off {name}.")

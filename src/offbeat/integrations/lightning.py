@@ -243,11 +243,7 @@ def _stop_broadcasts(trainer: Any) -> None:
         connector.received_sigterm = True
 
     connector._sigterm_notifier_fn = notice
-    trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = _nothing
-
-
-def _nothing() -> None:
-    pass
+    trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None
 
 
 register(pl.strategies.StrategyRegistry, OffbeatStrategy)

@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import IterableDataset
 
 from offbeat.base.errors import CheckpointMismatch
-from offbeat.engine.optimizers import WITHOUT_DDP
+from offbeat.engine.optimizers import check_unwrapped
 from offbeat.engine.report import logger
 from offbeat.engine.synchronizer import Synchronizer
 from offbeat.methods.expression import method as parse
@@ -24,7 +23,7 @@ try:
     from transformers import Trainer, TrainerCallback, TrainingArguments
     from transformers.trainer import TRAINER_STATE_NAME
 
-    from offbeat.integrations.accelerate import LocalSGD, beside, check_accelerator
+    from offbeat.integrations.accelerate import LocalSGD, check_accelerator, refuse_both
 except ImportError as error:
     needed = "offbeat.integrations.transformers needs transformers: pip install 'offbeat[transformers]'."
     raise ImportError(needed) from error
@@ -50,11 +49,7 @@ class OffbeatMixin(Base):
         self._method = str(parse(method))
         super().__init__(*args, **options)
         assert self.model is not None
-        if any(isinstance(module, DistributedDataParallel) for module in self.model.modules()):
-            raise TypeError(
-                "The model is wrapped in DistributedDataParallel, which averages gradients at every step: "
-                f"{WITHOUT_DDP}."
-            )
+        check_unwrapped(self.model)
         check_data(self.train_dataset, self.args)
         self.callback_handler.callbacks.insert(0, _Updates(self))  # before those that look at the weights
 
@@ -198,7 +193,7 @@ def check_arguments(args: TrainingArguments, call: str) -> None:
     """Refuse arguments that make workers communicate at every step, or restart a worker alone."""
     for name in ("deepspeed", "fsdp"):
         if getattr(args, name):
-            raise beside(call, name.upper())
+            raise refuse_both(call, name.upper())
     if args.auto_find_batch_size:
         raise ValueError(
             "TrainingArguments(auto_find_batch_size=True): a worker that starts again leaves the others "

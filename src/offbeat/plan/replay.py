@@ -208,12 +208,7 @@ class Clocks:
         if self._width > 1:
             start = torch.maximum(groups.latest(start), groups.latest(self._free))
         self._free = start + busy
-        self._sidecar = (self._free + delay).expand_as(now)
-        waited = (self._sidecar - now).clamp_(min=0)
-        exposed = torch.minimum(waited, busy + delay)
-        self._exposed += exposed.mean(-1)
-        self._skewed += (waited - exposed).mean(-1)
-        self._flown += (busy + delay).mean(-1)
+        self._land_sidecars(now, busy, delay)
         self._now = torch.maximum(now, self._sidecar)
 
     def _decode(self, part: CodedGradients, size: Size) -> None:
@@ -225,19 +220,23 @@ class Clocks:
             start = torch.maximum(start, self._past[-part.behind])  # no worker is further behind
         busy, delay = self._costs.of("mean", size, self._world)
         self._free = torch.maximum(start.amax(-1, keepdim=True), self._free) + busy
-        self._sidecar = (self._free + delay).expand_as(now)
+        self._land_sidecars(now, busy, delay)
         # A worker that is late ends the part of the batch it is at, and leaves out the rest.
         each = (now - began) / part.load
         parts = ((self._sidecar - began) / each).ceil().clamp_(min=0)
         late, left = now > self._sidecar, torch.minimum(now, began + parts * each)
         self._computed -= ((now - left) * late).mean(-1)
+        self._now = torch.where(late, left, self._sidecar)
+        self._past = [*self._past[1 - part.behind :], self._now.amax(-1, keepdim=True)]
+
+    def _land_sidecars(self, now: Tensor, busy: Tensor, delay: Tensor) -> None:
+        """A round of sidecars lands once the links are free. Count how long workers wait for it."""
+        self._sidecar = (self._free + delay).expand_as(now)
         waited = (self._sidecar - now).clamp_(min=0)
         exposed = torch.minimum(waited, busy + delay)
         self._exposed += exposed.mean(-1)
         self._skewed += (waited - exposed).mean(-1)
         self._flown += (busy + delay).mean(-1)
-        self._now = torch.where(late, left, self._sidecar)
-        self._past = [*self._past[1 - part.behind :], self._now.amax(-1, keepdim=True)]
 
     def _patience(self, part: Waitfree, awake: Tensor) -> Tensor:
         """Return until when sidecars that are called at `awake` wait for their workers."""

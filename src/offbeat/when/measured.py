@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from statistics import mean, median
 
+from offbeat.base.checks import is_number
 from offbeat.base.clock import Clock, State
 from offbeat.when.schedule import LATER, Schedule, check_fields
 
@@ -26,8 +27,7 @@ class Seconds(Schedule):
     timed = True
 
     def __post_init__(self) -> None:
-        given = self.seconds
-        if isinstance(given, bool) or not isinstance(given, int | float) or not 0 < given < math.inf:
+        if not is_number(self.seconds) or not 0 < self.seconds < math.inf:
             raise ValueError(f"{self!r}: seconds must be a positive number.")
 
     def next(self, clock: Clock, state: State) -> int | None:
@@ -55,8 +55,7 @@ class Budget(Schedule):
     def __post_init__(self) -> None:
         check_fields(self, least=1)
         check_fields(self, most=self.least)
-        share = self.share
-        if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share < 1:
+        if not is_number(self.share) or not 0 < self.share < 1:
             raise ValueError(f"{self!r}: share must be above 0 and below 1.")
 
     @property
