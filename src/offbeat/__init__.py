@@ -12,11 +12,10 @@ With whom, `group=`: Peers World Subgroups Pairs Butterfly Communicator Torch So
     Elastic
 What is sent, `reduce=`: Reducer Mean Quantized TopK RandomBlock LowRank TwoLevel ErrorFeedback Code Packed
 How it is applied, `update=`: Update Replace Rebase Correct Detached Outer SlowMo Overlap Eager Gossip SGD
-Parts of a method: Part Exchange PushPull PseudoSync GroupAverage EagerGradients CodedGradients
-    Attendance params grads
-    LocalRule LocalStep GLU Compensated moments Stages AUCLoss
-Simulation: simulate Virtual Network Level Compute Constant Jittered HeavyTailed Stragglers Uneven
-    Recorded Failures
+Parts of a method: Part Exchange params grads moments PseudoSync Stages AUCLoss PushPull LocalRule LocalStep
+    GLU Compensated GroupAverage EagerGradients CodedGradients Attendance
+Simulation: simulate Virtual Network Level Compute Constant Jittered HeavyTailed Stragglers Uneven Recorded
+    Failures
 
 There are also the packages offbeat.integrations (transformers, accelerate, lightning), offbeat.plan,
 offbeat.lab and offbeat.tasks. docs/reference.md has the same groups with every signature.
