@@ -21,7 +21,6 @@ from offbeat.lab import Lab, Run, unavailable
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results.jsonl"
-RATES = (1e-3, 2e-3, 3e-3)  # the learning rates that every rule is tried with
 SEARCH_SEEDS = (0,)
 
 Row = dict[str, Any]
@@ -142,7 +141,7 @@ def search(setting: Setting, names: list[str]) -> None:
     """Every rule with every rate, with the first seed."""
     rules = dict.fromkeys(c.losses for c in chosen(names) if c.losses)
     for rule in rules:
-        for rate in RATES:
+        for rate in report.RATES:
             for seed in SEARCH_SEEDS:
                 simulate(replace(setting, size=report.SEARCHED, lr=rate, seed=seed), rule)
 

@@ -13,6 +13,7 @@ from contenders import BY_NAME, CONTENDERS, DDP, FLOOR, Contender
 
 STEPS, NEAR, SPARE = 300, 1.005, 1.25
 SEARCHED = "medium"  # the model of the search for learning rates
+RATES = (1e-3, 2e-3, 3e-3)  # the learning rates that every rule is tried with
 HEADER = (
     "| contender | s per step | ± | speed | {steps} steps | × floor | loss | ± | seeds | against DDP "
     "| s to DDP's loss | loss at equal time | MB per worker |"
@@ -98,12 +99,13 @@ class Result:
 
 
 def best_rate(rows: Sequence[Row], rule: str | None) -> float | None:
-    """The rate with the lowest loss in the search, which uses the first seed."""
+    """The rate with the lowest loss in the search, which uses the first seed; None before it is complete."""
     losses: dict[float, list[float]] = {}
     for row in rows:
         if row["kind"] == "loss" and (row["rule"], row["size"], row["seed"]) == (rule, SEARCHED, 0):
             losses.setdefault(row["lr"], []).append(row["loss"])
-    return min(losses, key=lambda rate: statistics.mean(losses[rate])) if losses else None
+    complete = set(RATES) <= losses.keys()
+    return min(losses, key=lambda rate: statistics.mean(losses[rate])) if complete else None
 
 
 def results(rows: Sequence[Row], link: str) -> dict[str, Result]:
@@ -224,7 +226,8 @@ def rates(rows: Sequence[Row]) -> list[str]:
     for rule in dict.fromkeys(row["rule"] for row in searched):
         losses = [[r["loss"] for r in searched if (r["rule"], r["lr"]) == (rule, rate)] for rate in tried]
         means = " | ".join(f"{statistics.mean(one):.3f}" if one else "" for one in losses)
-        lines.append(f"| `{rule}` | {means} | {best_rate(rows, rule):g} |")
+        best = best_rate(rows, rule)
+        lines.append(f"| `{rule}` | {means} | {'' if best is None else f'{best:g}'} |")
     return lines
 
 
