@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from test_first_hour import Call, call  # noqa: F401  # a fixture
 from test_train import end_all, started, until
 
+from offbeat.app.commands import elastic as command
 from offbeat.app.report.page import render
 from offbeat.app.runs import folder as folders
 from offbeat.app.runs.elastic import saved_steps
@@ -33,6 +36,19 @@ def test_seats_are_free_again(tmp_path: Path) -> None:
     assert count_taken(tmp_path, 2) == 0
     with take_seat(tmp_path, 2) as first:
         assert first == 0
+
+
+def test_a_busy_machine_does_not_end_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process that watches the workers may be stopped for seconds between any two of its instructions."""
+    times, over = itertools.count(step=100.0), iter([False, False, True])
+    clock = SimpleNamespace(sleep=lambda seconds: None, monotonic=lambda: next(times))
+    monkeypatch.setattr(command, "time", clock)
+    monkeypatch.setattr(folders, "finished", lambda place: next(over))
+    answers = iter([None] * 4)
+    worker = SimpleNamespace(poll=lambda: next(answers, 0), returncode=None)
+    command._watch([worker], tmp_path, SimpleNamespace(workers=2), "")  # type: ignore[arg-type, list-item]
+    with pytest.raises(StopIteration):
+        next(over)
 
 
 def write_log(folder: Path, seat: int, *entries: dict[str, object]) -> None:

@@ -144,7 +144,7 @@ def _watch(crew: list[subprocess.Popen[bytes]], place: Path, setting: Setting, w
         taken = count_taken(place, setting.workers)
         if over and (not taken or all(process.poll() is not None for process in crew)):
             return  # one that joined too late may still wait for others
-        if taken or any(process.poll() is None for process in crew):
+        if alive := bool(taken) or any(process.poll() is None for process in crew):
             since = time.monotonic()
         for index, process in enumerate(crew):
             if process.poll() not in (None, 0) and index not in said and not over:
@@ -152,7 +152,8 @@ def _watch(crew: list[subprocess.Popen[bytes]], place: Path, setting: Setting, w
                 code = process.returncode
                 how = f"by {signal.Signals(-code).name}" if code < 0 else f"with code {code}"
                 print(f"offbeat: a worker ended {how}; start another: offbeat join {words}", file=sys.stderr)
-        if time.monotonic() - since > (ALONE if any((p.returncode or 0) < 0 for p in crew) else LOOK):
+        patience = ALONE if any((p.returncode or 0) < 0 for p in crew) else LOOK
+        if not alive and time.monotonic() - since > patience:  # a busy machine may have stopped this process
             output = folders.output_path(place, max(said, default=0))
             last = output.read_text().strip().rpartition("\n")[2].removeprefix("offbeat: ")
             raise OffbeatError(f"All workers of the run in {str(place)!r} are gone: {last or 'killed'}")
