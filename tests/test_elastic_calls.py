@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from test_elastic import A, Killed, build, check_same, seat, train
 from torch import Tensor
 
@@ -93,6 +94,41 @@ def test_a_worker_without_data_has_not_joined() -> None:
     assert first[:2] == [0, 1]
     assert not any(first[2:])
     assert late == first[1:]
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")  # the worker has missed steps
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 30),
+        lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (step + 1)),
+    ],
+    ids=["from its own rate", "from its step"],
+)
+def test_a_scheduler_makes_the_steps_that_a_worker_has_missed(make: Any) -> None:
+    """As docs/elastic.md says. The rates of all members of a round are compared, to the bit."""
+
+    def worker(comm: Communicator) -> list[float]:
+        group = Scripted(comm, [A([0, 1]), A([0, 1, 2], [2]), A([0, 1, 2])])
+        model, sync = build("local_sgd", group, comm.rank)
+        scheduler = make(sync.optimizers[0])
+
+        def follow(sync: offbeat.Synchronizer) -> None:
+            while scheduler.last_epoch < sync.steps:
+                scheduler.step()
+
+        sync.on_join = follow
+        with sync:
+            sync.start()
+            follow(sync)
+            while sync.steps < 13:
+                train(model, sync, comm.rank, sync.steps + 1)
+                follow(sync)
+        assert sync.reports[-1].workers == 3
+        return [group["lr"] for group in sync.optimizers[0].param_groups]
+
+    one, other, late = offbeat.simulate(worker, 3)
+    assert one == other == late
 
 
 def test_workers_of_another_run_do_not_count() -> None:

@@ -137,12 +137,7 @@ def adopt(run: Synchronizer, commits: Commits, state: State) -> None:
     for name, buffer in clean_names(run.model.named_buffers()).items():
         local(buffer).copy_(state["buffers"][name])
     commits.keep()
-    for optimizer, rates in zip(run.optimizers, state["rates"], strict=True):
-        for group, lr in zip(optimizer.param_groups, rates, strict=True):
-            if torch.is_tensor(group["lr"]):
-                group["lr"].fill_(lr)
-            else:
-                group["lr"] = lr
+    _set_rates(run, state["rates"])
     parts = [part for part in run.parts if isinstance(part, Exchange)]
     due = [part.rhythm.planned for part in parts if part.rhythm.planned is not None]
     run.steps = min(due) - 1 if due else state["steps"]
@@ -153,6 +148,18 @@ def adopt(run: Synchronizer, commits: Commits, state: State) -> None:
         run.on_join(run)
     if due:
         _skip_step(run)
+
+
+def _set_rates(run: Synchronizer, found: Sequence[Sequence[float]]) -> None:
+    """Take over the learning rates of the others, where no scheduler sets them: most go on from their own."""
+    for optimizer, rates in zip(run.optimizers, found, strict=True):
+        for group, lr in zip(optimizer.param_groups, rates, strict=True):
+            if "initial_lr" in group:  # a mark that schedulers leave
+                continue
+            if torch.is_tensor(group["lr"]):
+                group["lr"].fill_(lr)
+            else:
+                group["lr"] = lr
 
 
 def _skip_step(run: Synchronizer) -> None:
