@@ -136,3 +136,16 @@ def test_workers_of_another_run_do_not_count() -> None:
     own = seat(group.name, "x", 3)
     assert not group._enough([own, seat("b", method="other")])
     assert group._enough([own, seat("b", "x", 3)])
+
+
+def test_a_worker_of_another_run_is_refused_before_there_are_enough() -> None:
+    group = offbeat.Elastic("http://127.0.0.1:1", least=3)
+    with pytest.raises(offbeat.Disagreement, match="another model"):
+        group._enough([seat(group.name, method="other"), seat("b", "x", 3), seat("c", "x", 3)])
+
+
+def test_a_stranger_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    group = offbeat.Elastic("http://127.0.0.1:1", token="secret")
+    for name in ("a", "b", "a"):
+        assert group._read(name, "host:1", {"told": {}, "proof": "wrong"}) is None
+    assert [record.args for record in caplog.records] == [("a",), ("b",)]

@@ -45,7 +45,7 @@ def decide(seats: Sequence[Seat], me: str) -> Decision:
     has prepared a round commits it if another one has. Workers of another lineage, or of none, receive the
     state if the others are where they can give it, and wait otherwise. So do workers that are further ahead.
     """
-    seats = sorted(_of_one_method(seats, me), key=lambda seat: seat.name)
+    seats = sorted(of_one_method(seats, me), key=lambda seat: seat.name)
     committed = {seat.card.lineage for seat in seats}
     lineages = {seat.name: _lineage(seat.card, committed) for seat in seats}
     often = Counter(lineages.values())
@@ -86,8 +86,11 @@ def _lineage(card: Card, committed: set[str]) -> tuple[int, str]:
     return card.rounds, card.lineage
 
 
-def _of_one_method(seats: Sequence[Seat], me: str) -> list[Seat]:
-    """Those with the method of the run: of the worker that is furthest, or of most workers."""
+def of_one_method(seats: Sequence[Seat], me: str) -> list[Seat]:
+    """Those with the method of the run: of the worker that is furthest, or of most workers.
+
+    Raises if this one has another method or model.
+    """
     often = Counter(seat.card.method for seat in seats)
     first = min(seats, key=lambda seat: (-seat.card.rounds, -often[seat.card.method], seat.name))
     mine = next(seat.card for seat in seats if seat.name == me)

@@ -30,7 +30,7 @@ from offbeat.comm.presence import Departure
 from offbeat.comm.solo import Solo
 from offbeat.comm.store import StoreClient, start
 from offbeat.comm.torch_backend import Torch
-from offbeat.elastic.decision import FINISHED, Decision, Seat
+from offbeat.elastic.decision import FINISHED, Decision, Seat, of_one_method
 from offbeat.elastic.gathering import Gathering
 from offbeat.elastic.lighthouse import Lighthouse
 from offbeat.elastic.wire import share_text
@@ -79,6 +79,7 @@ class Elastic(Gathering):
         self._asked: Future[tuple[Communicator, Members]] | None = None
         self._card: Card | None = None  # the last one
         self._waits = self._closed = False
+        self._strangers: set[str] = set()  # workers with another token
 
     def __repr__(self) -> str:
         return f"Elastic(lighthouse={self.lighthouse!r}, least={self.least})"
@@ -160,7 +161,9 @@ class Elastic(Gathering):
         if not isinstance(told, dict) or not isinstance(proof, str):
             return None
         if not hmac.compare_digest(proof.encode(), self._prove(name, address, told).encode()):
-            logger.warning("%s asks to take part with another token: it is ignored.", name)
+            if name not in self._strangers:
+                logger.warning("%s asks to take part with another token: it is ignored.", name)
+            self._strangers.add(name)
             return None
         try:
             fields = dict(told["card"])
@@ -183,11 +186,10 @@ class Elastic(Gathering):
         return hmac.new(key, text.encode(), hashlib.sha256).hexdigest()
 
     def _enough(self, seats: list[Seat]) -> bool:
-        own = next((seat.card for seat in seats if seat.name == self.name), None)
-        if own is None:
+        if not any(seat.name == self.name for seat in seats):
             time.sleep(_AGAIN)
             return False
-        here = sum(seat.card.method == own.method for seat in seats)
+        here = len(of_one_method(seats, self.name))
         if here >= self.least or self.may_end:
             if self._waits:
                 logger.info("%d workers are here: going on.", here)
