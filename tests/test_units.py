@@ -49,6 +49,7 @@ RATES = {
 LINKS = {
     "100mbit": Link(12.5e6),
     "100mbit,20ms": Link(12.5e6, 0.02),
+    "100mbit,0.02": Link(12.5e6, 0.02),
     "1gbit, 2min": Link(125e6, 120.0),
     "12.5mbps,100us": Link(12.5e6, parse_seconds("100us")),
     "8kbit,1h": Link(1000.0, 3600.0),
@@ -102,6 +103,10 @@ BAD_STRAGGLERS = {
     "rank=4,delay=1": "the ranks are 0 to 3.",
     **{f"rank=1,delay={t}": f"{show(t)}: {s}" for t, s in BAD_TIMES.items() if not {",", " "} & set(t)},
 }  # fmt: skip
+BAD_LINKS |= {
+    f"100mbit,{latency}": f"a latency without a unit means seconds: write {latency}ms or {latency}s."
+    for latency in ("20", "1", "1.5", "2e3")
+}
 BAD_RATES = {
     text: "a rate is a number and a unit of tc, such as '100mbit', or '12.5mbps' in bytes."
     if sentence == _LINK

@@ -95,13 +95,20 @@ def parse_rate(text: str, name: str = "rate") -> int:
 def parse_link(text: str, name: str = "link", *, within: str | None = None) -> Link:
     """A rate and an optional latency per hop. If the link is part of a longer text, an error quotes that.
 
+    A latency without a unit means seconds, and must be below 1: a larger one is a forgotten unit.
+
     >>> parse_link("100mbit,20ms")
     Link(rate=12500000.0, latency=0.02)
     """
     rate, comma, latency = text.partition(",")
     form = "a link is a rate and perhaps a latency, such as 100mbit or 100mbit,20ms."
     bits = _parse_bits(rate.strip(), name, within or text, form)
-    return Link(bits / 8, parse_seconds(latency, name, within=within or text) if comma else 0.0)
+    seconds = parse_seconds(latency, name, within=within or text) if comma else 0.0
+    if seconds >= 1 and latency.strip()[-1] in "0123456789.":
+        plain = latency.strip()
+        reason = f"a latency without a unit means seconds: write {plain}ms or {plain}s."
+        raise BadArgument(name, within or text, reason)
+    return Link(bits / 8, seconds)
 
 
 def parse_level(text: str, name: str = "level") -> tuple[int, Link]:
