@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import random
 import re
 import shlex
+import shutil
 import threading
 import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from test_pictures import pictures
@@ -162,6 +165,27 @@ def test_what_happens_before_the_first_evaluation_takes_no_time(
     prepare(tmp_path, setting, task)
     Loop(offbeat.Solo(), setting, task, tmp_path).run()
     assert {entry["t"] for entry in entries(log_path(tmp_path, 0))} == {0.0}
+
+
+def test_a_resumed_run_draws_the_same_random_numbers(tmp_path: Path) -> None:
+    """Of torch, and of Python and NumPy, which a task of one's own may use as well."""
+    task, drawn = digits_task("tiny"), list[tuple[float, ...]]()
+
+    def loss(model: Any, batch: Any) -> Any:
+        drawn.append((random.random(), float(numpy.random.random()), float(torch.rand(()))))
+        return task.loss(model, batch)
+
+    noisy = replace(task, loss=loss)
+    setting = check(
+        Setting(method="ddp()", model="tiny", workers=1, steps=4, checkpoint_every=2, where="simulation"),
+        task,
+    )
+    prepare(tmp_path, setting, noisy)
+    Loop(offbeat.Solo(), setting, noisy, tmp_path).run()
+    shutil.rmtree(tmp_path / "checkpoints/step-000000004")
+    before, drawn[:] = drawn[2:], []
+    Loop(offbeat.Solo(), setting, noisy, tmp_path).run(resume=True)
+    assert (len(drawn), drawn) == (2, before)
 
 
 def test_a_stopwatch_can_be_stopped() -> None:

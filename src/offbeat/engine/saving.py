@@ -179,7 +179,7 @@ def capture(sync: Run, others: Mapping[str, Savable]) -> State:
             "sync": own,
             "model": {name: local(tensor) for name, tensor in _tensors(sync.model).items()},
             "optimizers": [_take_local(optimizer.state_dict()) for optimizer in sync.optimizers],
-            "rng": _random_states(sync.model),
+            "rng": random_states(sync.model),
             "others": {name: other.state_dict() for name, other in others.items()},
         }
 
@@ -210,7 +210,7 @@ def restore(sync: Run, state: State, others: Mapping[str, Savable], *, resize: b
         for name, other in others.items():
             other.load_state_dict(state["others"][name])
         if state["sync"]["rank"] == sync._comm.rank:  # otherwise two ranks would draw the same numbers
-            _set_random_states(state["rng"], sync.model)
+            set_random_states(state["rng"], sync.model)
 
 
 def _check(state: State, others: Collection[str], model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
@@ -282,7 +282,7 @@ def _devices(model: nn.Module) -> Iterable[torch.device]:
     return sorted({p.device for p in model.parameters()} - {torch.device("cpu")}, key=str)
 
 
-def _random_states(model: nn.Module) -> State:
+def random_states(model: nn.Module) -> State:
     states: State = {"python": random.getstate(), "torch": torch.get_rng_state()}
     states["devices"] = [torch.get_device_module(d).get_rng_state(d) for d in _devices(model)]
     if (numpy := sys.modules.get("numpy")) is not None:
@@ -291,7 +291,7 @@ def _random_states(model: nn.Module) -> State:
     return states
 
 
-def _set_random_states(states: State, model: nn.Module) -> None:
+def set_random_states(states: State, model: nn.Module) -> None:
     random.setstate(states["python"])
     torch.set_rng_state(states["torch"])
     for device, state in zip(_devices(model), states["devices"], strict=True):

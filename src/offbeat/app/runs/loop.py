@@ -19,6 +19,7 @@ from offbeat.app.runs.setting import TORCH_DDP, Setting
 from offbeat.app.runs.trainer import Costs, Stopwatch, TorchDDP, Trainer, Watched
 from offbeat.base.errors import CheckpointMismatch, NotFinite, OffbeatError, PeerLost
 from offbeat.comm.communicator import Communicator
+from offbeat.engine.saving import random_states, set_random_states
 from offbeat.lab.network import INTERFACE
 from offbeat.tasks import Task
 
@@ -183,7 +184,7 @@ class Loop:
                 "elapsed": self.clock.read(),
                 "units": self.record.units,
             }
-            state |= {"costs": asdict(self._costs()), "rng": torch.get_rng_state(), "sync": sync}
+            state |= {"costs": asdict(self._costs()), "rng": random_states(self.model), "sync": sync}
             self.store.save(self.step, state | {name: getattr(self, name).state_dict() for name in STATES})
             return True
 
@@ -201,7 +202,7 @@ class Loop:
                 models = [self.store.load(step, rank)["model"] for rank in counted]
                 self.trainer.resize(state["sync"], models)
             if self.rank < number:  # two ranks must not draw the same numbers
-                torch.set_rng_state(state["rng"])
+                set_random_states(state["rng"], self.model)
             self.step, self.earlier = int(state["step"]), Costs(**state["costs"])
             self.record.units, elapsed = int(state["units"]), float(state["elapsed"])
         except OffbeatError:
