@@ -378,7 +378,7 @@ def test_bad_input_is_one_sentence(
     ("words", "sentence"),
     [
         (["compare", "local_sgd(evry=8)"], "method('local_sgd(evry=8)'): local_sgd has no argument 'evry'"),
-        (["compare", "nope()"], "method('nope()'): name one of a2sgd,"),
+        (["compare", "nope()"], "There is no method 'nope'; `offbeat methods` lists them."),
         (["compare", "ddp", "--netns", "--simulate"], "--netns and --simulate exclude each other."),
         (["compare", "ddp", "--seeds", "0"], "--seeds 0: must be at least 1."),
         (["compare", "torch_ddp", "--simulate"], "torch_ddp cannot be simulated: leave it out"),

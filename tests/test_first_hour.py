@@ -32,7 +32,7 @@ from offbeat.app.cli.options import Refused, reading
 from offbeat.app.cli.waiting import waiting
 from offbeat.app.commands.catalogue import read_catalogue
 from offbeat.app.commands.join import read_launch
-from offbeat.app.commands.progress import Follower, Tail, follow_progress
+from offbeat.app.commands.progress import Follower, Tail, follow_progress, track
 from offbeat.app.commands.resume import resume_command
 from offbeat.app.report.page import render
 from offbeat.app.runs import folder as folders
@@ -139,6 +139,25 @@ def test_a_slip_of_the_finger_is_recognized(call: Call, words: list[str], meant:
     assert (code, out) == (2, "")
     assert f"(did you mean {meant!r}?)" in error
     assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize("command", ["train", "compare", "study", "plan"])
+def test_a_misspelled_method_is_named_before_torch_is_loaded(call: Call, command: str) -> None:
+    sys.modules.pop(f"offbeat.app.commands.{command}", None)
+    sentence = "There is no method 'dilco' (did you mean 'diloco'?); `offbeat methods` lists them."
+    assert call(command, "dilco(every=3)") == (2, "", f"offbeat: {sentence}\n")
+    assert f"offbeat.app.commands.{command}" not in sys.modules
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["diloco(evry=3)"], ["ddp", "--link", "100"], ["ddp", "--steps", "0"], ["ddp", "--seed", "9" * 30]],
+)
+def test_what_is_wrong_by_itself_is_said_before_the_task_is_loaded(call: Call, words: list[str]) -> None:
+    for command in (["train", *words], ["compare", "ddp", *words]):
+        code, out, error = call(*command, "--task", "there-is-no-such-file.py")
+        assert (code, out, error.count("\n")) == (2, "", 1)
+        assert "no-such-file" not in error
 
 
 @pytest.mark.parametrize(
@@ -645,6 +664,19 @@ def test_progress_without_a_terminal_is_a_line_from_time_to_time(
         assert error.startswith("" if quiet else "offbeat: local_sgd(every=4) seed 0: 4/8, ")
         assert "loss" in error or quiet
         assert bool(error) is not quiet
+
+
+def test_progress_goes_on_while_one_of_several_runs_takes_long(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("offbeat.app.commands.progress.LINE", 0.0)
+    monkeypatch.setattr("offbeat.app.commands.progress.LOOK", 0.01)
+    for done, item in enumerate(track(["first", "second"], "runs")):
+        said, deadline = "", time.monotonic() + 60
+        while f"offbeat: runs {done}/2, " not in said:
+            assert time.monotonic() < deadline, (item, said)
+            said += capsys.readouterr().err
+        assert ("left" in said.splitlines()[-1]) is (item == "second")
 
 
 def test_a_log_that_is_cut_is_read_from_the_beginning(tmp_path: Path) -> None:

@@ -64,6 +64,7 @@ def compare(
         offbeat compare ddp 'slowmo(every=12)' --workers 16 --simulate --compute 50ms --link 1gbit,5ms
     """
     given = SimpleNamespace(**locals())
+    options.check_names(methods)
     with waiting("loading torch", quiet=quiet):
         from offbeat.app.commands.compare import run
 
@@ -104,6 +105,7 @@ def study(
         offbeat study ddp local_sgd diloco --task bytes --model tiny --samples 40000 --out runs/study
     """
     given = SimpleNamespace(**locals())
+    options.check_names(methods)
     with waiting("loading torch", quiet=quiet):
         from offbeat.app.commands.study import run
 

@@ -1,14 +1,14 @@
 """Options that several commands share, and bad input: one sentence, and exit code 2."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from offbeat.base.errors import BadArgument, show
+from offbeat.base.errors import BadArgument, show, suggest
 
 Task = Annotated[
     str, typer.Option(help="digits, bytes, images, or a Python file whose function `task` returns a Task.")
@@ -28,7 +28,8 @@ Optimizer = Annotated[str | None, typer.Option(help="adamw or sgd; the task has 
 Seed = Annotated[int, typer.Option(help="Seeds the initial weights and the order of the data.")]
 Evaluations = Annotated[int, typer.Option(help="How many times to measure the held-out loss.")]
 Link = Annotated[
-    str | None, typer.Option(help="Emulate a link with this rate and latency: 100mbit or 100mbit,20ms.")
+    str | None,
+    typer.Option(help="Emulate a link with this rate and latency: 100mbit,20ms."),
 ]
 STRAGGLER = "Make one worker late: rank=1,delay=300ms,every=4; or any worker: share=0.1,delay=300ms."
 Straggler = Annotated[list[str] | None, typer.Option(help=STRAGGLER)]
@@ -49,12 +50,25 @@ Token = Annotated[
 Out = Annotated[Path | None, typer.Option(help="Folder for logs and report.html; runs/... by default.")]
 
 
-def complete_name(incomplete: str) -> list[str]:
-    """The names of methods that begin like this."""
+def list_names() -> list[str]:
+    """The names of all methods."""
     from offbeat.app.commands.catalogue import read_catalogue
 
-    families = read_catalogue()["families"].values()
-    return sorted(name for family in families for name in family if name.startswith(incomplete))
+    return sorted(name for family in read_catalogue()["families"].values() for name in family)
+
+
+def complete_name(incomplete: str) -> list[str]:
+    """The names of methods that begin like this."""
+    return [name for name in list_names() if name.startswith(incomplete)]
+
+
+def check_names(methods: Sequence[str | None]) -> None:
+    """Refuse a misspelled method before torch is loaded, which takes seconds."""
+    names = [*list_names(), "torch_ddp"]
+    for text in filter(None, methods):
+        name = text.partition("(")[0].strip()
+        if name.isidentifier() and name not in names:
+            raise Refused(f"There is no method {name!r}{suggest(name, names)}; `offbeat methods` lists them.")
 
 
 # Arguments with other options.

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from offbeat.app.cli.options import STRAGGLER, complete_name
+from offbeat.app.cli.options import STRAGGLER, check_names, complete_name
 from offbeat.app.cli.waiting import waiting
 
 CLUSTER, JOB, MEASURE = "Cluster", "Training run", "Measurement"  # panels of the help
@@ -81,6 +81,7 @@ def plan(
         torchrun --nproc-per-node 4 -m offbeat plan --measure --task digits --steps 1000
     """
     given = SimpleNamespace(**locals())
+    check_names(methods or [])
     with waiting("loading torch", quiet=quiet):
         from offbeat.app.commands.plan import run
 

@@ -73,6 +73,7 @@ def train(
         torchrun --nproc-per-node 4 -m offbeat train 'qsr(alpha=0.02)' --task images --data cifar10.zip
     """
     given = SimpleNamespace(**locals())
+    options.check_names([method])
     with waiting("loading torch", quiet=quiet):
         from offbeat.app.commands.train import run
 

@@ -18,7 +18,7 @@ from offbeat.app.commands.progress import follow_progress
 from offbeat.app.commands.report import show_runs
 from offbeat.app.runs import folder as folders
 from offbeat.app.runs.launch import launch
-from offbeat.app.runs.setting import Setting, check
+from offbeat.app.runs.setting import Setting, check, check_values
 from offbeat.app.runs.summary import read
 from offbeat.base.checks import check_number, check_whole
 from offbeat.base.errors import BadArgument
@@ -90,6 +90,8 @@ def _runs(
 ) -> dict[str, tuple[Setting, Task]]:
     """By name, each run with its task. All are checked before anything is written."""
     runs = {}
+    for method in methods:
+        check_values(replace(first, method=method))
     for seed in range(seeds):
         found = replace(first, seed=seed).find_task(folders.cache_of(place / "any"))
         for (number, method), lr in product(enumerate(methods), rates):

@@ -85,19 +85,24 @@ def calling(look: Callable[[bool], None], seconds: float) -> Iterator[None]:
 def track(items: Sequence[T], what: str, *, quiet: bool = False) -> Iterator[T]:
     """Each of the items, with a bar, or a line from time to time if there is no terminal."""
     console, start = Console(stderr=True), time.monotonic()
-    shown = console.is_terminal and not quiet
     columns = [TextColumn("{task.description} {task.fields[bar]}", markup=False)]
-    due = start + LINE
-    with Progress(*columns, console=console, disable=not shown) as progress:
-        bar = progress.add_task(what, bar=draw_bar(0, len(items), 0.0))
-        for done, item in enumerate(items):
+    progress = Progress(*columns, console=console, disable=quiet or not console.is_terminal)
+    bar = progress.add_task(what, bar=draw_bar(0, len(items), 0.0))
+    done, needed, due = 0, 0.0, start + LINE  # `needed` is the seconds of those that are done
+
+    def look(last: bool) -> None:
+        nonlocal due
+        spent = time.monotonic() - start
+        left = max(0.0, needed / done * len(items) - spent) if done else None
+        progress.update(bar, bar=(text := draw_bar(done, len(items), spent, left)))
+        if not (console.is_terminal or quiet or last) and start + spent > due:
+            due = start + spent + max(LINE, spent / 10)
+            print(f"offbeat: {what} {text[BAR + 1 :]}", file=sys.stderr)
+
+    with progress, calling(look, LOOK):
+        for item in items:
             yield item
-            spent = time.monotonic() - start
-            text = draw_bar(done + 1, len(items), spent, spent / (done + 1) * (len(items) - done - 1))
-            progress.update(bar, bar=text)
-            if not shown and not quiet and start + spent > due:
-                due = start + spent + max(LINE, spent / 10)
-                print(f"offbeat: {what} {text[BAR + 1 :]}", file=sys.stderr)
+            done, needed = done + 1, time.monotonic() - start
 
 
 def draw_bar(done: int, total: int, spent: float, left: float | None = None) -> str:

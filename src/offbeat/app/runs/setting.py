@@ -48,6 +48,8 @@ class Setting:
     compute: float = 0.02  # virtual seconds per step, in simulation
 
     def find_task(self, cache: Path | None = None) -> Task:
+        """Load the task, which may take a while. Raises before that if another value is wrong by itself."""
+        check_values(self)
         return find_task(self.task, size=self.model, data=self.data, seed=self.seed, cache=cache)
 
     def fill(self, task: Task) -> "Setting":
@@ -90,8 +92,8 @@ class Setting:
         return sum(straggler.seconds(rank, step) for straggler in self.stragglers)
 
 
-def check(setting: Setting, task: Task) -> Setting:
-    """The setting with the task's defaults filled in. Raises if the run cannot be made; starts nothing."""
+def check_values(setting: Setting) -> None:
+    """Raise if a value is wrong, whatever the task."""
     for name, most in MOST.items():
         if (value := getattr(setting, name)) is not None:
             check_whole(name, value, 1, most)
@@ -106,6 +108,13 @@ def check(setting: Setting, task: Task) -> Setting:
             "link", setting.link, "a link has no latency with --netns; without it, both are emulated."
         )
     _ = setting.stragglers  # parses them
+    if setting.method.strip().removesuffix("()") != TORCH_DDP.removesuffix("()"):
+        method(setting.method)
+
+
+def check(setting: Setting, task: Task) -> Setting:
+    """The setting with the task's defaults filled in. Raises if the run cannot be made; starts nothing."""
+    check_values(setting)
     full = setting.fill(task)
     assert full.batch is not None
     for rank in range(setting.workers):
