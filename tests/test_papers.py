@@ -83,6 +83,38 @@ def test_the_best_rate_is_that_of_the_lowest_loss_and_all_rates_are_tried_first(
     assert log.best(cell, (0.4,)).show("loss") == "diverges (1 of 1)"
 
 
+def test_one_more_rate_is_tried_beyond_the_end_at_which_the_best_is(script, tmp_path) -> None:  # type: ignore[no-untyped-def]
+    study = script("study")
+    log, cell = study.Log(tmp_path / "log.jsonl"), study.Cell("ddp()")
+    own = study.Study("own", [cell], lambda study, log: [], {"sgd": (0.1, 0.2, 0.4)})
+
+    def add(lr: float, seed: int, loss: float) -> None:
+        log.add({**asdict(cell), "lr": lr, "seed": seed, "loss": loss, "cpu": 60.0})
+
+    assert own.missing(log, cell, 2)[:3] == [(0.1, 0), (0.2, 0), (0.4, 0)]
+    for lr, loss in ((0.1, 3.0), (0.2, 2.0), (0.4, 1.0)):
+        add(lr, 0, loss)
+    assert (own.find(log, cell).lr, own.find(log, cell).edge) == (0.4, True)
+    assert own.missing(log, cell, 2)[0] == (1.0, 0)
+    add(1.0, 0, 2.5)
+    assert (own.find(log, cell).lr, own.find(log, cell).edge) == (0.4, False)
+    assert own.missing(log, cell, 3) == [(0.4, 1), (0.4, 2)]
+    assert own.minutes(log, 3) == (2, 2.0)
+    add(0.4, 1, 1.0)
+    assert own.missing(log, cell, 2) == []
+
+
+def test_a_rule_is_compared_with_constant_periods_that_send_as_much(script) -> None:  # type: ignore[no-untyped-def]
+    between = script("qsr").between
+    assert between([(0.16, 1.0), (0.04, 3.0)], 0.08) == pytest.approx(2.0)
+    assert between([(0.16, 1.0), (0.04, 3.0)], 0.02) is None
+
+
+def test_messages_take_half_as_long_on_links_twice_as_fast(script) -> None:  # type: ignore[no-untyped-def]
+    row = {"task": "digits", "steps": 200, "curve": [[1.5, 3.0], [2.0, 2.0]]}
+    assert script("palsgd").at_twice_the_rate(row)["curve"] == [[1.0, 3.0], [1.5, 2.0]]
+
+
 def test_rates_in_a_call_and_over_the_steps(script) -> None:  # type: ignore[no-untyped-def]
     study = script("study")
     assert study.fill("qsr(alpha=lr*2.0, base=4)", 0.25) == "qsr(alpha=0.5, base=4)"
@@ -103,6 +135,14 @@ def test_a_chart_leaves_out_what_is_not_finite(script) -> None:  # type: ignore[
     drawn = chart("t", {"a": [(1.0, 2.0), (8.0, 3.0)], "b": [(2.0, math.inf)], "c": [(2.0, 2.5)]}, "x", "y")
     assert drawn.count("<circle") == 3
     assert ">b</text>" not in drawn
+
+
+def test_a_surface_is_darkest_where_its_value_is_highest(script) -> None:  # type: ignore[no-untyped-def]
+    surface = script("figure").surface
+    assert surface("t", {("a", "1"): math.inf}, "x", ".1f") == ""
+    drawn = surface("t", {("a", "1"): 1.0, ("a", "2"): 3.0, ("b", "1"): 2.0}, "x", ".1f")
+    shades = [line.split('fill-opacity="')[1][:4] for line in drawn.splitlines() if "fill-opacity" in line]
+    assert shades == ["0.05", "0.55", "0.30"]
 
 
 def test_the_page_is_that_of_the_logs(script) -> None:  # type: ignore[no-untyped-def]

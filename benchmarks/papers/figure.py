@@ -1,4 +1,4 @@
-"""A small chart as SVG: lines and dots, legible on light and on dark pages."""
+"""Small charts as SVG, lines with dots and surfaces, legible on light and on dark pages."""
 
 from __future__ import annotations
 
@@ -98,3 +98,38 @@ def draw(number: int, name: str, places: Points) -> list[str]:
         f'<line class="line" x1="{left}" x2="{left + 26}" y1="{top - 4}" y2="{top - 4}"{dashes}/>',
         f'<text x="{left + 32}" y="{top}">{name}</text></g>',
     ]
+
+
+def surface(title: str, values: Mapping[tuple[str, str], float], across: str, form: str) -> str:
+    """A grid of values by row and column, darker where they are higher; "" if there are none."""
+    shown = {key: value for key, value in values.items() if math.isfinite(value)}
+    if not shown:
+        return ""
+    rows, columns = list(dict.fromkeys(row for row, _ in shown)), list(dict.fromkeys(c for _, c in shown))
+    least, most = min(shown.values()), max(shown.values())
+    left, high = LEFT + 40, 44
+    wide = (WIDTH - left - RIGHT) / len(columns)
+    total = TOP + high * len(rows) + BOTTOM
+    lines = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {total}" width="{WIDTH}">',
+        f"<title>{title}</title>",
+        style(),
+        f'<rect class="page" width="{WIDTH}" height="{total}" rx="8"/>',
+        f'<text class="title" x="{left}" y="22">{title}</text>',
+        f'<text x="{(left + WIDTH - RIGHT) / 2:.0f}" y="{total - 10}" text-anchor="middle">{across}</text>',
+    ]
+    for number, row in enumerate(rows):
+        middle = TOP + high * number + high / 2 + 4
+        lines.append(f'<text x="{left - 8}" y="{middle:.0f}" text-anchor="end">{row}</text>')
+    for number, column in enumerate(columns):
+        at = left + wide * (number + 0.5)
+        lines.append(f'<text x="{at:.0f}" y="{total - BOTTOM + 16}" text-anchor="middle">{column}</text>')
+    for (row, column), value in shown.items():
+        x, y = left + wide * columns.index(column), TOP + high * rows.index(row)
+        shade = 0.05 + 0.5 * (value - least) / ((most - least) or 1.0)
+        lines.append(
+            f'<g class="c0"><rect class="dot" x="{x + 1:.1f}" y="{y + 1}" width="{wide - 2:.1f}" '
+            f'height="{high - 2}" fill-opacity="{shade:.2f}"/><text x="{x + wide / 2:.0f}" '
+            f'y="{y + high / 2 + 4:.0f}" text-anchor="middle">{value:{form}}</text></g>'
+        )
+    return "\n".join([*lines, "</svg>", ""])

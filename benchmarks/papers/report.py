@@ -13,9 +13,11 @@ import importlib
 import json
 import re
 import runpy
+import statistics
+import textwrap
 from pathlib import Path
 
-from study import MISSING, Log, Section, Study
+from study import MISSING, Log, Section, Study, code, pivot
 
 HERE = Path(__file__).parent
 PAGE = HERE.parent.parent / "docs/papers.md"
@@ -28,14 +30,15 @@ def find(name: str) -> Study:
     return study
 
 
-def show(section: Section) -> str:
+def show_section(section: Section) -> str:
     figures = [
         f"![{section.title}](pictures/papers/{name}.svg)" for name, svg in section.figures.items() if svg
     ]
     rows = section.table.splitlines()[2:]
+    text = textwrap.fill(section.text, 120, break_on_hyphens=False)
     if all(MISSING in row for row in rows):
-        return f"#### {section.title}\n\n{section.text}\n\n*{MISSING.capitalize()}.*"
-    return "\n\n".join([f"#### {section.title}", section.text, *figures, section.table])
+        return f"#### {section.title}\n\n{text}\n\n*{MISSING.capitalize()}.*"
+    return "\n\n".join([f"#### {section.title}", text, *figures, section.table])
 
 
 def areas() -> str:
@@ -43,7 +46,35 @@ def areas() -> str:
     script = runpy.run_path(str(HERE / "coda.py"))
     rows = [json.loads(line) for line in script["RESULTS"].read_text().splitlines()]
     title, text = "CoDA: area under the curve", "Scikit-learn's digits, one against nine."
-    return show(Section(title, text, script["table"](rows)))
+    return show_section(Section(title, text, script["table"](rows)))
+
+
+def inside() -> str:
+    """The losses of benchmarks/quality with AdamW and with Muon inside, of the seeds that both have."""
+    script = runpy.run_path(str(HERE.parent / "quality/run.py"))
+    logs = {"AdamW": script["RESULTS"], "Muon": script["RESULTS"].with_name("muon.jsonl")}
+    losses = {
+        (name, row["method"], row["seed"]): row["loss"]
+        for name, path in logs.items()
+        for row in map(json.loads, path.read_text().splitlines() if path.exists() else ())
+        if row["steps"] == 400
+    }
+
+    def show(label: str, name: str) -> str | None:
+        method = label.strip("`")
+        seeds = {seed for kind, own, seed in losses if (kind, own) == ("Muon", method)}
+        both = [seed for seed in seeds if ("AdamW", method, seed) in losses] or seeds
+        found = [losses[name, method, seed] for seed in both if (name, method, seed) in losses]
+        if name == "seeds":
+            return str(len(both)) if both else None
+        return f"{statistics.mean(found):.4f}" if found else "–" if seeds else None
+
+    text = (
+        "The GPT of [Quality](benchmarks.md#quality), 400 steps at a rate of 0.003. Muon trains the matrices of the "
+        "blocks with the same rate as AdamW the rest, and `match_rms_adamw`. Held-out loss:"
+    )
+    table = pivot("method", map(code, script["MUON"]), [*logs, "seeds"], show)
+    return show_section(Section("MuLoCo: Muon inside", text, table))
 
 
 def fill(page: str, name: str, text: str) -> str:
@@ -59,9 +90,9 @@ def render(page: str) -> tuple[str, dict[str, str]]:
     figures: dict[str, str] = {}
     for name in NAMES:
         sections = find(name).sections()
-        page = fill(page, name, "\n\n".join(map(show, sections)))
+        page = fill(page, name, "\n\n".join(map(show_section, sections)))
         figures |= {key: svg for each in sections for key, svg in each.figures.items() if svg}
-    return fill(page, "coda", areas()), figures
+    return fill(fill(page, "coda", areas()), "muloco", inside()), figures
 
 
 def main() -> None:

@@ -1,9 +1,10 @@
 """What the scripts of this folder share: runs of a grid, a log to resume from, tables and sections of a page.
 
-A contender is a `Cell`. Each is run at every rate of the grid of its task and optimizer with seed 0, and then
-at its best rate with the other seeds. The best rate is that with the lowest held-out loss. Contenders of a
-table make equally many gradient steps on batches of equal size. Each run is a line of NAME.jsonl beside the
-script; runs that are there are not repeated.
+A contender is a `Cell`. Each is run at every rate of the grid of its optimizer with seed 0. If the best is at
+an end of the grid, one more rate is tried beyond that end. Then it is run at its best rate with the other
+seeds. The best rate is that with the lowest held-out loss. Contenders of a table make equally many gradient
+steps on batches of equal size. Each run is a line of NAME.jsonl beside the script; runs that are there are not
+repeated.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from offbeat.tasks.task import adamw, heavy_ball
 HERE = Path(__file__).parent
 OPTIMIZERS = {"sgd": heavy_ball, "adamw": adamw}
 RATES = {"sgd": (0.05, 0.125, 0.3), "adamw": (1e-3, 3e-3, 1e-2)}
+BEYOND = 2.5  # how far beyond an end of the grid one more rate is tried
 # Milliseconds of one step of one worker: on one core of an idle machine, if the log has no run to tell.
 COST = {"digits": 1.2, "noisy": 1.2, "bytes": 14.0, "images": 9.0}
 # Virtual seconds of a step, where a run is on a link.
@@ -76,7 +78,7 @@ class Found:
     """The runs of a contender at its best rate."""
 
     lr: float
-    edge: bool  # whether the best rate is an end of the grid
+    edge: bool  # whether the best rate is an end of all that were tried
     rows: list[dict[str, Any]]
 
     def values(self, name: str) -> list[float]:
@@ -86,12 +88,12 @@ class Found:
         return statistics.mean(self.values(name))
 
     def show(self, name: str, form: str = ".4f") -> str:
-        """The mean, and the deviation between seeds."""
+        """The mean, and the deviation between seeds. Columns say which values are in %."""
         values = self.values(name)
         if not all(map(math.isfinite, values)):
             return f"diverges ({sum(map(math.isinf, values))} of {len(values)})"
         spread = f" ± {statistics.stdev(values):{form}}" if len(values) > 1 else ""
-        return f"{statistics.mean(values):{form}}{spread}".replace("% ±", " ±")
+        return f"{statistics.mean(values):{form}}{spread}".replace("%", "")
 
 
 class Log:
@@ -116,16 +118,30 @@ class Log:
         self.rows.append(row)
         self._known[self.key(row)] = row
 
+    def wider(self, cell: Cell, rates: Sequence[float]) -> list[float]:
+        """The rates, and one more beyond the end at which the best of them is."""
+        best = self._lowest(cell, rates)
+        if best is None or len(rates) == 1:
+            return list(rates)
+        low = [float(f"{min(rates) / BEYOND:.2g}")] if best == min(rates) else []
+        high = [float(f"{max(rates) * BEYOND:.2g}")] if best == max(rates) else []
+        return [*low, *rates, *high]
+
     def best(self, cell: Cell, rates: Sequence[float]) -> Found | None:
         """The runs at the rate with the lowest held-out loss of seed 0, once all rates have been tried."""
+        lr = self._lowest(cell, rates)
+        if lr is None:
+            return None
+        seeds = sorted({row["seed"] for row in self.rows})
+        rows = [row for seed in seeds if (row := self.get(cell, lr, seed)) is not None]
+        return Found(lr, lr in (min(rates), max(rates)), rows)
+
+    def _lowest(self, cell: Cell, rates: Sequence[float]) -> float | None:
         tried = {lr: self.get(cell, lr, 0) for lr in rates}
         if not all(tried.values()):
             return None
         losses = {lr: row["loss"] for lr, row in tried.items() if row is not None}
-        lr = min(rates, key=lambda lr: math.inf if losses[lr] is None else losses[lr])
-        seeds = sorted({row["seed"] for row in self.rows})
-        rows = [row for seed in seeds if (row := self.get(cell, lr, seed)) is not None]
-        return Found(lr, lr in (min(rates), max(rates)), rows)
+        return min(rates, key=lambda lr: math.inf if losses[lr] is None else losses[lr])
 
 
 @dataclass(frozen=True)
@@ -142,7 +158,17 @@ class Study:
         return HERE / f"{self.name}.jsonl"
 
     def find(self, log: Log, cell: Cell) -> Found | None:
-        return log.best(cell, self.rates[cell.optimizer])
+        rates = self.rates[cell.optimizer]
+        return log.best(cell, log.wider(cell, rates)) or log.best(cell, rates)
+
+    def missing(self, log: Log, cell: Cell, seeds: int) -> list[tuple[float, int]]:
+        """Rates and seeds that have not been run, as far as known: first all rates, then seeds at the best."""
+        rates = log.wider(cell, self.rates[cell.optimizer])
+        best = log.best(cell, rates)
+        if best is None:
+            left = [(lr, 0) for lr in rates if log.get(cell, lr, 0) is None]
+            return [*left, *((rates[0], seed) for seed in range(1, seeds))]
+        return [(best.lr, seed) for seed in range(1, seeds) if log.get(cell, best.lr, seed) is None]
 
     def sections(self, log: Log | None = None) -> list[Section]:
         return self.tell(self, log or Log(self.path))
@@ -151,13 +177,12 @@ class Study:
         """How many runs are missing, and how long they take on one core."""
         runs, seconds = 0, 0.0
         for cell in self.cells:
-            wanted = len(self.rates[cell.optimizer]) + seeds - 1
-            done = sum(all(row[k] == v for k, v in asdict(cell).items()) for row in log.rows)
             own = [row for row in log.rows if row["task"] == cell.task]
             spent = [1000 * row["cpu"] / row["workers"] / row["steps"] for row in own]
             cost = statistics.median(spent) if spent else COST[cell.task]
-            runs += max(0, wanted - done)
-            seconds += max(0, wanted - done) * cell.workers * cell.steps * cost / 1000
+            missing = len(self.missing(log, cell, seeds))
+            runs += missing
+            seconds += missing * cell.workers * cell.steps * cost / 1000
         return runs, seconds / 60
 
 
@@ -274,16 +299,8 @@ def measure(study: Study, log: Log, args: argparse.Namespace) -> None:
         if cell.task in NEED_DATA and args.data is None:
             print(f"{cell.method} needs --data, {NEED_DATA[cell.task]}: left out", flush=True)
             continue
-        rates = study.rates[cell.optimizer]
-        for number in range(len(rates) + args.seeds - 1):
-            if number < len(rates):
-                lr, seed = rates[number], 0
-            else:
-                best = log.best(cell, rates)
-                assert best is not None
-                lr, seed = best.lr, number - len(rates) + 1
-            if log.get(cell, lr, seed) is not None:
-                continue
+        while missing := study.missing(log, cell, args.seeds):
+            lr, seed = missing[0]
             if left == 0:
                 return
             row = run(cell, build_task(cell.task, seed, args.data, args.cache), lr, seed)
@@ -309,8 +326,7 @@ def main(study: Study, manual: str | None) -> None:
     if args.list:
         runs, minutes = study.minutes(log, args.seeds)
         for cell in study.cells:
-            done = sum(all(row[k] == v for k, v in asdict(cell).items()) for row in log.rows)
-            print(f"{done} runs of {len(study.rates[cell.optimizer]) + args.seeds - 1}: {cell}")
+            print(f"{len(study.missing(log, cell, args.seeds))} runs are missing: {cell}")
         print(f"{study.name}: {runs} runs are missing, about {minutes:.0f} minutes on one core.")
         return
     torch.set_num_threads(1)

@@ -4,20 +4,19 @@
     scripts/bench papers/tradeoffs --list       # what is missing, and how long it takes
     scripts/bench papers/tradeoffs --table      # what the log says
 
-All runs see equally many samples: twice the workers make half the steps. The grid of rates has one more than
-elsewhere, because more workers want higher rates.
+All runs see equally many samples: twice the workers make half the steps.
 """
 
 from __future__ import annotations
 
-from figure import chart
-from study import RATES, Cell, Log, Section, Study, main, pivot
+from figure import surface
+from study import Cell, Log, Section, Study, main, pivot
 
 WORKERS = (4, 8, 16, 32)
-PERIODS = (1, 4, 16, 64, 256)
-SAMPLES, BATCH = 32_768, 8
+PERIODS = (1, 16, 64, 256)
+SAMPLES, BATCH = 16_384, 8
 RESCUES = ("slowmo(every={H})", "post_local_sgd(switch={half}, every={H})")
-RESCUED = (16, 64)  # the periods of these
+RESCUED = (16,)  # the periods of these
 
 
 def cell(pattern: str, workers: int, every: int) -> Cell:
@@ -29,11 +28,12 @@ def cell(pattern: str, workers: int, every: int) -> Cell:
 PLAIN = "local_sgd(every={H})"
 GRID = [(k, every) for k in WORKERS for every in PERIODS if every <= SAMPLES // BATCH // k]
 CELLS = [cell(PLAIN, k, every) for k, every in GRID]
-CELLS += [cell(pattern, k, every) for k in WORKERS for every in RESCUED for pattern in RESCUES]
+FEW, MANY = 8, 32  # the numbers of workers of these
+CELLS += [cell(pattern, k, every) for k in (FEW, MANY) for every in RESCUED for pattern in RESCUES]
 WORDS = {PLAIN: "`local_sgd`", RESCUES[0]: "`slowmo`", RESCUES[1]: "`post_local_sgd` at half of the steps"}
 
 
-def surface(study: Study, log: Log, value: str, form: str) -> str:
+def grid(study: Study, log: Log, value: str, form: str) -> str:
     def show(row: str, column: str) -> str | None:
         workers, every = int(row.split()[0]), int(column.split()[-1])
         if (workers, every) not in GRID:
@@ -51,21 +51,16 @@ def rescue(study: Study, log: Log, value: str, form: str) -> str:
         found = study.find(log, cell(rows[row][0], int(column.split()[0]), rows[row][1]))
         return None if found is None else found.show(value, form)
 
-    return pivot("method", rows, [f"{k} workers" for k in WORKERS], show)
+    return pivot("method", rows, [f"{k} workers" for k in (FEW, MANY)], show)
 
 
-def figure(study: Study, log: Log) -> str:
-    series = {
-        f"{workers} workers": [
-            (float(every), 100 * found.mean("accuracy"))
-            for k, every in GRID
-            if k == workers and (found := study.find(log, cell(PLAIN, k, every))) is not None
-        ]
-        for workers in WORKERS
+def figure(study: Study, log: Log, value: str, scale: float, what: str, form: str) -> str:
+    values = {
+        (f"{k} workers", f"{every}"): scale * found.mean(value)
+        for k, every in GRID
+        if (found := study.find(log, cell(PLAIN, k, every))) is not None
     }
-    return chart(
-        "Noisy digits: local_sgd by period and workers", series, "period H, steps", "test accuracy, %"
-    )
+    return surface(f"Noisy digits, local_sgd: {what}", values, "period H, steps", form)
 
 
 def tell(study: Study, log: Log) -> list[Section]:
@@ -73,23 +68,28 @@ def tell(study: Study, log: Log) -> list[Section]:
         "Digits with a fifth of the training labels drawn at random, a perceptron of 7 210 parameters, "
         + f"{SAMPLES:,}".replace(",", " ")
         + " samples in all, batches of 8, SGD. `local_sgd`: test accuracy in % and "
-        "the best rate of four. With H = 1 it is as good as `ddp`, apart from the momentum of each worker."
+        "the best rate. With H = 1 it is as good as `ddp`, apart from the momentum of each worker."
     )
     return [
         Section(
             "Trade-offs: test accuracy",
             text,
-            surface(study, log, "accuracy", ".1%"),
-            {"tradeoffs": figure(study, log)},
+            grid(study, log, "accuracy", ".1%"),
+            {"tradeoffs": figure(study, log, "accuracy", 100, "test accuracy, %", ".1f")},
         ),
-        Section("Trade-offs: held-out loss", "The same runs.", surface(study, log, "loss", ".3f")),
+        Section(
+            "Trade-offs: held-out loss",
+            "The same runs.",
+            grid(study, log, "loss", ".3f"),
+            {"tradeoffs-loss": figure(study, log, "loss", 1, "held-out loss", ".3f")},
+        ),
         Section(
             "Trade-offs: what wins it back", "Test accuracy in %.", rescue(study, log, "accuracy", ".1%")
         ),
     ]
 
 
-STUDY = Study("tradeoffs", CELLS, tell, {**RATES, "sgd": (*RATES["sgd"], 0.6)})
+STUDY = Study("tradeoffs", CELLS, tell)
 
 if __name__ == "__main__":
     main(STUDY, __doc__)

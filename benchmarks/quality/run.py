@@ -4,9 +4,10 @@
     python benchmarks/quality/run.py --data tinyshakespeare.txt --seeds 1 'diloco(every=16, lr=0.5)'
     python benchmarks/quality/run.py --data tinyshakespeare.txt --seeds 1 --lengths    # 100, 400, 1 600 steps
     python benchmarks/quality/run.py --data tinyshakespeare.txt --seeds 1 --muon       # with Muon inside
+    python benchmarks/quality/run.py --data tinyshakespeare.txt --defaults             # how some were chosen
 
-Appends one line per run to results.jsonl beside this file, with --muon to muon.jsonl, skips what is there
-already, and prints the table.
+Appends one line per run to results.jsonl beside this file, with --muon to muon.jsonl and with --defaults
+to defaults.jsonl, skips what is there already, and prints the table.
 """
 
 from __future__ import annotations
@@ -57,12 +58,24 @@ PAPERS = [  # the settings of the papers, and those that were used before moment
     f"diloco(every={H}, lr=1.0, momentum=0.3, ramp=0, warmup=100)",
     f"slowmo(every={H}, momentum=0.3, ramp=0, warmup=100)",
 ]
-MUON = [  # the setting of MuLoCo, and what it is compared with
+MUON = [  # with the momentum of MuLoCo, and what it is compared with
     "ddp()",
-    "local_sgd(every=30)",
-    "diloco(every=30)",
-    "diloco(every=30, momentum=0.5)",
-    "diloco(every=30, momentum=0.5, ramp=0)",
+    f"diloco(every={H})",
+    f"diloco(every={H}, momentum=0.5)",
+    f"local_sgd(every={H})",
+]
+DEFAULTS = [  # from which defaults were chosen, on other seeds and with shorter windows of text
+    f"local_sgd(every={H})",
+    f"eager_diloco(every={H}, lr=0.4, momentum=0.5, ramp=40)",
+    f"eager_diloco(every={H}, lr=0.7, momentum=0.5, ramp=40)",
+    f"eager_diloco(every={H}, lr=0.5, momentum=0.5, ramp=40)",
+    f"eager_diloco(every={H}, lr=0.3, momentum=0.5, ramp=40)",
+    f"eager_diloco(every={H}, lr=0.3, momentum=0.9, ramp=20)",
+    f"eager_diloco(every={H}, lr=0.5, momentum=0.0, ramp=0)",
+    f"overlap_local_sgd(every={H}, pull=0.4)",
+    f"overlap_local_sgd(every={H}, pull=0.3)",
+    f"overlap_local_sgd(every={H}, pull=0.2)",
+    f"overlap_local_sgd(every={H}, pull=0.1)",
 ]
 LENGTHS = (100, 400, 1600)
 LONG = [METHODS[1], *METHODS[9:16], *PAPERS[:7]]  # what is run for all lengths
@@ -122,25 +135,26 @@ def worker(
 
 
 def setting(args: argparse.Namespace) -> dict:
-    return {name: getattr(args, name) for name in ("size", "workers", "steps", "batch", "lr")}
+    own = {name: getattr(args, name) for name in ("size", "workers", "steps", "batch", "lr")}
+    return own | ({"context": args.context} if args.context else {})
 
 
 def run(expression: str, seed: int, args: argparse.Namespace) -> dict:
     torch.manual_seed(seed)
-    task = bytes_task(args.size, data=args.data, seed=seed)
+    task = bytes_task(args.size, data=args.data, context=args.context, seed=seed)
     start = time.perf_counter()
     result = offbeat.simulate(lambda comm: worker(comm, task, expression, seed, args), args.workers)[0]
     seconds = time.perf_counter() - start
     return {"method": expression, "seed": seed, **result, "seconds": seconds, **setting(args)}
 
 
-def table(rows: list[dict], every: int = H) -> str:
+def table(rows: list[dict]) -> str:
     """Mean loss and spread of each method, and the share of the gap from local_sgd to ddp that it closes."""
     losses: dict[str, list[float]] = {}
     for row in rows:
         losses.setdefault(row["method"], []).append(row["loss"])
     mean = {method: statistics.mean(values) for method, values in losses.items()}
-    top, low = mean.get(f"local_sgd(every={every})"), mean.get("ddp()")
+    top, low = mean.get(f"local_sgd(every={H})"), mean.get("ddp()")
     lines = ["| method | loss | ± | seeds | gap closed | MB per worker |", "|---|---|---|---|---|---|"]
     for method, loss in sorted(mean.items(), key=lambda item: item[1]):
         spread = f"{statistics.stdev(losses[method]):.4f}" if len(losses[method]) > 1 else ""
@@ -178,16 +192,23 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--muon", action="store_true", help="Muon and AdamW inside, for MuLoCo")
+    parser.add_argument("--defaults", action="store_true", help="settings to choose from, seeds 10 to 12")
+    parser.add_argument("--context", type=int, help="bytes that the model sees, other than the usual 64")
     parser.add_argument("--lengths", action="store_true", help="100, 400 and 1 600 steps")
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--lr", type=float, default=3e-3)
     parser.add_argument("--results", type=Path)
     args = parser.parse_args()
-    args.results = args.results or (RESULTS.with_name("muon.jsonl") if args.muon else RESULTS)
+    if args.defaults:
+        args.first, args.seeds, args.context = 10, 13, args.context or 16
+    name = "muon.jsonl" if args.muon else "defaults.jsonl" if args.defaults else RESULTS.name
+    args.results = args.results or RESULTS.with_name(name)
     torch.set_num_threads(1)
     read = args.results.read_text().splitlines() if args.results.exists() else []
     rows = [json.loads(line) for line in read]
-    methods = args.methods or (MUON if args.muon else LONG if args.lengths else METHODS + PAPERS)
+    lists = {"muon": MUON, "defaults": DEFAULTS, "lengths": LONG}
+    usual = next((names for flag, names in lists.items() if getattr(args, flag)), METHODS + PAPERS)
+    methods = args.methods or usual
     for steps in LENGTHS if args.lengths else (args.steps,):
         args.steps = steps
         for seed in range(args.first, args.seeds):
@@ -200,7 +221,7 @@ def main() -> None:
                     took = f"{rows[-1]['loss']:.4f} in {rows[-1]['seconds']:.0f} s"
                     print(f"{args.steps} steps, seed {seed}, {method}: {took}", flush=True)
     same = [row for row in rows if row["steps"] == args.steps]
-    print(lengths(rows) if args.lengths else table(same, 30 if args.muon else H))
+    print(lengths(rows) if args.lengths else table(same))
 
 
 if __name__ == "__main__":
