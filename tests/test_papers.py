@@ -137,6 +137,22 @@ def test_a_chart_leaves_out_what_is_not_finite(script) -> None:  # type: ignore[
     assert ">b</text>" not in drawn
 
 
+def test_a_table_leaves_out_rows_and_columns_of_which_nothing_has_been_run(script) -> None:  # type: ignore[no-untyped-def]
+    pivot = script("study").pivot
+    cells = {
+        ("a", "1"): "x",
+        ("a", "2"): None,
+        ("b", "1"): None,
+        ("b", "2"): "–",
+        ("c", "1"): "–",
+        ("c", "3"): "y",
+    }
+    drawn = pivot("t", "abc", "123", lambda row, column: cells.get((row, column)))
+    assert drawn.splitlines()[::2] == ["| t | 1 | 3 |", "| a | x | not run yet |"]
+    assert drawn.splitlines()[3:] == ["| c | – | y |"]
+    assert pivot("t", "ab", "1", lambda row, column: None).count("not run yet") == 2
+
+
 def test_a_surface_is_darkest_where_its_value_is_highest(script) -> None:  # type: ignore[no-untyped-def]
     surface = script("figure").surface
     assert surface("t", {("a", "1"): math.inf}, "x", ".1f") == ""

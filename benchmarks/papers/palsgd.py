@@ -4,8 +4,9 @@
     scripts/bench papers/palsgd --list       # what is missing, and how long it takes
     scripts/bench papers/palsgd --table      # what the log says
 
-Four workers. All contenders make equally many gradient steps; pulls come on top of them. Links of 50 Mbit/s, which
-change times and not losses; times on 100 Mbit/s follow, since all contenders wait for their messages.
+Four workers. All contenders make equally many gradient steps; pulls come on top of them. Links have 50
+Mbit/s, which changes times and not losses; times on 100 Mbit/s follow, since all contenders wait for their
+messages.
 """
 
 from __future__ import annotations
@@ -99,9 +100,9 @@ def tell(study: Study, log: Log) -> list[Section]:
         "palsgd-loss": figure(study, log, "loss", "held-out loss"),
     }
     words = (
-        "The same runs with H = 16 in virtual time: steps of 5 ms. The loss to reach is 5 % above the last loss "
-        "of `ddp()` with the same seed; losses are looked at 8 times in a run. Times on 100 Mbit/s are those on "
-        "50 with messages that take half as long."
+        "The same runs with H = 16 in virtual time: steps of 5 ms. The loss to reach is 5 % above the last "
+        "loss of `ddp()` with the same seed; losses are looked at 8 times in a run. Times on 100 Mbit/s are "
+        "those on 50 with messages that take half as long."
     )
     return [
         Section("PALSGD: drift", text, grid(study, log, "drift", ".3f"), figures),

@@ -125,8 +125,8 @@ def tell(study: Study, log: Log) -> list[Section]:
         "the period H0·(peak/lr)^power, power 1, 2 or 3. Test accuracy in %, mean ± deviation of the seeds:"
     )
     words = (
-        "The difference to constant periods, between which the loss is taken to be linear in the logarithm of "
-        "the bytes. Mean and standard error over all settings and seeds:"
+        "The difference to constant periods, between which values are taken to be linear in the logarithm "
+        "of the bytes. Mean and standard error over all settings and seeds:"
     )
     sections = [
         Section("QSR: test accuracy", text, table("accuracy", ".1%"), figures),
@@ -137,7 +137,9 @@ def tell(study: Study, log: Log) -> list[Section]:
             table("share", ".1%"),
         ),
         Section(
-            "QSR: against a constant period with the same bytes", words, against(study, log, settings.values())
+            "QSR: against a constant period with the same bytes",
+            words,
+            against(study, log, settings.values()),
         ),
     ]
     if not has_run(IMAGES):

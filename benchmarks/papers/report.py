@@ -53,28 +53,25 @@ def inside() -> str:
     """The losses of benchmarks/quality with AdamW and with Muon inside, of the seeds that both have."""
     script = runpy.run_path(str(HERE.parent / "quality/run.py"))
     logs = {"AdamW": script["RESULTS"], "Muon": script["RESULTS"].with_name("muon.jsonl")}
-    losses = {
-        (name, row["method"], row["seed"]): row["loss"]
-        for name, path in logs.items()
-        for row in map(json.loads, path.read_text().splitlines() if path.exists() else ())
-        if row["steps"] == 400
-    }
+    losses: dict[str, dict[str, dict[int, float]]] = {}  # by what was run, optimizer and seed
+    for name, path in logs.items():
+        for row in map(json.loads, path.read_text().splitlines() if path.exists() else ()):
+            label = f"{code(row['method'])}, {row['steps']} steps"
+            losses.setdefault(label, {}).setdefault(name, {})[row["seed"]] = row["loss"]
+    both = {label: own for label, own in losses.items() if set(own) == set(logs)}
 
-    def show(label: str, name: str) -> str | None:
-        method = label.strip("`")
-        seeds = {seed for kind, own, seed in losses if (kind, own) == ("Muon", method)}
-        both = [seed for seed in seeds if ("AdamW", method, seed) in losses] or seeds
-        found = [losses[name, method, seed] for seed in both if (name, method, seed) in losses]
-        if name == "seeds":
-            return str(len(both)) if both else None
-        return f"{statistics.mean(found):.4f}" if found else "–" if seeds else None
+    def show(label: str, column: str) -> str:
+        own = both[label]
+        seeds = set(own["AdamW"]) & set(own["Muon"])
+        if column == "seeds":
+            return str(len(seeds))
+        return f"{statistics.mean(own[column][seed] for seed in seeds):.4f}"
 
     text = (
-        "The GPT of [Quality](benchmarks.md#quality), 400 steps at a rate of 0.003. Muon trains the matrices of the "
-        "blocks with the same rate as AdamW the rest, and `match_rms_adamw`. Held-out loss:"
+        "The GPT of [Quality](benchmarks.md#quality) at a rate of 0.003. Muon trains the matrices of the "
+        "blocks and AdamW the rest, with the same rate and `match_rms_adamw`. Held-out loss:"
     )
-    table = pivot("method", map(code, script["MUON"]), [*logs, "seeds"], show)
-    return show_section(Section("MuLoCo: Muon inside", text, table))
+    return show_section(Section("MuLoCo: Muon inside", text, pivot("method", both, [*logs, "seeds"], show)))
 
 
 def fill(page: str, name: str, text: str) -> str:

@@ -21,7 +21,7 @@ RULES = {"plain": "alpha=1.0, beta=0.0", "GLU": "alpha=2.0, beta=0.5"}
 BASE = Cell("", link=50.0)
 
 
-def ssd(every: int, rule: str, warmup: int) -> str:
+def ssd(every: int, rule: str, warmup: int = WARMUP) -> str:
     return f"ssd_sgd(every={every}, warmup={warmup}, {RULES[rule]})"
 
 
@@ -45,15 +45,14 @@ def show(study: Study, log: Log, cells: list[Cell]) -> str:
 
 
 def figure(study: Study, log: Log) -> str:
-    series = {}
-    for warmup, pulls in PULLS.items():
-        for rule in RULES:
-            cells = {every: replace(BASE, method=ssd(every, rule, warmup)) for every in pulls}
-            series[f"{rule}, warm-up of {warmup} steps"] = [
-                (float(every), found.mean("loss"))
-                for every, cell in cells.items()
-                if (found := study.find(log, cell)) is not None
-            ]
+    series = {
+        rule: [
+            (float(every), found.mean("loss"))
+            for every in PULLS[WARMUP]
+            if (found := study.find(log, replace(BASE, method=ssd(every, rule)))) is not None
+        ]
+        for rule in RULES
+    }
     return chart(
         "Digits: held-out loss by steps between pulls", series, "steps between pulls", "held-out loss"
     )
@@ -61,8 +60,9 @@ def figure(study: Study, log: Log) -> str:
 
 def tell(study: Study, log: Log) -> list[Section]:
     text = (
-        f"Digits, a perceptron of 7 210 parameters, {BASE.steps} steps of 5 ms, 4 workers, batches of 8, links "
-        "of 50 Mbit/s. `alpha=1.0, beta=0.0` is without GLU. *Faster* is the gain in virtual time over `ddp()`."
+        f"Digits, a perceptron of 7 210 parameters, {BASE.steps} steps of 5 ms, 4 workers, batches of 8, "
+        "links of 50 Mbit/s. `alpha=1.0, beta=0.0` is without GLU. *Faster* is the gain in virtual time over "
+        "`ddp()`."
     )
     return [Section("SSD-SGD: loss and speed", text, show(study, log, CELLS), {"ssd": figure(study, log)})]
 

@@ -3,8 +3,8 @@
 A contender is a `Cell`. Each is run at every rate of the grid of its optimizer with seed 0. If the best is at
 an end of the grid, one more rate is tried beyond that end. Then it is run at its best rate with the other
 seeds. The best rate is that with the lowest held-out loss. Contenders of a table make equally many gradient
-steps on batches of equal size. Each run is a line of NAME.jsonl beside the script; runs that are there are not
-repeated.
+steps on batches of equal size. Each run is a line of NAME.jsonl beside the script; runs that are there are
+not repeated.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import torch
 from torch import nn
 
 import offbeat
-from offbeat.tasks import Task, bytes_task, images_task
+from offbeat.tasks import Task, images_task
 from offbeat.tasks.pictures import Labelled, load_digits, use_seed
 from offbeat.tasks.task import adamw, heavy_ball
 
@@ -35,13 +35,13 @@ OPTIMIZERS = {"sgd": heavy_ball, "adamw": adamw}
 RATES = {"sgd": (0.05, 0.125, 0.3), "adamw": (1e-3, 3e-3, 1e-2)}
 BEYOND = 2.5  # how far beyond an end of the grid one more rate is tried
 # Milliseconds of one step of one worker: on one core of an idle machine, if the log has no run to tell.
-COST = {"digits": 1.2, "noisy": 1.2, "bytes": 14.0, "images": 9.0}
+COST = {"digits": 1.2, "noisy": 1.2, "images": 9.0}
 # Virtual seconds of a step, where a run is on a link.
-STEP = {"digits": 0.005, "noisy": 0.005, "bytes": 0.1, "images": 0.05}
+STEP = {"digits": 0.005, "noisy": 0.005, "images": 0.05}
 DELAY = 5  # how many steps a delayed step takes longer
 CURVE = 8  # evaluations of a run whose time counts
 MISSING = "not run yet"
-NEED_DATA = {"bytes": "a text such as tinyshakespeare", "images": "a zip of pictures such as CIFAR-10"}
+NEED_DATA = {"images": "a zip of pictures such as CIFAR-10"}
 
 
 @dataclass(frozen=True)
@@ -162,7 +162,7 @@ class Study:
         return log.best(cell, log.wider(cell, rates)) or log.best(cell, rates)
 
     def missing(self, log: Log, cell: Cell, seeds: int) -> list[tuple[float, int]]:
-        """Rates and seeds that have not been run, as far as known: first all rates, then seeds at the best."""
+        """Rates and seeds that have not been run, as far as known: all rates, then seeds at the best."""
         rates = log.wider(cell, self.rates[cell.optimizer])
         best = log.best(cell, rates)
         if best is None:
@@ -205,8 +205,6 @@ def perceptron(seed: int) -> nn.Module:
 @cache
 def build_task(name: str, seed: int, data: str | None, folder: str | None) -> Task:
     """`noisy` is digits with a fifth of the training labels drawn at random, where generalization shows."""
-    if name == "bytes":
-        return bytes_task("tiny", data=data, context=32, seed=seed)
     if name == "images":
         assert data is not None
         return images_task("tiny", data=data, pixels=16, cache=folder, seed=seed)
@@ -314,7 +312,7 @@ def main(study: Study, manual: str | None) -> None:
     parser = argparse.ArgumentParser(description=manual, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--list", action="store_true", help="what is missing, and how long it takes")
     parser.add_argument("--table", action="store_true", help="what the log says, without a run")
-    parser.add_argument("--data", help="a text or a zip of pictures, for the contenders that need one")
+    parser.add_argument("--data", help="a zip of pictures, for the contenders that need one")
     parser.add_argument("--cache", help="a folder for decoded pictures")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--only", default="", help="contenders whose description contains this, as 'sgd'")
@@ -342,11 +340,19 @@ def pivot(
     columns: Iterable[str],
     cell: Callable[[str, str], str | None],
 ) -> str:
-    """A table of `cell(row, column)`; None becomes "not run yet"."""
-    names = list(columns)
+    """A table of `cell(row, column)`; None becomes "not run yet".
+
+    Rows and columns of which nothing has been run are left out, unless nothing has been run at all.
+    """
+    titles, names = list(rows), list(columns)
+    found = {(row, name): cell(row, name) for row in titles for name in names}
+    known = [key for key, value in found.items() if value not in (None, "–")]
+    if known:
+        titles = [row for row in titles if any(row == one for one, _ in known)]
+        names = [name for name in names if any(name == one for _, one in known)]
     lines = [f"| {corner} | {' | '.join(names)} |", "|---" * (1 + len(names)) + "|"]
-    for row in rows:
-        lines.append(f"| {row} | {' | '.join(cell(row, name) or MISSING for name in names)} |")
+    for row in titles:
+        lines.append(f"| {row} | {' | '.join(found[row, name] or MISSING for name in names)} |")
     return "\n".join(lines)
 
 

@@ -58,12 +58,7 @@ PAPERS = [  # the settings of the papers, and those that were used before moment
     f"diloco(every={H}, lr=1.0, momentum=0.3, ramp=0, warmup=100)",
     f"slowmo(every={H}, momentum=0.3, ramp=0, warmup=100)",
 ]
-MUON = [  # with the momentum of MuLoCo, and what it is compared with
-    "ddp()",
-    f"diloco(every={H})",
-    f"diloco(every={H}, momentum=0.5)",
-    f"local_sgd(every={H})",
-]
+MUON = ["ddp()", f"diloco(every={H})", f"local_sgd(every={H})"]
 DEFAULTS = [  # from which defaults were chosen, on other seeds and with shorter windows of text
     f"local_sgd(every={H})",
     f"eager_diloco(every={H}, lr=0.4, momentum=0.5, ramp=40)",
