@@ -32,9 +32,10 @@ class Heard:
         """Return what a worker has said, or raise `queue.Empty` when the time is over."""
         deadline = time.monotonic() + timeout
         while True:
-            for pipe in connection.wait(self._pipes, max(0.0, deadline - time.monotonic())):
+            ready: list[Any] = connection.wait(self._pipes, max(0.0, deadline - time.monotonic()))
+            for pipe in ready:
                 try:
-                    return pipe.recv()  # type: ignore[union-attr]
+                    return pipe.recv()
                 except (EOFError, OSError):  # it has ended, perhaps in the middle of a sentence
                     self._pipes.remove(pipe)
             if time.monotonic() >= deadline:
