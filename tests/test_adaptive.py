@@ -366,8 +366,7 @@ def test_adaptive_without_sample() -> None:
 @pytest.mark.parametrize("expression", ["adacomm(start=2, interval=3)", "diloco(every=AdaComm(2, 3))"])
 def test_adacomm_without_observe(expression: str) -> None:
     sentence = (
-        "AdaComm(start=2, interval=3, warmup=0) needs the loss: "
-        "call sync.observe(loss) before every sync.step()."
+        "AdaComm(start=2, interval=3, warmup=0) needs the loss: call sync.observe(loss) before sync.step()."
     )
     with pytest.raises(ValueError, match=f"^{re.escape(sentence)}$"):
         walked(expression, 4)

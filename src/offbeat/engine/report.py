@@ -194,9 +194,7 @@ class Ledger:
                 self.emit(round.report())
             return
         if loss is None:
-            raise ValueError(
-                f"{self._when!r} needs the loss: call sync.observe(loss) before every sync.step()."
-            )
+            raise ValueError(f"{self._when!r} needs the loss: call sync.observe(loss) before sync.step().")
         # The schedule must decide the same on all workers, not only on those of this round.
         comm = Metered(self._everyone if self._needs else round.comm.comm)
         own, began = torch.tensor([drift or 0.0, loss], dtype=torch.float64), self._everyone.now()
@@ -298,6 +296,5 @@ class Ledger:
         if self.watch is not None:
             self.watch.load_state_dict(state["watch"], self._everyone.now())
         self._cost = None if state["cost"] is None else Cost(*state["cost"])
-        self._loss, self._losses = state["loss"], state["losses"]
-        self._asked = state["asked"]
+        self._loss, self._losses, self._asked = state["loss"], state["losses"], state["asked"]
         self.open.clear()
