@@ -78,7 +78,7 @@ class Totals:
 
     @property
     def seconds_hidden(self) -> float:
-        """The seconds of communication that no worker waited for."""
+        """The seconds of communication that this worker did not wait for."""
         return max(0.0, self.seconds_in_air - self.seconds_waited)
 
 

@@ -116,7 +116,7 @@ def _light() -> Iterator[str]:
 
 @contextmanager
 def _crew(words: list[str], place: Path, workers: int) -> Iterator[list[subprocess.Popen[bytes]]]:
-    """Workers that end with this process. What they print goes to files in the folder."""
+    """Workers that end with this process, not with its terminal. What they print goes to files."""
     environment = {"OMP_NUM_THREADS": "1", **os.environ}
     crew = []
     try:
@@ -125,7 +125,7 @@ def _crew(words: list[str], place: Path, workers: int) -> Iterator[list[subproce
                 crew.append(
                     subprocess.Popen(
                         [sys.executable, "-c", _JOIN, "join", *words, "--tied"], env=environment,
-                        stdin=subprocess.PIPE, stdout=output, stderr=output,
+                        stdin=subprocess.PIPE, stdout=output, stderr=output, start_new_session=True,
                     )
                 )  # fmt: skip
         yield crew
