@@ -174,6 +174,12 @@ def test_a_round_that_loses_a_worker_is_repeated(name: str, more: int) -> None:
         check_same(weights, reference[0])
 
 
+def test_a_worker_that_is_lost_after_the_script_ends_the_run() -> None:
+    """The script has no attempt without it, so the others cannot repeat the round."""
+    answers = simulated("local_sgd", [A([0, 1, 2])] * 2, 3, 22, rank=1, messages=30)
+    assert answers == [None] * 3
+
+
 class Counting:
     """How many messages a worker sends before its second round."""
 
@@ -348,6 +354,17 @@ def test_at_the_start_most_workers_decide_about_the_method() -> None:
     assert decide(seats, "b").members.names == ("b", "c")
     with pytest.raises(offbeat.Disagreement, match="another model"):
         decide(seats, "a")
+
+
+def test_workers_with_another_token_are_named_once_and_not_without_end(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    group = offbeat.Elastic(lighthouse="http://127.0.0.1:1", token="secret")
+    strangers = [f"stranger {n}" for n in range(300)]
+    for name in strangers + strangers:
+        assert group._read(name, "127.0.0.1:2", {"told": {}, "proof": "none"}) is None
+    assert [record.args[0] for record in caplog.records] == strangers[:100]
+    assert len(group._strangers) == 100
 
 
 def test_rounds_of_several_exchanges_must_not_overlap() -> None:

@@ -31,7 +31,7 @@ import offbeat
 from offbeat.base.clock import Clock
 from offbeat.comm.communicator import Communicator, Pending
 from offbeat.elastic import wire
-from offbeat.elastic.decision import check_going, decide
+from offbeat.elastic.decision import decide, drop_finished
 from offbeat.elastic.group import listens
 from offbeat.elastic.scripted import Scripted
 from offbeat.engine import healing
@@ -190,11 +190,13 @@ def test_a_worker_ends_by_itself_if_the_others_have_passed(jobs: Any, fault: int
 
 
 def test_a_finished_run_ends_those_with_its_method_only() -> None:
-    over = seat("b", "x", 3, over=True)
-    check_going([seat("a", "x", 3), seat("b", "x", 3)], "a")
-    check_going([seat("a", method="other"), over], "a")
+    over, both = seat("b", "x", 3, over=True), [seat("a", "x", 3), seat("b", "x", 3)]
+    assert drop_finished(both, "a") == both
+    new = seat("a", method="other")
+    going = drop_finished([new, over], "a")
+    assert decide(going, "a").members.names == ("a",)  # the finished run does not refuse its method
     with pytest.raises(offbeat.RunFinished, match="start a new run"):
-        check_going([seat("a"), over], "a")
+        drop_finished([seat("a"), over], "a")
 
 
 def test_those_who_have_passed_a_call_wait_for_the_others() -> None:

@@ -72,11 +72,12 @@ def decide(seats: Sequence[Seat], me: str) -> Decision:
     return Decision(found, current[0].address, addresses, donors, keeps)
 
 
-def check_going(seats: Sequence[Seat], me: str) -> None:
-    """Raise if a worker with the method of this one has finished the run."""
+def drop_finished(seats: Sequence[Seat], me: str) -> list[Seat]:
+    """Return the workers whose run goes on. Raises if one with the method of this worker has finished it."""
     mine = next((seat.card for seat in seats if seat.name == me), None)
     if mine is not None and any(seat.card.over and seat.card.method == mine.method for seat in seats):
         raise RunFinished(FINISHED)
+    return [seat for seat in seats if not seat.card.over]
 
 
 def _lineage(card: Card, committed: set[str]) -> tuple[int, str]:

@@ -12,7 +12,7 @@ from offbeat.comm.changing import Card, Changing, Give, Members, unite
 from offbeat.comm.communicator import Communicator
 from offbeat.comm.presence import Departure
 from offbeat.comm.solo import Solo
-from offbeat.elastic.decision import FINISHED, Decision, Seat, check_going, decide
+from offbeat.elastic.decision import FINISHED, Decision, Seat, decide, drop_finished
 from offbeat.elastic.wire import Unreadable, receive_state, send_state
 
 logger = logging.getLogger("offbeat")
@@ -63,8 +63,7 @@ class Gathering(Changing):
     def _find(self, card: Card, give: Give) -> tuple[Communicator, Members]:
         while True:
             self._attempt += 1
-            seats = self._list(card)
-            check_going(seats, self.name)
+            seats = drop_finished(self._list(card), self.name)
             if not self._enough(seats):
                 continue
             decision = decide(seats, self.name)

@@ -40,6 +40,7 @@ logger = logging.getLogger("offbeat")
 _REACH = 5.0  # seconds to connect to others, one of which may be dead before anybody can tell
 _KNOCK = 1.0  # seconds in which a machine that runs says whether a process listens
 _AGAIN = 0.3  # seconds before the next look for enough workers
+_NAMED = 100  # workers with another token that are named: their names cost memory
 _FAREWELL = 6.0  # seconds to tell workers that still come that the run is finished: usually a tenth of one
 
 
@@ -161,9 +162,9 @@ class Elastic(Gathering):
         if not isinstance(told, dict) or not isinstance(proof, str):
             return None
         if not hmac.compare_digest(proof.encode(), self._prove(name, address, told).encode()):
-            if name not in self._strangers:
+            if name not in self._strangers and len(self._strangers) < _NAMED:
                 logger.warning("%s asks to take part with another token: it is ignored.", name)
-            self._strangers.add(name)
+                self._strangers.add(name)
             return None
         try:
             fields = dict(told["card"])

@@ -69,6 +69,8 @@ class Scripted(Gathering):
         joining: Sequence[int] = ()
         if not starts:
             self._next += 1
+            if self._next >= len(self._script) and self.broken:
+                raise PeerLost("The last attempt of the script has lost a worker, and no other follows.")
             # A run that goes on after the script has the members of its last attempt.
             attempt = self._script[min(self._next, len(self._script) - 1)]
             workers, joining = attempt.workers, attempt.joining if self._next < len(self._script) else ()
