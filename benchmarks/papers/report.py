@@ -56,7 +56,7 @@ def inside() -> str:
     losses: dict[str, dict[str, dict[int, float]]] = {}  # by what was run, optimizer and seed
     for name, path in logs.items():
         for row in map(json.loads, path.read_text().splitlines() if path.exists() else ()):
-            label = f"{code(row['method'])}, {row['steps']} steps"
+            label = f"{code(row['method'])}, {row['steps']} steps, rate {row['lr']:g}"
             losses.setdefault(label, {}).setdefault(name, {})[row["seed"]] = row["loss"]
     both = {label: own for label, own in losses.items() if set(own) == set(logs)}
 
@@ -65,11 +65,13 @@ def inside() -> str:
         seeds = set(own["AdamW"]) & set(own["Muon"])
         if column == "seeds":
             return str(len(seeds))
-        return f"{statistics.mean(own[column][seed] for seed in seeds):.4f}"
+        found = [own[column][seed] for seed in seeds]
+        spread = f" ± {statistics.stdev(found):.4f}" if len(found) > 1 else ""
+        return f"{statistics.mean(found):.4f}{spread}"
 
     text = (
-        "The GPT of [Quality](benchmarks.md#quality) at a rate of 0.003. Muon trains the matrices of the "
-        "blocks and AdamW the rest, with the same rate and `match_rms_adamw`. Held-out loss:"
+        "The GPT of [Quality](benchmarks.md#quality). Muon trains the matrices of the blocks and AdamW the "
+        "rest, with the same rate and `match_rms_adamw`. Held-out loss:"
     )
     return show_section(Section("MuLoCo: Muon inside", text, pivot("method", both, [*logs, "seeds"], show)))
 
