@@ -64,9 +64,6 @@ DEFAULTS = [  # from which defaults were chosen, on other seeds than those of th
     f"eager_diloco(every={H}, lr=0.4, momentum=0.5, ramp=40)",
     f"eager_diloco(every={H}, lr=0.5, momentum=0.5, ramp=40)",
     f"eager_diloco(every={H}, lr=0.5, momentum=0.5, ramp=15)",
-    f"eager_diloco(every={H}, lr=0.6, momentum=0.3, ramp=40)",
-    f"overlap_local_sgd(every={H}, pull=0.4)",
-    f"overlap_local_sgd(every={H}, pull=0.2)",
 ]
 RATE = 3e-3
 LENGTHS = (100, 400, 1600)
