@@ -94,9 +94,9 @@ def tell(study: Study, log: Log) -> list[Section]:
         ),
         Section(
             "Trade-offs: what wins it back",
-            "SlowMo's paper has a constant momentum, `ramp=0`, and starts each period with the local momentum "
-            "at zero, `moments='reset'`. With 8 workers there are 16 rounds, with 32 there are 4. The share is "
-            "that of the bytes of `ddp()`.",
+            "SlowMo's paper has a constant momentum, `ramp=0`, and starts each period with the local "
+            "momentum at zero, `moments='reset'`. With 8 workers there are 16 rounds, with 32 there are 4. "
+            "The share is that of the bytes of `ddp()`.",
             rescue(study, log),
         ),
     ]
