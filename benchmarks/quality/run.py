@@ -60,10 +60,10 @@ PAPERS = [  # the settings of the papers, and those that were used before moment
 ]
 MUON = ["ddp()", f"diloco(every={H})", f"local_sgd(every={H})", f"diloco(every={H}, lr=0.7, momentum=0.5)"]
 DEFAULTS = [  # from which defaults were chosen, on other seeds than those of the table
-    f"local_sgd(every={H})",
     f"eager_diloco(every={H}, lr=0.4, momentum=0.5, ramp=40)",
     f"eager_diloco(every={H}, lr=0.5, momentum=0.5, ramp=40)",
     f"eager_diloco(every={H}, lr=0.5, momentum=0.5, ramp=15)",
+    f"local_sgd(every={H})",
 ]
 RATE = 3e-3
 LENGTHS = (100, 400, 1600)
