@@ -1,10 +1,10 @@
 """The shape of what a run writes. Whatever is read from a folder is checked against it."""
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NotRequired
 
 from pydantic import AliasChoices, ConfigDict, Field, TypeAdapter, ValidationError, with_config
-from typing_extensions import NotRequired, TypedDict
+from typing_extensions import TypedDict
 
 from offbeat.app.runs.setting import MOST
 
