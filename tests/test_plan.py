@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -25,8 +26,10 @@ from offbeat import (
     Stragglers,
     Uneven,
 )
-from offbeat.plan import Cluster, Cosine, Flat, Job, plan, predict, read
+from offbeat.plan import Cluster, Cosine, Flat, Job, forecast, plan, predict, read
 from offbeat.plan.job import ProxyModel, local_optimizer
+from offbeat.plan.replay import Clocks
+from offbeat.plan.spent import Instant
 
 LAYERS, WIDTH = 4, 32
 
@@ -388,6 +391,42 @@ def count_calls() -> Iterator[list[int]]:
         yield number
     finally:
         sys.setprofile(before)
+
+
+@pytest.mark.parametrize("expression", ["ssd_sgd(every=4, warmup=4)", "od_sgd(warmup=3)"])
+def test_steps_that_only_repeat_are_not_replayed(expression: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = list[int]()
+    act = Clocks.act
+    monkeypatch.setattr(Clocks, "act", lambda *given, **more: (made.append(1), act(*given, **more)))
+    job, cluster = replace(JOB, steps=200, rate=Flat(0.1)), Cluster(4, Constant(0.1), LINK)
+    short = predict(expression, job, cluster)
+    assert len(made) < 100
+    monkeypatch.setattr(Instant, "repeats", lambda *_: False)
+    full = predict(expression, job, cluster)
+    assert len(made) > 200
+    for name in ("seconds", "computing", "exposed", "hidden", "waiting"):
+        assert getattr(short, name) == pytest.approx(getattr(full, name), rel=1e-9, abs=1e-9)
+    assert [t for _, t in short.curve] == pytest.approx([t for _, t in full.curve], rel=1e-9)
+
+
+@pytest.mark.parametrize("expression", ["ddp()", "local_sgd(every=1, delay=1)"])
+def test_equal_windows_are_worked_out_once(expression: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = Job(steps=10_000, parameters=4_000_000, layers=4, rate=Cosine(0.1, 10_000))
+    cluster = Cluster(256, Constant(0.25), LINK)
+    monkeypatch.setattr(forecast, "_SECONDS", 0.01)
+    made = predict(expression, job, cluster)
+    monkeypatch.setattr(forecast.Forecast, "_describe", lambda *_: None)
+    assert predict(expression, job, cluster) == made
+
+
+@pytest.mark.parametrize("expression", ["diloco(every=8)", "ssd_sgd(every=4)", "local_sgd(every=8)"])
+def test_a_plan_does_not_load_the_compiler(expression: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loading it takes longer than the plan."""
+    for name in ("add_param_group", "state_dict", "load_state_dict", "zero_grad"):
+        call = inspect.unwrap(getattr(torch.optim.Optimizer, name))
+        monkeypatch.delattr(call, "__dynamo_disable", raising=False)  # or the earlier import is remembered
+    monkeypatch.setitem(sys.modules, "torch._dynamo", None)
+    predict(expression, JOB, Cluster(4, Constant(0.1), LINK))
 
 
 @pytest.mark.slow

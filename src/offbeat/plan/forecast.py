@@ -19,7 +19,8 @@ from offbeat.plan.job import Cluster, Job
 from offbeat.plan.overlap import Early, cut_round, find_buckets
 from offbeat.plan.probe import MethodProfile
 from offbeat.plan.recording import Events, count_sent
-from offbeat.plan.replay import Clocks, Spent
+from offbeat.plan.replay import Clocks
+from offbeat.plan.spent import Spent
 from offbeat.simulate import Network
 from offbeat.waitfree import CodedGradients
 
@@ -165,6 +166,7 @@ class Forecast:
         self._constant = bool(profile.periodic or profile.waitfree)
         when = range(1, job.steps + 1) if self._constant else due
         self._moments = [(done, due.get(done, ())) for done in when]  # gradients done, and what happens then
+        self._windows = dict[object, Spent]()  # those worked out so far
 
     def spent(self) -> Spent:
         """Return the seconds of the whole run, including its start and end."""
@@ -172,7 +174,7 @@ class Forecast:
         if price <= 2 * _SECONDS:
             clocks = self._start(self._runs)
             clocks.mark("start")
-            clocks.compute(self._steps[self._go(clocks, 0, len(moments)) : steps])
+            clocks.compute(self._steps[self._go_all(clocks) : steps])
             return self._finish(clocks)
         affordable = max(6, int(len(moments) * _SECONDS / price))
         count = min(_WINDOWS, affordable // 2, len(moments))
@@ -189,6 +191,22 @@ class Forecast:
             before = after
         return total
 
+    def _go_all(self, clocks: Clocks) -> int:
+        """Go through all moments. Where steps only repeat a period, stop once nothing changes any more."""
+        trace, end, done = self._profile.periodic, len(self._moments), 0
+        if trace and not (self._cluster.compute.spread or self._timeline.acts or self._profile.waitfree):
+            done = self._go(clocks, 0, min(end, len(trace.steps) + trace.gap[1]))
+            before = clocks.note(done)
+            while done + trace.period <= end:
+                done = self._go(clocks, done, done + trace.period)
+                now, left = clocks.note(done), (end - done) // trace.period
+                if now.repeats(before):
+                    clocks.repeat(before, trace.period, left)
+                    done += left * trace.period
+                    break
+                before = now
+        return self._go(clocks, done, end)
+
     def _price(self) -> float:
         """Return roughly how many seconds it takes to go through all moments."""
         if not self._moments:
@@ -204,11 +222,30 @@ class Forecast:
         """Return the seconds of these moments, after a few that let workers drift apart."""
         parts = [(i, part) for i, part in enumerate(self._profile.sync.parts) if isinstance(part, Exchange)]
         drift = any(part.delay or self._profile.groups(i, 0).members is not None for i, part in parts)
-        clocks = Clocks(self._costs, self._cluster, self._runs)
-        self._go(clocks, max(0, first - 4) if drift or self._constant else first, first)
-        clocks.start_here()
-        self._go(clocks, first, last)
-        return clocks.spent()
+        start = max(0, first - 4) if drift or self._constant else first
+        key = self._describe(start, first, last)
+        if key is None or key not in self._windows:
+            clocks = Clocks(self._costs, self._cluster, self._runs)
+            self._go(clocks, start, first)
+            clocks.start_here()
+            self._go(clocks, first, last)
+            self._windows[key] = clocks.spent()
+        return self._windows[key]
+
+    def _describe(self, start: int, first: int, last: int) -> object:
+        """Return what the seconds of a window depend on. None: on luck, or on more than its exchanges."""
+        if self._constant or self._cluster.compute.spread:
+            return None
+        key, rounds = list[object]([first - start]), dict[int, int]()
+        before = self._moments[start - 1][0] if start else 0
+        for done, acts in self._moments[start:last]:
+            key.append(done - before)
+            before = done
+            for act in acts:
+                since = act.round - rounds.setdefault(act.place, act.round)
+                groups = self._profile.groups(act.place, act.round)
+                key.append((act.place, act.what, since, groups, self._leaves_early(act)))
+        return tuple(key)
 
     def _start(self, runs: int) -> Clocks:
         clocks = Clocks(self._costs, self._cluster, runs)

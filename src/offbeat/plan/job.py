@@ -10,6 +10,7 @@ from typing import Literal, TypeVar, get_args
 import torch
 from torch import nn
 
+from offbeat.base.bare import SGD, AdamW
 from offbeat.base.checks import is_whole
 from offbeat.base.errors import BadArgument
 from offbeat.simulate import Compute, Failures, Network
@@ -134,5 +135,5 @@ class ProxyModel(nn.Module):
 def local_optimizer(job: Job, model: nn.Module) -> torch.optim.Optimizer:
     rate = job.rate(0) or 1e-3
     if job.optimizer == "adamw":
-        return torch.optim.AdamW(model.parameters(), lr=rate)
-    return torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9 if job.optimizer == "momentum" else 0.0)
+        return AdamW(model.parameters(), lr=rate)
+    return SGD(model.parameters(), lr=rate, momentum=0.9 if job.optimizer == "momentum" else 0.0)

@@ -1,8 +1,8 @@
 """Runs the clocks of all workers through a method, for many runs and many bandwidths at once."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from offbeat.plan.job import Cluster
 from offbeat.plan.overlap import Early
 from offbeat.plan.probe import MethodProfile
 from offbeat.plan.recording import Events, Name, QueuedJob, Repeated, Sent, Size, Waited, count_sent
+from offbeat.plan.spent import Instant, Spent
 from offbeat.simulate import Compute
 from offbeat.waitfree import CodedGradients, EagerGradients
 from offbeat.waitfree.base import REMEMBERED, Waitfree, allowance
@@ -21,25 +22,6 @@ from offbeat.waitfree.base import REMEMBERED, Waitfree, allowance
 _CHUNK = 2**15  # times drawn at once: they fit a cache
 _SETTLED = 8  # turns of a ring after which all turns take equally long
 _APART = 10_000_019  # steps between runs, so that no two draw the same times
-
-
-@dataclass
-class Spent:
-    """Seconds on each network: the mean over runs, the variance, and where they go."""
-
-    mean: Tensor
-    variance: Tensor
-    computed: Tensor
-    skewed: Tensor
-    exposed: Tensor
-    flown: Tensor
-
-    def add(self, other: "Spent", *, computing: float, rounds: float) -> None:
-        """Add several independent windows like this one: how many for gradients, and how many for rounds."""
-        self.mean += computing * other.computed + rounds * (other.mean - other.computed)
-        self.computed += computing * other.computed
-        for name in ("variance", "skewed", "exposed", "flown"):
-            getattr(self, name).add_(getattr(other, name), alpha=rounds)
 
 
 class Clocks:
@@ -62,7 +44,7 @@ class Clocks:
         self._offsets = (torch.arange(runs) * _APART).repeat_interleave(self._width)
         self._paces: dict[object, list[Tensor]] = {}  # of the last worker between moments, by kind
         self._last = self._origin = torch.zeros(self._shape[:2], dtype=torch.float64)
-        self._in_flight: dict[object, tuple[Tensor, Tensor]] = {}  # when all had sent it, when it lands
+        self._in_flight: dict[Any, tuple[Tensor, Tensor]] = {}  # when all had sent it, when it lands
         self._known: tuple[Tensor, tuple[Tensor, Tensor, Tensor]] | None = None
         self._past: list[Tensor] = []  # when the last worker had each of the last rounds of coded gradients
 
@@ -133,7 +115,7 @@ class Clocks:
             return  # sent before the window began
         ready, lands = self._in_flight.pop(key)
         self._flown += _mean(lands - ready)
-        now, some = self._now, True  # whether any worker waits for slower ones
+        now, some = self._now, self._width > 1  # whether any worker waits for slower ones
         if now.shape[-1] > lands.shape[-1]:
             first, mean, last = self._range()
             if bool((lands <= first).all()):
@@ -147,9 +129,12 @@ class Clocks:
             some = bool((ready > first).any())
         self._now = torch.maximum(now, lands)
         if not self._beside:
-            skewed = _mean((ready - now).clamp_(min=0)) if some else torch.zeros(())
-            self._skewed += skewed
-            self._exposed += _mean((lands - now).clamp_(min=0)) - skewed
+            exposed = _mean((lands - now).clamp_(min=0))
+            if some:
+                skewed = _mean((ready - now).clamp_(min=0))
+                self._skewed += skewed
+                exposed -= skewed
+            self._exposed += exposed
 
     def act_early(self, early: Early, groups: Groups, who: object, when: int) -> None:
         """A round of gradients that leave in buckets during the step that has just been computed."""
@@ -186,11 +171,8 @@ class Clocks:
         if not profile.sidecars_send(place, round):
             self._sidecar = torch.maximum(self._sidecar, self._now)
             return
-        part, groups, now = (
-            profile.sync.parts[place],
-            profile.groups(place, round),
-            self._now.expand(self._shape),
-        )
+        part, groups = profile.sync.parts[place], profile.groups(place, round)
+        now = self._now.expand(self._shape)
         assert isinstance(part, Waitfree)
         if isinstance(part, CodedGradients):
             self._decode(part, profile.waitfree[place])
@@ -256,6 +238,24 @@ class Clocks:
         self._last = self._origin = self._latest
         self._paces.clear()
         self._seconds.zero_()
+
+    def note(self, done: int) -> Instant:
+        """Return all times after this number of steps."""
+        times = dict[object, Tensor]()
+        for queue, at in {-1: self._free, **self._queues}.items():
+            times[queue] = torch.maximum(at, self._now)
+        for (who, when, place), (ready, lands) in self._in_flight.items():
+            times[who, when - done, place], times[who, when - done, place, "lands"] = ready, lands
+        return Instant(self._now, times, self._seconds.clone())
+
+    def repeat(self, since: Instant, steps: int, times: int) -> None:
+        """Let these steps, which are all since an instant, happen several times more."""
+        passed, flying = times * (self._now - since.now), self._in_flight
+        self._now, self._free = self._now + passed, self._free + passed
+        self._queues = {name: at + passed for name, at in self._queues.items()}
+        moved = {key: (ready + passed, lands + passed) for key, (ready, lands) in flying.items()}
+        self._in_flight = {(who, when + times * steps, n): pair for (who, when, n), pair in moved.items()}
+        self._seconds += times * (self._seconds - since.seconds)
 
     def wait_all(self) -> None:
         """Wait for all messages in flight."""

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.profiler import record_function
 
+from offbeat.base import bare
 from offbeat.base.clock import Clock, State
 from offbeat.base.packed import Packed
 from offbeat.base.tensors import Live, local
@@ -147,7 +148,7 @@ def check_server(server: OptimizerFactory | None, optimizers: Sequence[Optimizer
         if any(group.get("fused") for group in optimizer.param_groups):
             raise ValueError(f"{kind}(fused=True): AMP would leave its gradients scaled: build it unfused.")
     if server is None:
-        return torch.optim.SGD
+        return bare.SGD
     advice = "pass a function that makes an optimizer, such as torch.optim.Adam."
     if isinstance(server, Optimizer):
         kind = type(server).__name__

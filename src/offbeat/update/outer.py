@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from offbeat.base import bare
 from offbeat.base.checks import is_whole
 from offbeat.base.clock import Clock, State
 from offbeat.base.packed import Packed
@@ -56,7 +57,7 @@ class SGD:
 
     def __call__(self, tensors: list[Tensor]) -> Optimizer:
         nesterov = self.nesterov and self.momentum > 0
-        return torch.optim.SGD(tensors, lr=self.lr, momentum=self.momentum, nesterov=nesterov)
+        return bare.SGD(tensors, lr=self.lr, momentum=self.momentum, nesterov=nesterov)
 
     def set_momentum(self, optimizer: Optimizer, round: int) -> None:
         """Give the optimizer the momentum of a round, counted from 0."""
