@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +98,39 @@ class Result:
         return before[1] if before else None
 
 
+@dataclass(frozen=True)
+class Beside:
+    """A contender's losses beside those of torch DDP with the same seeds. Seconds are None for never."""
+
+    loss: float
+    goal: float  # the final loss of torch DDP
+    seconds: float | None  # until the loss is near the goal
+    ddp_seconds: float | None  # the same of torch DDP
+
+    @property
+    def against(self) -> str:
+        return f"{self.loss / self.goal - 1:+.1%}"
+
+    @property
+    def reached(self) -> str:
+        return "never" if self.seconds is None else f"{self.seconds:.0f}"
+
+    @property
+    def speed(self) -> str:
+        if self.seconds is None or self.ddp_seconds is None:
+            return "never"
+        return f"{self.ddp_seconds / self.seconds:.2f}×"
+
+
+def put_beside(result: Result, ddp: Result) -> Beside | None:
+    """None if the contender has no losses, or seeds that torch DDP has not."""
+    if not result.curves or not result.curves.keys() <= ddp.curves.keys():
+        return None
+    same = replace(ddp, curves={seed: ddp.curves[seed] for seed in result.curves})
+    loss, goal = statistics.mean(result.finals), statistics.mean(same.finals)
+    return Beside(loss, goal, result.reaches(NEAR * goal), same.reaches(NEAR * goal))
+
+
 def best_rate(rows: Sequence[Row], rule: str | None) -> float | None:
     """The rate with the lowest loss in the search, which uses the first seed; None before it is complete."""
     losses: dict[float, list[float]] = {}
@@ -136,16 +169,11 @@ def table(found: dict[str, Result]) -> list[str]:
         total = result.total()
         times = f"{result.step:.3f} | {result.spread:.3f} | {ddp.total() / total:.2f}× | {total:.0f} s "
         cells = [name, times + f"| {total / floor.total():.2f}"]
-        if result.curves and result.curves.keys() <= ddp.curves.keys():
-            loss = statistics.mean(result.finals)
-            goal = statistics.mean(ddp.curves[seed][-1][1] for seed in result.curves)  # of the same seeds
+        if (beside := put_beside(result, ddp)) is not None:
             spread = f"{statistics.stdev(result.finals):.4f}" if len(result.finals) > 1 else ""
-            reached, level = result.reaches(NEAR * goal), result.after(SPARE * floor.total())
-            cells += [f"{loss:.4f}", spread, str(len(result.finals)), f"{loss / goal - 1:+.1%}"]
-            cells += [
-                "never" if reached is None else f"{reached:.0f}",
-                "" if level is None else f"{level:.3f}",
-            ]
+            level = result.after(SPARE * floor.total())
+            cells += [f"{beside.loss:.4f}", spread, str(len(result.finals)), beside.against]
+            cells += [beside.reached, "" if level is None else f"{level:.3f}"]
         else:
             cells += [""] * 6
         lines.append("| " + " | ".join([*cells, f"{result.megabytes:.1f}"]) + " |")
@@ -163,24 +191,26 @@ def summary(rows: Sequence[Row]) -> str:
     ddp, floor = found[DDP], found[FLOOR]
     for name, result in found.items():
         total, told = result.total(), ["", "", ""]
-        if result.curves and result.curves.keys() <= ddp.curves.keys():
-            loss = statistics.mean(result.finals)
-            goal = statistics.mean(ddp.curves[seed][-1][1] for seed in result.curves)
-            reached = result.reaches(NEAR * goal)
-            against = f"{loss / goal - 1:+.1%}, {len(result.finals)}"
-            told = [f"{loss:.3f}", against, "never" if reached is None else f"{reached:.0f}"]
+        if (beside := put_beside(result, ddp)) is not None:
+            told = [f"{beside.loss:.3f}", f"{beside.against}, {len(result.finals)}", beside.reached]
         speed = f"{total:.0f} s | {ddp.total() / total:.2f}× | {total / floor.total():.2f}"
         lines.append(f"| {name} | {speed} | {' | '.join(told)} | {result.megabytes:.0f} |")
-    lines += ["", "Speed against torch DDP, by link:", ""]
-    links = {link: results(rows, link) for link in ("20mbit", "50mbit", "100mbit", "1gbit")}
-    lines += ["| contender | " + " | ".join(links) + " |", "|---" * (len(links) + 1) + "|"]
-    for name in found:
-        speeds = [
-            f"{timed[DDP].total() / timed[name].total():.2f}×" if name in timed else ""
-            for timed in links.values()
-        ]
-        lines.append(f"| {name} | {' | '.join(speeds)} |")
+    lines += ["", "Speed against torch DDP, by link, for as many steps:", ""]
+    lines += by_link(rows, lambda result, ddp: f"{ddp.total() / result.total():.2f}×")
+    lines += ["", "Speed against torch DDP, by link, until the loss is within 0.5 % of its last one:", ""]
+    lines += by_link(rows, lambda result, ddp: b.speed if (b := put_beside(result, ddp)) else "")
     return "\n".join(lines)
+
+
+def by_link(rows: Sequence[Row], tell: Callable[[Result, Result], str]) -> list[str]:
+    """A table of what `tell` says of a contender and torch DDP on each link; without empty rows."""
+    links = {link: results(rows, link) for link in ("20mbit", "50mbit", "100mbit", "1gbit")}
+    lines = ["| contender | " + " | ".join(links) + " |", "|---" * (len(links) + 1) + "|"]
+    for name in BY_NAME:
+        cells = [tell(timed[name], timed[DDP]) if name in timed else "" for timed in links.values()]
+        if any(cells):
+            lines.append(f"| {name} | {' | '.join(cells)} |")
+    return lines
 
 
 def fill(page: str, text: str) -> str:
