@@ -397,6 +397,11 @@ def test_a_finished_run_says_so_and_keeps_its_settings(call: Call, made: Path, t
     assert call(words[0], "local_sgd(every=4)", *words[1:])[0] == 0
     code, _, error = call("train", "--resume", "--checkpoint-dir", "nowhere")
     assert (code, error) == (2, "offbeat: --resume: there is no run in 'nowhere'.\n")
+    # The folder has the name that it has in `compare`, too, and is no value of --resume.
+    assert call("train", "--resume", "--out", str(folder)) == (0, out_of_one, "")
+    code, _, error = call("train", "--resume", str(folder))
+    assert code == 2
+    assert f"--resume takes no value: name the folder with --checkpoint-dir {folder}." in error
 
 
 def test_a_method_that_cannot_change_its_number_says_so(call: Call, made: Path, tmp_path: Path) -> None:

@@ -31,7 +31,10 @@ def train(
     link: options.Link = None,
     straggler: options.Straggler = None,
     checkpoint_dir: Annotated[
-        Path | None, typer.Option(help="Folder for logs and checkpoints; runs/... by default.")
+        Path | None,
+        typer.Option(
+            "--checkpoint-dir", "--out", help="Folder for logs and checkpoints; runs/... by default."
+        ),
     ] = None,
     checkpoint_every: Annotated[int, typer.Option(help="Steps between checkpoints; 0 for none.")] = 100,
     resume: Annotated[
@@ -73,6 +76,8 @@ def train(
         torchrun --nproc-per-node 4 -m offbeat train 'qsr(alpha=0.02)' --task images --data cifar10.zip
     """
     given = SimpleNamespace(**locals())
+    if resume and method and checkpoint_dir is None and Path(method).is_dir():
+        raise options.Refused(f"--resume takes no value: name the folder with --checkpoint-dir {method}.")
     options.check_names([method])
     with waiting("loading torch", quiet=quiet):
         from offbeat.app.commands.train import run
