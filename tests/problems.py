@@ -57,6 +57,21 @@ class Wide(Dyadic):
         return super().forward(data) + (self.wide.flatten() * slopes).sum()
 
 
+class Small(nn.Module):
+    """Two layers of one number each, and a buffer: for tests of who waits for whom."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        g = torch.Generator().manual_seed(seed)
+        self.first = nn.ParameterDict({"slope": nn.Parameter(integers(g))})
+        self.second = nn.ParameterDict({"slope": nn.Parameter(integers(g))})
+        self.register_buffer("average", torch.zeros(1))
+
+    def forward(self, data: Tensor) -> Tensor:
+        self.average.add_(data[:1]).mul_(0.5)
+        return self.first["slope"] * data[0] + self.second["slope"] * data[1]
+
+
 def integers(g: torch.Generator, *shape: int) -> Tensor:
     return torch.randint(-4, 5, shape, generator=g).float()
 
