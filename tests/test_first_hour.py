@@ -270,8 +270,8 @@ def test_foreign_lines_of_a_log_are_skipped_with_one_warning(call: Call, made: P
 def test_a_pipe_in_place_of_a_log_is_an_unfinished_run(call: Call, made: Path, tmp_path: Path) -> None:
     folder = copied(made, tmp_path)
     become_pipe(folder / "rank-1.jsonl")
-    code, out, _ = call("report", str(folder))
-    assert code == 0
+    code, out, error = call("report", str(folder))
+    assert (code, error) == (0, f"offbeat: {folder / 'rank-1.jsonl'}: not read, because it is not a file\n")
     assert "unfinished: local_sgd(every=4), seed 0 (0 of 8 steps)" in out
 
 

@@ -67,6 +67,8 @@ def read(folder: Path) -> Logged:
     for rank in range(setting.workers):
         skipped: list[int] = []
         ranks.append(list(entries(log := log_path(folder, rank), skipped=skipped)))
+        if log.exists() and not log.is_file():
+            notes.append(f"{log}: not read, because it is not a file")
         if skipped:
             count = f"{len(skipped)} line{'' if len(skipped) == 1 else 's'}"
             notes.append(f"{log}: skipped {count} that a run does not write, the first is line {skipped[0]}")
