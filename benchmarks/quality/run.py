@@ -62,7 +62,6 @@ MUON = ["ddp()", f"diloco(every={H})", f"local_sgd(every={H})", f"diloco(every={
 DEFAULTS = [  # from which defaults were chosen, on other seeds than those of the table
     f"eager_diloco(every={H}, lr=0.4, momentum=0.5, ramp=40)",
     f"eager_diloco(every={H}, lr=0.5, momentum=0.5, ramp=40)",
-    f"eager_diloco(every={H}, lr=0.5, momentum=0.5, ramp=15)",
     f"local_sgd(every={H})",
 ]
 RATE = 3e-3
