@@ -58,7 +58,7 @@ def inside() -> str:
         for row in map(json.loads, path.read_text().splitlines() if path.exists() else ()):
             label = f"{code(row['method'])}, {row['steps']} steps, rate {row['lr']:g}"
             losses.setdefault(label, {}).setdefault(name, {})[row["seed"]] = row["loss"]
-    both = {label: own for label, own in losses.items() if set(own) == set(logs)}
+    both = {label: own for label, own in sorted(losses.items()) if set(own) == set(logs)}
 
     def show(label: str, column: str) -> str:
         own = both[label]
