@@ -162,11 +162,10 @@ class Forecast:
         self._steps = [0, *timeline.iterations]  # completed before each gradient
         self._early = self._find_early()
         due = {done: tuple(acts) for done, acts in groupby(timeline.acts, key=lambda act: act.done)}
-        # Parts other than exchanges act at every step.
-        self._constant = bool(profile.periodic or profile.waitfree)
+        self._constant = bool(profile.periodic or profile.waitfree)  # such parts act at every step
         when = range(1, job.steps + 1) if self._constant else due
         self._moments = [(done, due.get(done, ())) for done in when]  # gradients done, and what happens then
-        self._windows = dict[object, Spent]()  # those worked out so far
+        self._windows = dict[object, Spent]()
 
     def spent(self) -> Spent:
         """Return the seconds of the whole run, including its start and end."""
@@ -243,8 +242,9 @@ class Forecast:
             before = done
             for act in acts:
                 since = act.round - rounds.setdefault(act.place, act.round)
-                groups = self._profile.groups(act.place, act.round)
-                key.append((act.place, act.what, since, groups, self._leaves_early(act)))
+                among = self._profile.groups(act.place, act.round)
+                own = among.members is not None and among
+                key.append((act.place, act.what, since, own, self._leaves_early(act)))
         return tuple(key)
 
     def _start(self, runs: int) -> Clocks:
