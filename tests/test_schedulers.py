@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from problems import Dyadic, data, same, snapshot
+from problems import Small, data, same, snapshot
 from table import ROWS, enough
 from ticking import clocked
 from torch.optim import Optimizer
@@ -35,7 +35,7 @@ def trained(
     comm: offbeat.Communicator, expression: str | None, name: str, place: str
 ) -> tuple[list[list[float]], dict[str, torch.Tensor]]:
     """The rates of two groups after each step, and the weights; without a method, a plain loop."""
-    net = Dyadic(seed=0)
+    net = Small()
     *most, last = net.parameters()
     opt = torch.optim.SGD([{"params": most}, {"params": [last], "lr": 0.125}], lr=0.25)
     scheduler = SCHEDULERS[name](opt)
