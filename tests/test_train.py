@@ -378,14 +378,16 @@ def test_the_lab_runs_any_command_counts_its_bytes_and_leaves_nothing(tmp_path: 
     assert done.returncode == 0, done.stderr
     runs = json.loads(done.stdout)
     assert all(1_000_000 < run["sent"] < 1_200_000 for run in runs)
-    words = ["--link", "50mbit,0ms", "--", "sh", "-c", "echo this is rank $RANK"]
+    words = ["--link", "50mbit,0ms", "--", "sh", "-c", "echo this is rank $RANK; echo from $RANK >&2"]
     shown = offbeat("lab", "--workers", "2", *words)
     assert "this is rank 0" in shown.stdout, shown.stderr
+    assert shown.stderr == "from 0\n"
     assert "Lab(2, rate='50mbit')" in shown.stdout
     assert "as the kernel counted" in shown.stdout
     failing = offbeat("lab", "--workers", "2", "--", sys.executable, "-c", "raise SystemExit('no')")
     assert failing.returncode == 1
-    assert "rank 1 ended with 1: no" in failing.stderr
+    ended = "offbeat: rank 0 ended with 1: no\noffbeat: rank 1 ended with 1: no\n"
+    assert failing.stderr == f"no\n{ended}"  # as rank 0 printed it, and only once
     late = offbeat("lab", "--workers", "2", "--timeout", "1", "--", "sleep", "60")
     assert late.returncode == 1
     assert "ended after 1 s (--timeout)" in late.stderr

@@ -121,6 +121,11 @@ class Job:
         process = self._process("stdout", rank)
         return process.stdout() if self.runs is None else self.runs[rank].stdout
 
+    def stderr(self, *, rank: int) -> str:
+        """The errors of a host so far."""
+        process = self._process("stderr", rank)
+        return process.stderr() if self.runs is None else self.runs[rank].stderr
+
     def kill(self, *, rank: int | None = None) -> None:
         """Kill the command of one host, or of all, with SIGKILL."""
         for process in self._processes if rank is None else [self._process("kill", rank)]:

@@ -21,8 +21,8 @@ def lab(
     """Run a command on a cluster of network namespaces with shaped links (Linux, root).
 
     Each host has its own network interface and runs the command once, with the environment that torchrun
-    would set. The output of rank 0 is shown live. At the end the command prints the bytes that the kernel
-    counted, and removes the cluster, however the run ended.
+    would set. The output and errors of rank 0 are shown live. At the end the command prints the bytes that
+    the kernel counted, and removes the cluster, however the run ended.
 
     Examples:
 

@@ -39,7 +39,7 @@ def run(given: SimpleNamespace) -> int:
     if caught and not ended:
         print("offbeat: stopped", file=sys.stderr)
         return 128 + caught[0]
-    _show_errors(runs)
+    _show_errors(runs, seen=() if given.json else (0,))
     if not ended:
         print(f"offbeat: ended after {given.timeout:g} s (--timeout)", file=sys.stderr)
     fields = ("rank", "returncode", "seconds", "sent", "received")
@@ -54,12 +54,12 @@ def run(given: SimpleNamespace) -> int:
     return 0 if ended and not any(run.returncode for run in runs) else 1
 
 
-def _show_errors(runs: Sequence[Run]) -> None:
-    """Print the standard error of the first host that failed, and the last line of the others."""
+def _show_errors(runs: Sequence[Run], *, seen: Sequence[int]) -> None:
+    """Print the standard error of the first host that failed, unless it was seen, and the last of all."""
     failed = [run for run in runs if run.returncode and run.stderr.strip()]
     for place, run in enumerate(failed):
         lines = run.stderr.strip().splitlines()
-        if place == 0:
+        if place == 0 and run.rank not in seen:
             for line in lines[-LAST:]:
                 print(plain(f"rank {run.rank}: {line}"), file=sys.stderr)
         print(plain(f"offbeat: rank {run.rank} ended with {run.returncode}: {lines[-1]}"), file=sys.stderr)
@@ -67,13 +67,13 @@ def _show_errors(runs: Sequence[Run]) -> None:
 
 def _follow(job: Job, caught: Sequence[int], *, quiet: bool, timeout: float | None) -> bool:
     """Print the output of rank 0 until all hosts have ended; False after a timeout or a signal."""
-    shown, deadline = 0, time.monotonic() + (math.inf if timeout is None else timeout)
+    shown, deadline = [0, 0], time.monotonic() + (math.inf if timeout is None else timeout)
     while True:
         running = bool(job.running)
-        text = job.stdout(rank=0)
-        if not quiet:
-            print(text[shown:], end="", flush=True)
-        shown = len(text)
+        for place, (read, stream) in enumerate([(job.stdout, sys.stdout), (job.stderr, sys.stderr)]):
+            text = "" if quiet else read(rank=0)
+            print(text[shown[place] :], end="", flush=True, file=stream)
+            shown[place] = len(text)
         if not running or caught or time.monotonic() > deadline:
             return not running
         time.sleep(0.1)
