@@ -86,17 +86,17 @@ def commands_are_built_once() -> Iterator[None]:
 
 
 class Pool:
-    """Four gloo processes that run functions of a communicator."""
+    """Four gloo processes that run functions of a communicator. They start with the first function."""
 
     def __init__(self) -> None:
-        self._start()
+        self._pipes: list[Connection] = []
+        self._processes: list[Any] = []
+        self._blocked: Callable[..., Any] | None = None  # the function that left the store blocked
 
     def _start(self) -> None:
         port = free_port()
         context = processes()
-        self._blocked: Callable[..., Any] | None = None  # the function that left the store blocked
-        self._pipes: list[Connection] = []
-        self._processes = []
+        self._blocked = None
         for rank in range(SIZE):
             ours, theirs = context.Pipe()
             process = context.Process(target=_serve, args=(rank, port, theirs), daemon=True)
@@ -122,15 +122,15 @@ class Pool:
     ) -> list[Any]:
         """Like `run`, but return errors as values."""
         if self._blocked not in (None, function):
-            self._end()
+            self.close()
+        if not self._processes:
             self._start()
         for pipe in self._pipes[:workers]:
             pipe.send((function, args, workers, fresh))
         answers = []
         for pipe in self._pipes[:workers]:
             if not pipe.poll(PATIENCE):
-                self._end()
-                self._start()
+                self.close()
                 raise AssertionError(f"{function}: a worker hangs")
             answer, blocked = torch.load(io.BytesIO(pipe.recv_bytes()), weights_only=False)
             answers.append(answer)
@@ -139,16 +139,13 @@ class Pool:
         return answers
 
     def close(self) -> None:
-        for pipe in self._pipes:
-            pipe.send(None)
-        for process in self._processes:
-            process.join(timeout=10)
-        self._end()
-
-    def _end(self) -> None:
+        """End the processes until there is another function: idle ones would wake very often."""
         for process in self._processes:
             process.kill()
             process.join()
+        for pipe in self._pipes:
+            pipe.close()
+        self._pipes, self._processes = [], []
 
 
 def _serve(rank: int, port: int, pipe: Connection) -> None:
@@ -158,8 +155,8 @@ def _serve(rank: int, port: int, pipe: Connection) -> None:
     groups = {workers: dist.new_group(range(workers)) for workers in range(1, SIZE + 1)}
     communicators: dict[int, offbeat.Torch] = {}
     gc.freeze()  # so that a collection is quick
-    while (order := pipe.recv()) is not None:
-        function, args, workers, fresh = order
+    while True:
+        function, args, workers, fresh = pipe.recv()
         if fresh:
             gc.collect()  # ends threads that earlier orders left behind
         try:
@@ -177,7 +174,6 @@ def _serve(rank: int, port: int, pipe: Connection) -> None:
         torch.save((answer, blocked), data)
         pipe.send_bytes(data.getbuffer())
         del answer
-    dist.destroy_process_group()
 
 
 @pytest.hookimpl(wrapper=True)  # before that of xdist, which reads the marks
@@ -205,8 +201,20 @@ def pytest_collection() -> Iterator[None]:
     gc.enable()
 
 
+@functools.cache
+def shared_pool() -> Pool:
+    return Pool()
+
+
 @pytest.fixture(scope="session")
 def pool() -> Iterator[Pool]:
-    workers = Pool()
-    yield workers
-    workers.close()
+    yield shared_pool()
+    shared_pool().close()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(nextitem: pytest.Item | None) -> Iterator[None]:
+    """With several test processes, each runs tests with a pool one after the other, then those without."""
+    yield
+    if "PYTEST_XDIST_WORKER" in os.environ and "pool" not in getattr(nextitem, "fixturenames", ()):
+        shared_pool().close()
