@@ -381,6 +381,10 @@ def test_bad_input_is_one_sentence(
         (["compare", "nope()"], "There is no method 'nope'; `offbeat methods` lists them."),
         (["compare", "ddp", "--netns", "--simulate"], "--netns and --simulate exclude each other."),
         (["compare", "ddp", "--seeds", "0"], "--seeds 0: must be at least 1."),
+        (
+            ["compare", "ddp", "hierarchical(nodes=3)"],
+            "hierarchical(nodes=3): Subgroups(3): 4 workers do not divide into groups of 3;",
+        ),
         (["compare", "torch_ddp", "--simulate"], "torch_ddp cannot be simulated: leave it out"),
         (["compare", "ddp", "--simulate", "--compute", "soon"], "--compute 'soon': a time is a number"),
         (["compare", "ddp", "--compute", "5ms"], "--compute needs --simulate: real steps take the time"),

@@ -107,3 +107,14 @@ def reading(option: str = "", value: object = None) -> Iterator[None]:
     except OSError as error:
         where = f": {error.filename!r}" if error.filename else ""
         raise Refused(f"{error.strerror or error}{where}.") from error
+
+
+@contextmanager
+def about(method: str) -> Iterator[None]:
+    """Put the method, one of several, in front of a sentence that does not name it."""
+    try:
+        yield
+    except (ValueError, TypeError) as error:
+        if isinstance(error, BadArgument) or method.partition("(")[0].strip() in str(error):
+            raise
+        raise ValueError(f"{method}: {error}") from error

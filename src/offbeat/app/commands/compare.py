@@ -11,7 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from offbeat.app.cli import saying
-from offbeat.app.cli.options import Refused, check_loss, reading
+from offbeat.app.cli.options import Refused, about, check_loss, reading
 from offbeat.app.cli.waiting import waiting
 from offbeat.app.commands import show
 from offbeat.app.commands.progress import follow_progress
@@ -96,7 +96,8 @@ def _runs(
         found = replace(first, seed=seed).find_task(folders.cache_of(place / "any"))
         for (number, method), lr in product(enumerate(methods), rates):
             setting = replace(first, method=method, seed=seed, lr=lr)
-            full = check(setting, found) if seed == 0 and lr == rates[0] else setting.fill(found)
+            with about(method):
+                full = check(setting, found) if seed == 0 and lr == rates[0] else setting.fill(found)
             rate = f"-lr{lr!r}" if len(rates) > 1 else ""
             runs[f"{number:02d}-{folders.slug(full.method)}{rate}-seed{seed}"] = full, found
     return runs

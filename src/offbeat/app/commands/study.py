@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from offbeat.app.cli import saying
-from offbeat.app.cli.options import reading
+from offbeat.app.cli.options import about, reading
 from offbeat.app.cli.waiting import waiting
 from offbeat.app.commands import show
 from offbeat.app.commands.progress import track
@@ -41,8 +41,11 @@ def run(given: SimpleNamespace) -> int:
         counts = _parse_list("workers", given.workers, MOST["workers"])
         periods = _parse_list("every", given.every, MOST["steps"])
         cells = _cells(first, found, given.methods, counts, periods, given.samples)
+        runs = {}
         with waiting("checking the methods", quiet=given.quiet):
-            runs = {name: (check(setting, found), found) for name, (setting, *_) in cells.items()}
+            for name, (setting, *_) in cells.items():
+                with about(setting.method):
+                    runs[name] = check(setting, found), found
     with ExitStack() as stack:
         with reading():
             stack.enter_context(folders.lock(place))
