@@ -13,6 +13,8 @@ from offbeat.comm.presence import Departure
 from offbeat.elastic.decision import Decision, Seat
 from offbeat.elastic.gathering import Gathering
 
+_FAILURES = 3  # attempts after the script that may fail; more have lost a worker that the script still has
+
 
 @dataclass(frozen=True)
 class Attempt:
@@ -41,6 +43,7 @@ class Scripted(Gathering):
         if first and comm.rank not in self._starting:
             self._next = first[0] - 1
         self._card: tuple[Card, Give] | None = None
+        self._failures = 0  # of attempts after the script
 
     @property
     def _starting(self) -> list[int]:
@@ -69,13 +72,14 @@ class Scripted(Gathering):
         joining: Sequence[int] = ()
         if not starts:
             self._next += 1
-            if self._next >= len(self._script) and self.broken:
-                raise PeerLost("The last attempt of the script has lost a worker, and no other follows.")
             # A run that goes on after the script has the members of its last attempt.
             attempt = self._script[min(self._next, len(self._script) - 1)]
             workers, joining = attempt.workers, attempt.joining if self._next < len(self._script) else ()
         if self._all.rank not in workers:
             raise PeerLost(f"Simulated worker {self._all.rank} is gone by its script.")
+        self._failures += self.broken and self._next >= len(self._script)
+        if self._failures > _FAILURES:
+            raise PeerLost("The last attempt of the script has lost a worker, and no other follows.")
         one: State = {"lineage": "", "rounds": -1}
         others: State = (
             {} if starts else {"lineage": card.lineage or "of the others", "rounds": max(card.rounds, 0)}
