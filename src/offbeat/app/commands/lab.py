@@ -1,6 +1,7 @@
 """`offbeat lab`"""
 
 import math
+import os
 import shutil
 import sys
 import time
@@ -32,7 +33,9 @@ def run(given: SimpleNamespace) -> int:
         if given.timeout is not None:
             check_number("timeout", given.timeout, LONGEST, "a positive number of seconds")
     with collect_signals() as caught, cluster:
-        job = cluster.start(given.command)
+        # torch would warn that the names of the hosts cannot be looked up.
+        level = {"TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR")}
+        job = cluster.start(given.command, env=level)
         if not (ended := _follow(job, caught, quiet=given.json, timeout=given.timeout)):
             job.kill()
         runs = job.wait()
