@@ -1,13 +1,16 @@
-"""The figure, from results.jsonl alone: validation loss against seconds at 50 Mbit/s, for every contender."""
+"""The figure, from results.jsonl alone: validation loss against seconds at 50 Mbit/s, for every contender.
+
+Contenders have different seeds, and some seeds are harder. So each loss is shown beside the final one of
+torch DDP with the same seeds.
+"""
 
 from __future__ import annotations
 
 import math
-import statistics
 from pathlib import Path
 
 from contenders import DDP, FLOOR
-from report import Result
+from report import Result, put_beside
 
 PICTURE = Path(__file__).resolve().parent.parent.parent / "docs/peers.svg"
 WIDTH, HEIGHT = 900, 410  # without the legend
@@ -25,14 +28,23 @@ COLOURS = {
 DASHES = ("", "7 3", "2 3", "9 3 2 3", "5 5", "1 5")
 
 
+Points = list[tuple[float, float]]
+
+
+def relative(result: Result, ddp: Result) -> Points:
+    """Seconds, and how far the loss is above the final one of torch DDP, as a share of that."""
+    beside = put_beside(result, ddp)
+    assert beside is not None
+    return [(seconds, loss / beside.goal - 1) for seconds, loss in result.points()]
+
+
 class Scale:
     """Logarithmic seconds to the right, losses downwards."""
 
-    def __init__(self, found: dict[str, Result]) -> None:
-        points = [point for result in found.values() for point in result.points()]
-        self.lowest = math.floor(min(loss for _, loss in points) * 10) / 10
-        self.highest = self.lowest + 1.0
-        shown = [seconds for seconds, loss in points if loss <= self.highest]
+    lowest, highest = -0.05, 0.4
+
+    def __init__(self, curves: list[Points]) -> None:
+        shown = [seconds for points in curves for seconds, loss in points if loss <= self.highest]
         self.first, self.last = min(shown), max(shown) * 1.05
 
     def across(self, seconds: float) -> float:
@@ -68,11 +80,10 @@ def style() -> str:
 
 def axes(scale: Scale) -> list[str]:
     drawn = []
-    for tenth in range(0, 11, 2):
-        loss = scale.lowest + tenth / 10
-        y = scale.down(loss)
+    for tenth in range(5):
+        y = scale.down(tenth / 10)
         drawn.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
-        drawn.append(f'<text x="{LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{loss:.1f}</text>')
+        drawn.append(f'<text x="{LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">+{10 * tenth} %</text>')
     for seconds in TIMES:
         if scale.first <= seconds <= scale.last:
             x, y = scale.across(seconds), HEIGHT - BOTTOM + 18
@@ -86,7 +97,7 @@ def axes(scale: Scale) -> list[str]:
 def marks(scale: Scale, found: dict[str, Result]) -> list[str]:
     """DDP's final loss, and the time that the steps take without any communication."""
     floor = found[FLOOR].total()
-    x, y = scale.across(floor), scale.down(statistics.mean(found[DDP].finals))
+    x, y = scale.across(floor), scale.down(0)
     return [
         f'<line class="mark" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>',
         f'<text x="{LEFT + 6}" y="{y - 5:.1f}">final loss of torch DDP</text>',
@@ -95,13 +106,14 @@ def marks(scale: Scale, found: dict[str, Result]) -> list[str]:
     ]
 
 
-def curve(scale: Scale, result: Result, entry: tuple[int, int], dash: str) -> list[str]:
+def curve(scale: Scale, result: Result, points: Points, entry: tuple[int, int], dash: str) -> list[str]:
     """The line of a contender, a dot where it ends, and its entry in the legend: column and line."""
-    path = " ".join(f"{scale.across(s):.1f},{scale.down(loss):.1f}" for s, loss in result.points())
+    path = " ".join(f"{scale.across(s):.1f},{scale.down(loss):.1f}" for s, loss in points)
     x, y = path.split()[-1].split(",")
     left, top = LEFT + 390 * entry[0], HEIGHT + 10 + ENTRY * entry[1]
     dashes = f' stroke-dasharray="{dash}"' if dash else ""
-    said = f"{result.contender.name.strip('`')}: {result.total():.0f} s, {result.points()[-1][1]:.2f}"
+    last = f"{points[-1][1]:+.1%}".replace("%", " %")
+    said = f"{result.contender.name.strip('`')}: {result.total():.0f} s, {last}"
     return [
         f'<g class="{family(result)}">',
         f'<polyline class="line" clip-path="url(#plot)" points="{path}"{dashes}/>',
@@ -113,11 +125,12 @@ def curve(scale: Scale, result: Result, entry: tuple[int, int], dash: str) -> li
 
 
 def picture(found: dict[str, Result]) -> str:
-    shown = [result for result in found.values() if result.curves]
-    scale = Scale({result.contender.name: result for result in shown})
+    shown = [result for result in found.values() if put_beside(result, found[DDP])]
+    curves = [relative(result, found[DDP]) for result in shown]
+    scale = Scale(curves)
     columns = {one: [r for r in shown if (r.contender.kind == "offbeat") is one] for one in (False, True)}
     height = HEIGHT + 16 + ENTRY * max(map(len, columns.values()))
-    title = "Validation loss of a GPT of 1.85 M parameters: 300 steps, 4 workers, links of 50 Mbit/s"
+    title = "Validation loss above the final one of torch DDP: GPT, 1.85 M parameters, 50 Mbit/s"
     plot = f'x="{LEFT}" y="{TOP}" width="{WIDTH - LEFT}" height="{HEIGHT - TOP - BOTTOM}"'
     size = f'viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}"'
     lines = [
@@ -130,8 +143,9 @@ def picture(found: dict[str, Result]) -> str:
         *marks(scale, found),
     ]
     members: dict[str, int] = {}
-    for result in shown:
+    for result, points in zip(shown, curves, strict=True):
         member = members[family(result)] = members.get(family(result), -1) + 1
         column = columns[result.contender.kind == "offbeat"]
-        lines += curve(scale, result, (column is columns[True], column.index(result)), DASHES[member])
+        place = (column is columns[True], column.index(result))
+        lines += curve(scale, result, points, place, DASHES[member])
     return "\n".join([*lines, "</svg>", ""])
