@@ -387,6 +387,7 @@ def test_unlike_runs_are_not_compared(tmp_path: Path) -> None:
         assert len(summary.sections([runs[0], other])) == 2, name
         titles = [caption(group, [runs[0], other]) for group in ([runs[0]], [other])]
         assert titles[0] != titles[1], name
+        assert "where" not in titles[0] + titles[1]
     for name, value in {"seed": 1, "lr": 1.0, "evaluations": 3, "checkpoint_every": 7}.items():
         other = replace(runs[0], setting=replace(runs[0].setting, **{name: value}))
         assert len(summary.sections([runs[0], other])) == 1, name

@@ -27,7 +27,8 @@ from offbeat.base.errors import BadArgument
 
 OPTIONAL = ("lr", "accuracy", "MB on the wire")  # columns that are left out if they are empty
 PLACES = {"netns": "shaped links", "simulation": "simulated", "processes": "emulated link"}
-TOLD = ("task", "workers", "steps", "link")  # settings that every title tells
+UNLINKED = {"netns": "network namespaces", "simulation": "simulated", "processes": "not simulated"}
+TOLD = ("task", "workers", "steps", "link", "where")  # settings that titles tell in their own words
 
 
 def run(given: SimpleNamespace) -> int:
@@ -85,13 +86,14 @@ def show_table(runs: Sequence[Logged], title: str, *, to_loss: float | None = No
 def caption(runs: Sequence[Logged], among: Sequence[Logged]) -> str:
     """What was trained, and where. Settings that differ among all runs are told, too."""
     setting, everything = runs[0].setting, [asdict(run.setting) for run in among]
-    told = (*TOLD, *VARIED, *(["where"] if setting.link else []))  # the place stands beside the link
-    own = {name: value for name, value in asdict(setting).items() if name not in told}
+    own = {name: value for name, value in asdict(setting).items() if name not in (*TOLD, *VARIED)}
     words = [setting.task]
     words += [f"{name} {_tell(own[name])}" for name in own if len({str(s[name]) for s in everything}) > 1]
     words += [show.count(setting.workers, "worker"), show.count(setting.steps, "step")]
     if setting.link:
         words.append(f"{setting.link} ({PLACES[setting.where]})")
+    elif len({run.setting.where for run in among}) > 1:
+        words.append(UNLINKED[setting.where])
     return ", ".join([*words, show.count(len({run.setting.seed for run in runs}), "seed")])
 
 
