@@ -132,13 +132,22 @@ def put_beside(result: Result, ddp: Result) -> Beside | None:
 
 
 def best_rate(rows: Sequence[Row], rule: str | None) -> float | None:
-    """The rate with the lowest loss in the search, which uses the first seed; None before it is complete."""
-    losses: dict[float, list[float]] = {}
+    """The rate with the lowest loss. None before all rates were tried with the first seed.
+
+    That seed alone does not decide between rates whose losses are close: the mean over all seeds does that
+    both have.
+    """
+    losses: dict[float, dict[int, float]] = {}
     for row in rows:
-        if row["kind"] == "loss" and (row["rule"], row["size"], row["seed"]) == (rule, SEARCHED, 0):
-            losses.setdefault(row["lr"], []).append(row["loss"])
-    complete = set(RATES) <= losses.keys()
-    return min(losses, key=lambda rate: statistics.mean(losses[rate])) if complete else None
+        if row["kind"] == "loss" and (row["rule"], row["size"]) == (rule, SEARCHED):
+            losses.setdefault(row["lr"], {})[row["seed"]] = row["loss"]
+    tried = {rate: seeds for rate, seeds in losses.items() if 0 in seeds}
+    if not set(RATES) <= tried.keys():
+        return None
+    least = min(seeds[0] for seeds in tried.values())
+    close = {rate: seeds for rate, seeds in tried.items() if seeds[0] <= NEAR * least}
+    common = set.intersection(*map(set, close.values()))
+    return min(close, key=lambda rate: statistics.mean(close[rate][seed] for seed in common))
 
 
 def results(rows: Sequence[Row], link: str) -> dict[str, Result]:
