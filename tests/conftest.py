@@ -186,9 +186,24 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
         for shared in {"pool", "whole", "entries"}.intersection(getattr(item, "fixturenames", ())):
             name = f"{shared} of {item.path.stem}"
             item.add_marker(pytest.mark.xdist_group(name))
+    leave_some_fast(items)
     yield
     if "PYTEST_XDIST_WORKER" in os.environ:
         items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+
+
+def leave_some_fast(items: list[pytest.Item]) -> None:
+    """Of the cases of a test that is marked with `few(n)`, n are fast, evenly chosen. The others are slow."""
+    families: dict[Any, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("few") and not item.get_closest_marker("slow"):
+            families.setdefault(item.function, []).append(item)
+    for cases in families.values():
+        few = min(cases[0].get_closest_marker("few").args[0], len(cases))
+        fast = {i * len(cases) // few for i in range(few)}
+        for i, case in enumerate(cases):
+            if i not in fast:
+                case.add_marker(pytest.mark.slow)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -357,6 +357,7 @@ def skip(run: Run) -> None:
     run.backward(0.5)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("change", [clip, scale, drop, swap, clear, skip])
 @pytest.mark.parametrize("expression", ONE_FAST[:3])
 def test_gradients_that_change_before_the_step(expression: str, change: Callable[[Run], None]) -> None:
@@ -575,6 +576,7 @@ ACTS = [
 ]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("act", ACTS)
 @pytest.mark.parametrize("expression", ONE_FAST[:3])
 def test_between_a_pass_and_its_step(pool: Pool, expression: str, act: str) -> None:
@@ -801,6 +803,7 @@ def test_a_late_gradient_in_numbers() -> None:
     assert quadratic(0.25, 0.0, 1, 12) == [(n + 1) / 2**n for n in range(13)]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("momentum", [0.0, pytest.param(0.5, marks=pytest.mark.slow), 0.9])
 def test_the_largest_stable_rate(momentum: float) -> None:
     """The roots of z² − (1 + β)z + β + lr·λ are inside the unit circle if lr·λ < 1 − β."""

@@ -117,6 +117,7 @@ def simulate(expression: str, steps: int, bandwidth: float, cut: int | None = No
     return offbeat.simulate(worker, 2, compute=compute, network=network)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("bandwidth", [1e5, pytest.param(1e6, marks=pytest.mark.slow), 1e7])
 @pytest.mark.parametrize(
     "expression", ["diloco(every=Budget(0.1))", "local_sgd(every=Budget(0.1, least=3), delay=3)"]
@@ -140,6 +141,7 @@ def test_a_slow_worker_does_not_count_as_communication() -> None:
     assert set(one[1]) == {1}
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "expression",
     [
@@ -220,6 +222,7 @@ def test_bad_budgets(expression: str, sentence: str) -> None:
         offbeat.method(expression)(net, torch.optim.SGD(net.parameters(), lr=1.0), group=offbeat.Solo())
 
 
+@pytest.mark.slow
 def test_the_planner_predicts_the_period() -> None:
     from offbeat.plan import Cluster, Job, predict
 

@@ -104,6 +104,7 @@ OTHER_WEIGHTS = (
 ROWS = [pytest.param(row, marks=pytest.mark.slow if i % 6 else []) for i, row in enumerate(METHODS)]
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("expression", ROWS)
 def test_one_rank_has_another_checkpoint(expression: str) -> None:
     workers = max(enough(expression), GUILTY + 1)

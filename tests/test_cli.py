@@ -32,6 +32,7 @@ def entries() -> dict[str, methods_table.Entry]:
     return {entry.name: entry for entry in methods_table.methods_table()}
 
 
+@pytest.mark.slow
 def test_every_method_is_in_the_catalogue_with_its_paper(entries: dict[str, methods_table.Entry]) -> None:
     assert list(entries) == offbeat.methods.__all__
     for name, entry in entries.items():
@@ -41,6 +42,7 @@ def test_every_method_is_in_the_catalogue_with_its_paper(entries: dict[str, meth
         assert name == "ddp" or "arXiv" in entry.reference, name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "share", "copies"),
     [
@@ -85,6 +87,7 @@ def test_figures_are_those_of_the_theory(
         assert entry.copies == pytest.approx(copies, abs=0.02)
 
 
+@pytest.mark.slow
 def test_only_the_methods_own_tensors_are_counted(
     entries: dict[str, methods_table.Entry],
 ) -> None:
@@ -95,6 +98,7 @@ def test_only_the_methods_own_tensors_are_counted(
     assert entries["streaming_diloco"].copies > 3.1, "the 4 bits have rooms of their own"
 
 
+@pytest.mark.slow
 def test_parts_tell_what_they_are(entries: dict[str, methods_table.Entry]) -> None:
     (line,) = entries["cocod"].lines
     assert line == methods_table.Line("Every(steps=8)", "World()", "parameters", "Correct()", "4")
@@ -105,6 +109,7 @@ def test_parts_tell_what_they_are(entries: dict[str, methods_table.Entry]) -> No
     assert len(entries["streaming_diloco"].lines) == 4
 
 
+@pytest.mark.slow
 def test_the_warm_up_is_left_out_of_the_figures_alone(entries: dict[str, methods_table.Entry]) -> None:
     assert str(without_warmup(offbeat.method("ssd_sgd(every=5, warmup=500)"))) == "ssd_sgd(every=5, warmup=1)"
     assert str(without_warmup(offbeat.method("diloco(every=64)"))) == "diloco(every=64)"

@@ -335,6 +335,7 @@ def test_draws_are_a_function_of_seed_round_and_rank() -> None:
     assert not torch.equal(first["first"], other[0]["first"])
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.float64, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("code", CODES, ids=str)
 def test_error_feedback_loses_nothing_over_a_long_run(code: offbeat.Code, dtype: torch.dtype) -> None:

@@ -109,6 +109,7 @@ def seeds(count: int, fast: int) -> list[Any]:
     return [pytest.param(seed, marks=pytest.mark.slow if seed >= fast else []) for seed in range(count)]
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("seed", seeds(6, fast=2))
 @pytest.mark.parametrize(
     ("call", "workers", "exact"),
@@ -336,6 +337,7 @@ def test_workers_that_stay_slow_are_waited_for_in_this_order(share: float, least
     assert means[1] >= least * means[2]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("call", ["stragglers=1", "stragglers=1, behind=2", "stragglers=2"])
 def test_the_planner_predicts_what_the_simulation_takes(call: str) -> None:
     """Delays do not grow with the parts, computation does."""

@@ -298,6 +298,7 @@ PAIRS = [  # the fast part runs every update and every kind of peers, in half of
 ]
 
 
+@pytest.mark.few(24)
 @pytest.mark.parametrize(("row", "circle"), PAIRS)
 def test_every_update_among_every_kind_of_peers(row: Row, circle: Circle) -> None:
     def build(net: nn.Module, comm: offbeat.Communicator) -> list[offbeat.Part]:

@@ -218,6 +218,7 @@ def composed(live: Callable[..., Any], update: Update, delay: Delay, period: int
     return build
 
 
+@pytest.mark.few(50)
 @pytest.mark.parametrize(("rule", "delay", "period"), TABLE, ids=IDS)
 def test_parameters(rule: Rule, delay: Delay, period: int) -> None:
     build = composed(params, rule.update, delay, period)
@@ -470,6 +471,7 @@ class Watched:
         return trace
 
 
+@pytest.mark.few(10)
 @pytest.mark.parametrize(
     "delay", [3, "round", *[pytest.param(delay, marks=pytest.mark.slow) for delay in (1, 2, 4)]]
 )

@@ -83,6 +83,7 @@ def test_a_rank_with_fewer_batches(pool: Pool, expression: str, guilty: int, ste
     names_who_stopped(said(pool.attempt(stop_early, expression, guilty, steps)), guilty, steps)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("steps", [7, pytest.param(10, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("expression", ASIDE)
 def test_a_rank_with_fewer_batches_that_is_waited_for_elsewhere(
@@ -91,6 +92,7 @@ def test_a_rank_with_fewer_batches_that_is_waited_for_elsewhere(
     names_who_stopped(said(pool.attempt(stop_early, expression, 0, steps)), 0, steps)
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("expression", [row for row in ROWS if "Seconds(" not in row.values[0]])
 def test_a_rank_with_fewer_batches_in_every_method(expression: str) -> None:
     sentence = said(attempt(stop_early, expression, 3, 7))

@@ -45,7 +45,9 @@ def blocks(only_pooled: bool) -> list[Any]:
         for match in BLOCK.finditer(text):
             if bool(match["workers"]) == only_pooled:
                 line = text.count("\n", 0, match.start("code")) + 1
-                found.append(pytest.param(match, line, id=f"{page}:{line}"))
+                # Plans take long, and tests of their own show that they are right.
+                marks = [pytest.mark.slow] if page == "docs/plan.md" else []
+                found.append(pytest.param(match, line, id=f"{page}:{line}", marks=marks))
     return found
 
 

@@ -69,6 +69,7 @@ LAWS = [
 ]
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize(("expression", "end", "steps"), LAWS)
 @pytest.mark.parametrize("counts", [(6, 2, 6, 2), (2, 6, 0, 6)])
 def test_the_result_is_that_of_a_machine_that_waited(
@@ -182,6 +183,7 @@ UNFIT = (
 )
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("expression", [row for row in ROWS if not row.values[0].startswith(UNFIT)])
 def test_simulation_equals_gloo(pool: Pool, expression: str) -> None:
     """Every method: two workers run dry. In the end all are equal, after the same number of steps."""

@@ -157,6 +157,7 @@ def test_the_others_go_on_without_a_worker(name: str) -> None:
     assert not any(repeats for *_, repeats in rounds)
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("name", METHODS)
 @pytest.mark.parametrize("more", [1, 3])
 def test_a_round_that_loses_a_worker_is_repeated(name: str, more: int) -> None:

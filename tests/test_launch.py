@@ -296,6 +296,7 @@ time.sleep(99)
 """
 
 
+@pytest.mark.slow
 def test_ctrl_c_between_two_forks_reaches_all_workers() -> None:
     """The terminal's signal comes once, and a worker that is forked after it does not get it."""
     process = warm.start("-c", FORKS, stdin=subprocess.PIPE)

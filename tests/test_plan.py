@@ -93,6 +93,7 @@ METHODS = [
 ]
 
 
+@pytest.mark.few(12)
 @pytest.mark.parametrize("compute", COMPUTES)
 @pytest.mark.parametrize("expression", METHODS)
 def test_the_plan_is_what_the_simulation_does(expression: str, compute: Compute) -> None:
@@ -105,6 +106,7 @@ def test_the_plan_is_what_the_simulation_does(expression: str, compute: Compute)
     assert told.spread == pytest.approx(0.0, abs=1e-9)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("compute", COMPUTES)
 @pytest.mark.parametrize(
     "expression",
@@ -147,6 +149,7 @@ def test_messages_round_a_ring_are_planned_for_any_number_of_workers(expression:
     assert many[1].bytes_sent == pytest.approx(many[0].bytes_sent, rel=0.03)  # 2 (K − 1) / K of the model
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     "expression", ["local_sgd(every=4)", "cocod(every=8, delay=4)", "noloco(every=3)", "wagma(every=8)"]
 )

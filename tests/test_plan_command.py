@@ -414,6 +414,7 @@ def test_a_link_is_found_again(pool: Any) -> None:
     assert 2 * network.latency + sent / min(network.links) == pytest.approx(seconds, rel=0.2)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("latency", "bandwidth"),
     [(0.0, 1e5), (0.05, 1e5), (0.4, 1e6), (1.0, 1e7)],

@@ -120,6 +120,7 @@ def start_and_go_on(loop: Loop) -> Any:
     return start, parts, [*trace, snapshot(loop.net)]
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize(("old", "new", "row"), CASES)
 def test_another_number_of_workers_goes_on(old: int, new: int, row: str) -> None:
     """All start equal, from what `averaged()` would have shown, and end equal."""
@@ -182,6 +183,7 @@ EQUAL = {
 }
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("row", EQUAL)
 def test_as_many_workers_continue_to_the_bit(row: str) -> None:
     """Where all is equal, any worker's state serves every other."""

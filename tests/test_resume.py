@@ -139,11 +139,13 @@ def test_resume_after_any_step(expression: str, steps: set[int]) -> None:
             assert sorted(expected.saved[at][1] + reports) == expected.reports, f"cut after step {at}"
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("expression", ROWS)
 def test_saving_changes_nothing(expression: str) -> None:
     assert_equal(saved_after_every_step(expression), undisturbed(expression))
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("expression", ROWS)
 def test_looking_changes_nothing(expression: str) -> None:
     """Messages in flight stay in flight, and land as if nobody had looked."""

@@ -150,6 +150,7 @@ def test_a_batch_follows_the_model_to_its_device() -> None:
     assert task.loss(Spy().to("meta"), next(task.batches(0, 1, 2, 0))).device.type == "meta"
 
 
+@pytest.mark.slow
 def test_the_model_compiles_as_one_graph() -> None:
     model = bytes_task("tiny", context=8).model()
     tokens = torch.arange(8)[None]

@@ -182,6 +182,7 @@ def scheduled(comm: offbeat.Communicator, name: str, expression: str, alone: boo
     return rates, sorted((report.step, report.period) for report in sync.reports), floats(net)
 
 
+@pytest.mark.few(7)
 @pytest.mark.parametrize("expression", [*ALL, "qsr(alpha=0.03, base=2)"])
 @pytest.mark.parametrize("name", SCHEDULERS)
 def test_learning_rate_schedulers(pool: Pool, name: str, expression: str) -> None:

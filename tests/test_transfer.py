@@ -71,6 +71,7 @@ def differences(one: Any, other: Any, name: str = "") -> list[str]:
     return [] if one == other else [name]
 
 
+@pytest.mark.few(18)
 @pytest.mark.parametrize("row", SHARED)
 def test_what_is_shared_is_equal_on_all_workers(row: str) -> None:
     """Whatever step it was saved after: a part kept by mistake would differ."""

@@ -17,6 +17,7 @@ from torch.optim.swa_utils import SWALR, AveragedModel
 import offbeat
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("expression", ROWS)
 def test_swa_reads_the_consensus_of_every_method(expression: str) -> None:
     """It averages what `averaged()` shows, so it is the same on all workers."""

@@ -32,6 +32,7 @@ WEIGHED = [row for row in METHODS if not row.startswith(UNWEIGHED) and "Budget("
 ROWS = [pytest.param(row, marks=pytest.mark.slow if i % 3 else []) for i, row in enumerate(WEIGHED)]
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("expression", ROWS)
 def test_equal_weights_change_no_bit(expression: str) -> None:
     """Three samples each: sums of threes would round."""
