@@ -248,6 +248,7 @@ def test_parameters(rule: Rule, delay: Delay, period: int) -> None:
     assert [list(pair) for pair in zip(*traces, strict=True)] == [pytest.approx(row) for row in expected]
 
 
+@pytest.mark.few(50)
 @pytest.mark.parametrize(("rule", "delay", "period"), TABLE, ids=IDS)
 def test_gradients(rule: Rule, delay: Delay, period: int) -> None:
     build = composed(grads, rule.update, delay, period)

@@ -92,6 +92,7 @@ def test_the_code_runs(
         assert printed == block["output"]
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(("block", "line"), blocks(only_pooled=True))
 def test_the_code_runs_on_real_workers(pool: Pool, block: re.Match[str], line: int) -> None:
     printed = pool.run(run_on_worker, block["code"], line, workers=int(block["workers"]))

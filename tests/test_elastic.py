@@ -145,6 +145,7 @@ def agree(answers: list[Any]) -> Any:
     return left[0]
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("name", METHODS)
 def test_the_others_go_on_without_a_worker(name: str) -> None:
     first = 4 if name == "post_local_sgd" else 2
@@ -210,6 +211,7 @@ def simulated_with(counter: Counting, name: str, script: list[Attempt]) -> None:
     offbeat.simulate(worker, 3)
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("name", METHODS)
 def test_who_joins_is_healed_and_counts_from_its_second_round(name: str) -> None:
     if name == "post_local_sgd":

@@ -53,6 +53,7 @@ def test_one_worker_is_the_plain_optimizer(expression: str, optimizer: str) -> N
     assert all(same(a, b) for a, b in zip(trace, expected, strict=True))
 
 
+@pytest.mark.few(10)
 @pytest.mark.parametrize("expression", ROWS)
 def test_workers_are_equal_in_the_end(expression: str) -> None:
     """After seven steps, which no period of the table divides except 1."""

@@ -90,6 +90,7 @@ def landed(rule: str, now: list[Moments], sent: list[Moments]) -> list[Moments]:
     return result
 
 
+@pytest.mark.few(28)
 @pytest.mark.parametrize("rule", ["keep", "average", "reset"])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize(("start", "period", "delay"), METHODS)

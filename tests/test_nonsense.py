@@ -202,6 +202,7 @@ def arguments_of(call: str, names: list[str], needed: set[str]) -> list[str]:
     return found
 
 
+@pytest.mark.few(10)
 @pytest.mark.parametrize("name", methods.__all__)
 def test_arguments_of_methods(name: str) -> None:
     known = methods.arguments(getattr(methods, name))

@@ -116,6 +116,7 @@ FEW = {3, 4, 5, 8}  # with messages in flight, right after they land, and in bet
 REST = set(range(STEPS + 1)) - FEW
 
 
+@pytest.mark.few(12)
 @pytest.mark.parametrize(
     "steps", [pytest.param(FEW, id="few"), pytest.param(REST, id="rest", marks=pytest.mark.slow)]
 )

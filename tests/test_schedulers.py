@@ -81,6 +81,7 @@ def test_pulls_leave_schedulers_alone(expression: str, name: str) -> None:
     check(expression, name)
 
 
+@pytest.mark.few(9)
 @pytest.mark.parametrize("name", [pytest.param("exponential", marks=pytest.mark.slow), "lambda"])
 @pytest.mark.parametrize("expression", [row for row in ROWS if not row.values[0].startswith("palsgd")])
 def test_every_method_leaves_schedulers_alone(expression: str, name: str) -> None:

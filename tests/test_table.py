@@ -89,6 +89,7 @@ def run(comm: offbeat.Communicator, expression: str, model: type[nn.Module]) -> 
     return seen
 
 
+@pytest.mark.few(10)
 @pytest.mark.parametrize("expression", ROWS)
 def test_rows_of_methods_do_what_they_are_there_for(expression: str, at_work: list[Code]) -> None:
     for model in (problem(expression), Realistic):
