@@ -169,7 +169,7 @@ class Packed:
 
 def split_alike(a: Tensor, b: Tensor) -> Iterable[tuple[Tensor, Tensor]]:
     """Split two tensors of one shape into pieces that fit a processor's cache."""
-    if a.device.type != "cpu" or not (a.is_contiguous() and b.is_contiguous()):
+    if a.numel() <= _CACHED or a.device.type != "cpu" or not (a.is_contiguous() and b.is_contiguous()):
         return [(a, b)]
     return zip(torch.split(a.view(-1), _CACHED), torch.split(b.view(-1), _CACHED), strict=True)
 

@@ -166,9 +166,11 @@ class Scheduler:
 
     def catch_up(self, actor: int) -> None:
         """Let all actors run that are behind in time, or that act before this one at the same time."""
-        self._rng[actor] = torch.get_rng_state()
-        self.hand_over()
-        self._enter(actor)
+        if (first := self._choose()) != actor:
+            self._rng[actor] = torch.get_rng_state()
+            assert first is not None  # this actor waits, too
+            self._turns[first].release()
+            self._enter(actor)
 
     def _enter(self, actor: int) -> None:
         self._turns[actor].acquire()
@@ -176,7 +178,12 @@ class Scheduler:
         torch.set_rng_state(self._rng[actor])
 
     def hand_over(self) -> None:
-        """Pass the baton to the earliest actor that can move."""
+        """Pass the baton on for good."""
+        if (first := self._choose()) is not None:
+            self._turns[first].release()
+
+    def _choose(self) -> int | None:
+        """Return the earliest actor that can move, with its clock at that time. None if no actor is left."""
         first = self._first()
         while self._posts and (first is None or self._posts[0][0] < first[0]):
             when, _, deliver = heapq.heappop(self._posts)
@@ -185,11 +192,12 @@ class Scheduler:
         if first is None and self.waiting:
             self.failure = self.failure or self._explain_standstill()
             first = min((self.clocks[actor], actor) for actor in self.waiting)
-        if first is not None:
-            when, actor = first
-            self.clocks[actor] = max(self.clocks[actor], when)
-            self.waiting[actor] = None
-            self._turns[actor].release()
+        if first is None:
+            return None
+        when, actor = first
+        self.clocks[actor] = max(self.clocks[actor], when)
+        self.waiting[actor] = None
+        return actor
 
     def _first(self) -> tuple[float, int] | None:
         """Return the first actor that can move, and from which time."""
