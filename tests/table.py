@@ -41,6 +41,7 @@ METHODS = [
     "diloco(every=3, lr=0.5, momentum=0.5, ramp=0, clip=1e9, guard=3.0)",
     "local_sgd(every=3, delay=2, guard=3.0)",
     "eager_diloco(every=3, lr=0.5, momentum=0.625, ramp=1)",
+    "eager_diloco(every=3, lr=0.5, momentum=0.625, ramp=1, share=0.0)",
     "diloco(every=3, lr=0.5, momentum=0.625, ramp=1, warmup=3)",
     "snoo(every=3, lr=0.5, momentum=0.625, ramp=1)",
     "coda(every=3, stages=(4, 9), gamma=1e+30, decay=2.0)",
@@ -118,8 +119,9 @@ PULLED = [
 METHODS += CODES + ROUNDED + PULLED
 
 # All rows again, for tests that take long: the fast part runs the first row of each method.
-_FIRST = {row.partition("(")[0]: row for row in reversed(METHODS)}.values()
-ROWS = [pytest.param(row, marks=[] if row in _FIRST else pytest.mark.slow) for row in METHODS]
+# One row of every method, for what does not depend on its arguments.
+EACH = list({row.partition("(")[0]: row for row in reversed(METHODS)}.values())[::-1]
+ROWS = [pytest.param(row, marks=[] if row in EACH else pytest.mark.slow) for row in METHODS]
 
 # Between global rounds, workers of these methods may be in different rounds: save at global rounds only.
 SAVE_EVERY = {
@@ -241,6 +243,11 @@ LAWS = [
         "eager_diloco(every=3, lr=0.5, momentum=0.625, ramp=1)",
         "diloco(every=3, lr=0.5, momentum=0.625, ramp=1)",
         options={"workers": 1, "finish": False},
+    ),
+    Law(
+        "eager_diloco(every=3, lr=1.0, momentum=0.0, ramp=0, share=1.0)",
+        "cocod(every=3, delay='round')",
+        options={"finish": False},
     ),
     # Two workers are always each other's partner; with equal anchors that is an outer step among all.
     Law(

@@ -11,7 +11,7 @@ import pytest
 import torch
 from conftest import Pool
 from problems import Realistic, data, optimizer_for, snapshot
-from table import METHODS, SAVE_EVERY, enough
+from table import EACH, SAVE_EVERY, enough
 from test_resume import Run
 from torch import Tensor, nn
 
@@ -100,12 +100,8 @@ OTHER_WEIGHTS = (
 )
 
 
-# Every sixth method is tried in the fast part.
-ROWS = [pytest.param(row, marks=pytest.mark.slow if i % 6 else []) for i, row in enumerate(METHODS)]
-
-
 @pytest.mark.few(4)
-@pytest.mark.parametrize("expression", ROWS)
+@pytest.mark.parametrize("expression", EACH)
 def test_one_rank_has_another_checkpoint(expression: str) -> None:
     workers = max(enough(expression), GUILTY + 1)
     mine, other = (states(expression, seed=seed, workers=workers) for seed in (0, 1))

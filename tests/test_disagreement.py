@@ -15,7 +15,7 @@ import pytest
 import torch
 from conftest import Pool
 from problems import Dyadic, Small, data, optimizer_for, take_step
-from table import METHODS, ROWS, enough
+from table import EACH, ROWS, enough
 from ticking import clocked
 from torch import nn
 
@@ -101,7 +101,7 @@ def test_a_rank_with_fewer_batches_in_every_method(expression: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("last", "steps"), [(False, 0), (True, 11), (False, 11), (False, 10), (False, 7)])
-@pytest.mark.parametrize("expression", [row for row in METHODS if "Seconds(" not in row])
+@pytest.mark.parametrize("expression", [row for row in EACH if "Seconds(" not in row])
 def test_a_rank_with_fewer_batches_at_other_moments(expression: str, last: bool, steps: int) -> None:
     workers = enough(expression)
     guilty = workers - 1 if last else 0

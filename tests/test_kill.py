@@ -17,7 +17,7 @@ import pytest
 import warm
 from conftest import Pool, processes
 from killable import Crew, halt, send_much, stall, stay_away, train, train_many
-from table import METHODS, SAVE_EVERY
+from table import EACH, METHODS, SAVE_EVERY
 
 import offbeat
 from offbeat.comm.presence import Departure
@@ -29,10 +29,12 @@ STEPS = 12
 QUICK = "local_sgd(every=3, delay=2)"
 REPORT = "Waiting for all ranks to report: "
 
+# Every method, and every kind of schedule and option; tests/test_resume.py resumes all rows.
 RUNS = [
-    pytest.param(row, marks=[] if row == QUICK else pytest.mark.slow)
-    for row in METHODS
-    if "((" not in row and "clusters=" not in row  # some need more than two workers
+    row
+    for i, row in enumerate(METHODS)
+    if (row in EACH or row == QUICK or "Seconds(" in row or "Budget(" in row or i % 8 == 0)
+    and not ("((" in row or "clusters=" in row)  # some need more than two workers
 ]
 
 
