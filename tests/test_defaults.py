@@ -13,6 +13,7 @@ METHODS = [
     f"slowmo(every={EVERY})",
     f"diloco(every={EVERY})",
     f"streaming_diloco(every={EVERY}, fragments=2)",
+    f"eager_diloco(every={EVERY})",
     f"palsgd(every={EVERY})",
     f"noloco(every={EVERY})",
     f"overlap_local_sgd(every={EVERY})",

@@ -85,7 +85,45 @@ def varying(rank: int, step: int) -> float:
     return ([1, 2, 1, 1], [3, 2, 5, 3])[rank][step // 2]
 
 
+def eager_walks(method: str) -> tuple[list[float], list[float], float]:
+    """The weights of both workers after each of seven steps and at the end, and the outer momentum there."""
+
+    def worker(comm: offbeat.Communicator) -> tuple[list[float], float, list[int]]:
+        walk = Walk(comm, method, slope=varying)
+        trace = [*walk.go(7), walk.finish()]
+        buffer = walk.state()["outer"]["state"][0]["momentum_buffer"].item()
+        assert walk.state()["anchor"][0].item() == walk.weight
+        return trace, buffer, walk.rounds
+
+    (first, b, rounds), (second, also, _) = offbeat.simulate(worker, 2)
+    assert b == also
+    assert rounds[:3] == [2, 4, 6]
+    return first, second, b
+
+
 def test_eager_diloco() -> None:
+    # Δ̄ = 4, 4, 6, and 2 for the one open step at the end. Outer lr 0.5, momentum 0.5.
+    #                D_0, D_1
+    # round 1:       2,                      6
+    # round 2:       4 + (4 − 2) = 6,        4 + (4 − 6) = 2
+    # round 3:       4 + (2 − 4) = 2,        4 + (10 − 4) = 10
+    # finish():      6 + 2 − 2 = 6,          6 + 2 − 10 = −2             16 in all, as 4 + 4 + 6 + 2
+    #
+    # worker 0: b = 2       d = 3         a = −1.5            worker 1: b = 6       d = 9        a = −4.5
+    #           b = 7       d = 9.5       a = −6.25                     b = 5       d = 4.5      a = −6.75
+    #           b = 5.5     d = 4.75      a = −8.625                    b = 12.5    d = 16.25    a = −14.875
+    #           b = 8.75    d = 10.375    a = −13.8125                  b = 4.25    d = 0.125    a = −14.9375
+    # and the means are a = −14.375, b = 6.5. In every round the mean of D is Δ̄, so the mean of a is DiLoCo's:
+    # −3, −6.5, −11.75, −14.375.
+    first, second, b = eager_walks("eager_diloco(every=2, lr=0.5, momentum=0.5, ramp=0, share=1.0)")
+    assert first == [-1, -1.5, -3.5, -6.25, -7.25, -8.625, -9.625, -14.375]
+    assert second == [-3, -4.5, -6.5, -6.75, -11.75, -14.875, -17.875, -14.375]
+    assert b == 6.5
+    plain, _ = walked("diloco(every=2, lr=0.5, momentum=0.5, ramp=0)", 6, slope=varying)
+    assert plain[1::2][:3] == [(a + c) / 2 for a, c in zip(first[1::2], second[1::2], strict=True)][:3]
+
+
+def test_eager_diloco_as_in_the_paper() -> None:
     # Δ̄ = 4, 4, 6, and 2 for the one open step at the end. K = 2; outer lr 0.5, momentum 0.5.
     #                D_0, D_1
     # round 1:       2/2 = 1,                6/2 = 3
@@ -98,27 +136,19 @@ def test_eager_diloco() -> None:
     #           b = 5.75    d = 5.875     a = −7.5625                   b = 9.25    d = 11.625   a = −10.6875
     #           b = 9.875   d = 11.9375   a = −13.53125                 b = 7.625   d = 6.8125   a = −14.09375
     # and the means are a = −13.8125, b = 8.75.
-    def worker(comm: offbeat.Communicator) -> tuple[list[float], float, list[int]]:
-        walk = Walk(comm, "eager_diloco(every=2, lr=0.5, momentum=0.5, ramp=0)", slope=varying)
-        trace = [*walk.go(7), walk.finish()]
-        buffer = walk.state()["outer"]["state"][0]["momentum_buffer"].item()
-        assert walk.state()["anchor"][0].item() == walk.weight
-        return trace, buffer, walk.rounds
-
-    (first, b, rounds), (second, also, _) = offbeat.simulate(worker, 2)
+    first, second, b = eager_walks("eager_diloco(every=2, lr=0.5, momentum=0.5, ramp=0, share=0.0)")
     assert first == [-1, -0.75, -2.75, -4.625, -5.625, -7.5625, -8.5625, -13.8125]
     assert second == [-3, -2.25, -4.25, -4.875, -9.875, -10.6875, -13.6875, -13.8125]
-    assert b == also == 8.75
-    assert rounds[:3] == [2, 4, 6]
+    assert b == 8.75
 
 
 def test_the_ramp_of_eager_diloco() -> None:
-    # The same with momenta 1/4, 2/5, 1/2; finish() steps with the last one.
+    # As in the paper, with momenta 1/4, 2/5, 1/2; finish() steps with the last one.
     # worker 0: b = 1       d = 1.25      a = −0.625          worker 1: b = 3       d = 3.75     a = −1.875
     #           b = 5.4     d = 7.16      a = −4.205                    b = 4.2     d = 4.68     a = −4.215
     #           b = 5.7     d = 5.85      a = −7.13                     b = 9.1     d = 11.55    a = −9.99
     #           b = 9.85    d = 11.925    a = −13.0925                  b = 7.55    d = 6.775    a = −13.3775
-    method = "eager_diloco(every=2, lr=0.5, momentum=0.9, ramp=3)"
+    method = "eager_diloco(every=2, lr=0.5, momentum=0.9, ramp=3, share=0.0)"
     first, second = walked(method, 7, slope=varying)
     assert first[1::2] == pytest.approx([-0.625, -4.205, -7.13, -13.235], rel=1e-14)
     assert second[1::2] == pytest.approx([-1.875, -4.215, -9.99, -13.235], rel=1e-14)
@@ -126,87 +156,99 @@ def test_the_ramp_of_eager_diloco() -> None:
     assert [trace[-1] for trace in walked(method, 1, slope=varying)] == [-1.25, -1.25]
 
 
-SHARES = torch.tensor([0.25, 0.3, 0.5, 0.75, 1.0], dtype=torch.float64)
+COVERED = torch.tensor([0.25, 0.3, 0.5, 0.75, 1.0], dtype=torch.float64)
 
 
 class Bowl(nn.Module):
-    """A quadratic, from 1 in each direction: a step covers each share of the way to the minimum."""
+    """A quadratic, from 1 in each direction: a step covers these shares of the way to the minimum."""
 
-    def __init__(self) -> None:
+    def __init__(self, minimum: float) -> None:
         super().__init__()
-        self.x = nn.Parameter(torch.ones(len(SHARES), dtype=torch.float64))
+        self.minimum = minimum
+        self.x = nn.Parameter(torch.ones(len(COVERED), dtype=torch.float64))
+
+    def forward(self) -> Tensor:
+        return (COVERED * (self.x - self.minimum).square() / 2).sum()
 
 
-def bowl(outer: str, workers: int, rounds: int) -> list[list[float]]:
-    """x after every round of `eager_diloco`, each of one step."""
+def bowls(method: str, minima: list[float], rounds: int) -> list[list[list[float]]]:
+    """x of every worker after every round, each of one step. Each worker has a minimum of its own."""
 
     def worker(comm: offbeat.Communicator) -> list[list[float]]:
-        net = Bowl()
+        net = Bowl(minima[comm.rank])
         opt = torch.optim.SGD(net.parameters(), lr=1.0)
-        sync = offbeat.method(f"eager_diloco(every=1, ramp=0{outer})")(net, opt, group=comm)
+        sync = offbeat.method(method)(net, opt, group=comm)
         trace = []
         for _ in range(rounds):
-            (SHARES * net.x.square() / 2).sum().backward()
+            net().backward()
             sync.step()
             opt.zero_grad()
             trace.append(net.x.tolist())
         return trace
 
-    traces = offbeat.simulate(worker, workers)
-    assert all(trace == traces[0] for trace in traces)
-    return traces[0]
+    return offbeat.simulate(worker, len(minima))
 
 
-def recursion(lr: float, momentum: float, share: float, workers: int) -> Tensor:
-    """The matrix that takes (a(r), a(r−1), m(r−1)) to (a(r+1), a(r), m(r))."""
-    fed = share * torch.tensor([1 / workers, 1 - 1 / workers, 0.0], dtype=torch.float64)
-    velocity = fed + torch.tensor([0.0, 0.0, momentum], dtype=torch.float64)
-    now = torch.tensor([1.0, 0.0, 0.0], dtype=torch.float64)
-    return torch.stack([now - lr * (fed + momentum * velocity), now, velocity])
+LR, MOMENTUM = 0.7, 0.9  # the defaults of eager_diloco
 
 
-def radius(lr: float, momentum: float, share: float, workers: int) -> float:
-    return float(torch.linalg.eigvals(recursion(lr, momentum, share, workers)).abs().max())
+def recursion(now: float, before: float) -> Tensor:
+    """The matrix that takes (y(r), y(r−1), m(r−1)) to (y(r+1), y(r), m(r)).
+
+    D is now·y(r) + before·y(r−1).
+    """
+    fed = torch.tensor([now, before, 0.0], dtype=torch.float64)
+    velocity = fed + torch.tensor([0.0, 0.0, MOMENTUM], dtype=torch.float64)
+    y = torch.tensor([1.0, 0.0, 0.0], dtype=torch.float64)
+    return torch.stack([y - LR * (fed + MOMENTUM * velocity), y, velocity])
 
 
-DEFAULTS, DILOCO = (0.4, 0.5), (0.7, 0.9)
+def iterate(now: float, before: float, rounds: int) -> list[float]:
+    """y(1), y(2), … from y(0) = 1, where nothing came before."""
+    states = [torch.tensor([1.0, 0.0, 0.0], dtype=torch.float64)]
+    for _ in range(rounds):
+        states.append(recursion(now, before) @ states[-1])
+    return [state[0].item() for state in states[1:]]
 
 
 @pytest.mark.parametrize("workers", [1, 2, 4, 8])
-@pytest.mark.parametrize("outer", [DEFAULTS, DILOCO])
-def test_eager_diloco_on_a_quadratic_is_a_linear_recursion(outer: tuple[float, float], workers: int) -> None:
-    arguments = "" if outer == DEFAULTS else f", lr={outer[0]}, momentum={outer[1]}"
-    trace = bowl(arguments, workers, 32)
-    for i, share in enumerate(SHARES.tolist()):
-        state = torch.tensor([1.0, 0.0, 0.0], dtype=torch.float64)  # nothing is known before the first round
-        for xs in trace:
-            state = recursion(*outer, share, workers) @ state
-            assert xs[i] == pytest.approx(state[0].item(), rel=1e-9, abs=1e-12)
-    if outer == DEFAULTS:
-        assert max(map(abs, trace[-1])) < 0.01
-    else:
-        assert (abs(trace[-1][-1]) > 10) == (workers > 2)
+@pytest.mark.parametrize("share", [0.0, 0.75, 1.0])
+def test_eager_diloco_on_quadratics_is_a_linear_recursion(share: float, workers: int) -> None:
+    """Let the minima have mean 0, and Δ_k = c·y_k. The mean of y and the differences from it are apart:
+
+    D̄ = c·(s·ȳ(r) + (1 − s)·ȳ(r−1)) and D_k − D̄ = c·s·(y_k(r) − y_k(r−1)), up to the mean of y.
+    """
+    minima = [2 * rank / max(1, workers - 1) - 1 if workers > 1 else 0.0 for rank in range(workers)]
+    traces = bowls(f"eager_diloco(every=1, ramp=0, share={share})", minima, 32)
+    used = max(share, 1 / workers)
+    for i, covered in enumerate(COVERED.tolist()):
+        mean = iterate(covered * used, covered * (1 - used), 32)
+        apart = iterate(covered * used, -covered * used, 32)
+        for minimum, trace in zip(minima, traces, strict=True):
+            expected = [y + minimum * (1 - d) for y, d in zip(mean, apart, strict=True)]
+            assert [xs[i] for xs in trace] == pytest.approx(expected, rel=1e-9, abs=1e-9)
 
 
 @pytest.mark.parametrize(
-    ("outer", "workers", "limit"),
+    ("used", "mean", "apart"),
     [
-        (DEFAULTS, 2, 2.966),
-        (DEFAULTS, 4, 1.914),
-        (DEFAULTS, 8, 1.621),
-        (DEFAULTS, 10**6, 1.403),
-        (DILOCO, 2, 1.099),
-        (DILOCO, 4, 0.594),
-        (DILOCO, 8, 0.457),
-        (DILOCO, 10**6, 0.361),
+        (1 / 8, 0.457, 7.755),
+        (1 / 4, 0.594, 3.877),
+        (1 / 2, 1.099, 1.938),
+        (0.75, 2.624, 1.292),
+        (1.0, 1.938, 0.969),
     ],
 )
-def test_the_shares_for_which_eager_diloco_is_stable(
-    outer: tuple[float, float], workers: int, limit: float
-) -> None:
-    """The figures of docs/methods.md."""
-    assert all(radius(*outer, limit * i / 100, workers) < 1 for i in range(1, 100))
-    assert radius(*outer, limit + 0.002, workers) > 1
+def test_where_eager_diloco_is_stable(used: float, mean: float, apart: float) -> None:
+    """The figures of docs/methods.md: how much of the way to the minimum a period may cover."""
+
+    def radius(covered: float, before: float) -> float:
+        roots = torch.linalg.eigvals(recursion(covered * used, covered * before))
+        return float(roots[(roots - 1).abs() > 1e-9].abs().max())  # differences that stay have the root 1
+
+    for limit, before in ((mean, 1 - used), (apart, -used)):
+        assert all(radius(limit * i / 100, before) < 1 for i in range(1, 100))
+        assert radius(limit + 0.002, before) > 1
 
 
 def test_eager_diloco_of_one_is_diloco() -> None:

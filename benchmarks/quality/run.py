@@ -45,13 +45,15 @@ METHODS = [
     f"noloco(every={H})",
     f"desloc(every={H})",
     f"snoo(every={H})",
+    f"lookahead_diloco(every={H})",
+    f"sparse_loco(every={H})",
 ]
 PAPERS = [  # the settings of the papers, and those that were used before momentum grew over the rounds
     f"overlap_local_sgd(every={H}, pull=0.6)",
     f"slowmo(every={H}, ramp=0)",
     f"diloco(every={H}, ramp=0)",
     f"streaming_diloco(every={H}, fragments=3, delay=4, ramp=0, reduce=Mean())",
-    f"eager_diloco(every={H}, lr=0.7, momentum=0.9, ramp=0)",
+    f"eager_diloco(every={H}, ramp=0, share=0.0)",
     f"palsgd(every={H}, ramp=0)",
     f"noloco(every={H}, ramp=0)",
     f"diloco(every={H}, lr=1.0, momentum=0.3, ramp=0)",
@@ -60,8 +62,8 @@ PAPERS = [  # the settings of the papers, and those that were used before moment
 ]
 MUON = ["ddp()", f"diloco(every={H})", f"local_sgd(every={H})", f"diloco(every={H}, lr=0.7, momentum=0.5)"]
 DEFAULTS = [  # from which defaults were chosen, on other seeds than those of the table
-    f"eager_diloco(every={H}, lr=0.4, momentum=0.5, ramp=40)",
-    f"eager_diloco(every={H}, lr=0.5, momentum=0.5, ramp=40)",
+    f"eager_diloco(every={H}, lr=0.4, momentum=0.5, share=0.0)",
+    *[f"eager_diloco(every={H}, share={share})" for share in (0.5, 0.75, 1.0)],
     f"local_sgd(every={H})",
 ]
 RATE = 3e-3

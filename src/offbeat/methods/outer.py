@@ -230,31 +230,33 @@ def eager_diloco(
     optimizer: Optimizers,
     *,
     every: int | Schedule = 64,
-    lr: float = 0.4,
-    momentum: float = 0.5,
+    lr: float = 0.7,
+    momentum: float = 0.9,
     ramp: int = 40,
+    share: float = 0.75,
     group: Group = None,
     **options: Unpack[Options],
 ) -> Synchronizer:
     """DiLoCo that rarely waits: a worker uses its own displacement at once and the others' one round later.
 
-        Δ_k(r) = a_k − x_k        D_k = Δ̄(r−1) + (Δ_k(r) − Δ_k(r−1))/K
+        Δ_k(r) = a_k − x_k        D_k = Δ̄(r−1) + max(share, 1/K)·(Δ_k(r) − Δ_k(r−1))
         a_k ← outer.step(a_k, grad=D_k)        x_k ← a_k
 
-    A message has a whole period to arrive. Workers differ slightly until `finish()`. Larger `lr` and
-    `momentum` may be unstable, because most of what the outer step uses is one round old. `ramp` is that of
-    `diloco`. The paper keeps DiLoCo's lr=0.7, momentum=0.9, ramp=0.
+    A message has a whole period to arrive. Workers differ slightly until `finish()`. A worker uses `share` of
+    its newest displacement at once. With share=1 the mean of the workers makes the outer steps of `diloco`,
+    but the workers differ most; the less they use at once, the more their mean lags behind. `lr`, `momentum`
+    and `ramp` are those of `diloco`. The paper's setting is share=0, ramp=0.
 
         sync = offbeat.eager_diloco(model, optimizer, every=64)
 
     Kale et al., "Eager Updates for Overlapped Communication and Computation in DiLoCo", 2025, arXiv
-    2502.12996.
+    2502.12996. Differs from the paper in `share` and the ramp.
     """
     return synchronize(
         model,
         optimizer,
         every,
-        Eager(SGD(lr, momentum, nesterov=True, ramp=ramp)),
+        Eager(SGD(lr, momentum, nesterov=True, ramp=ramp), share),
         group,
         delay="round",
         **options,

@@ -211,22 +211,25 @@ class Gossip(Anchored):
 class Eager(Anchored):
     """An immediate outer step that uses the other workers' displacements of the round before.
 
-    `offbeat.eager_diloco` states the rule. At the end, every worker steps along the displacements that it has
-    not used yet, so that each has used the sum of all mean displacements.
+    `offbeat.eager_diloco` states the rule and explains `share`. At the end, every worker steps along the
+    displacements that it has not used yet, so that each has used the sum of all mean displacements.
     """
 
     anchors, weighs = "own", False
     unset = ("outer",)
     zeros = ("own", "mean")
     optimizer: Factory
+    share: float = 0.75
 
     def __post_init__(self) -> None:
         check_factory(self.optimizer)
+        if not 0 <= self.share <= 1:
+            raise ValueError(f"{self!r}: share must be at least 0 and at most 1.")
 
     def outgoing(self, live: Sequence[Tensor], room: Packed, clock: Clock, state: State) -> None:
         super().outgoing(live, room, clock, state)
         for mean, own, flat in zip(state["mean"], state["own"], room.flats, strict=True):
-            mean.add_(flat - own, alpha=1 / clock.workers)
+            mean.add_(flat - own, alpha=max(self.share, 1 / clock.workers))
             own.copy_(flat)
         self._step(live, room, clock.round, state)
 
@@ -243,7 +246,7 @@ class Eager(Anchored):
         Anchor(room.over(state["anchor"])).write_displacement(live, room)
         comm.mean(room.flats).wait()
         for mean, own, flat in zip(state["mean"], state["own"], room.flats, strict=True):
-            mean.add_(flat).sub_(own, alpha=1 / comm.size)
+            mean.add_(flat).sub_(own, alpha=max(self.share, 1 / comm.size))
         self._step(live, room, 0 if state["outer"] is None else None, state)
         for flat in (*state["mean"], *state["own"]):
             flat.zero_()  # all displacements are used, so a run that continues starts from zero
