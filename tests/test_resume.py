@@ -180,7 +180,7 @@ def load(comm: offbeat.Communicator, expression: str, change: dict[str, Any]) ->
     [
         ({"method": "ddp()"}, r"The checkpoint has method ddp\(\), this run has local_sgd\(every=3\)."),
         ({"workers": 8}, "The checkpoint has workers 8, this run has 2."),
-        ({"format": 5}, "The checkpoint has format 5, this run has 6."),
+        ({"format": 6}, "The checkpoint has format 6, this run has 7."),
         ({"rank": 5}, "The checkpoint has rank 5, this worker has [01]: every rank loads its own."),
     ],
 )
