@@ -250,6 +250,7 @@ def test_finish_lands_a_round_that_has_no_losses_of_its_own(steps: int) -> None:
 # All workers decide alike.
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     "expression",
     [

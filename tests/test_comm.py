@@ -493,6 +493,7 @@ def held(comm: Communicator, wrapper: str) -> tuple[list[str], set[str]]:
     return layers(wrapped), made
 
 
+@pytest.mark.few(14)
 @pytest.mark.parametrize(
     ("kind", "workers", "wrapper"),
     [  # the fast part tries real workers without wrappers, and with all

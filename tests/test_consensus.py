@@ -126,7 +126,7 @@ class Eagerly(Stepping):
 
     def send(self, workers: int) -> float:
         way = self.anchor - self.x
-        self.known += (way - self.own) / workers
+        self.known += max(0.75, 1 / workers) * (way - self.own)
         self.own = way
         self.step(self.known)
         self.x = self.anchor
@@ -136,7 +136,7 @@ class Eagerly(Stepping):
         self.known = mean
 
     def close(self, mean_way: float, workers: int) -> None:
-        self.step(self.known + mean_way - self.own / workers)
+        self.step(self.known + mean_way - max(0.75, 1 / workers) * self.own)
         self.x = self.anchor
 
 

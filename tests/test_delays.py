@@ -132,17 +132,17 @@ def gossip(lr: float, momentum: float) -> Rule:
     return Rule(Gossip(SGD(lr, momentum)), lambda w: w.x, land)
 
 
-def eager(lr: float, momentum: float) -> Rule:
+def eager(lr: float, momentum: float, share: float) -> Rule:
     def begin(w: Worker) -> float:
         way = w.a - w.x
-        w.outer(w.heard + (way - w.own) / 2, lr, momentum)
+        w.outer(w.heard + share * (way - w.own), lr, momentum)
         w.own, w.x = way, w.a
         return way
 
     def land(w: Worker, mean: float) -> None:
         w.heard = mean
 
-    return Rule(Eager(SGD(lr, momentum)), begin, land)
+    return Rule(Eager(SGD(lr, momentum), share), begin, land)
 
 
 def overlap(pull: float, momentum: float) -> Rule:
@@ -178,7 +178,7 @@ RULES = [
     rebase(0.25),
     slowmo(0.5, 0.5),
     gossip(0.5, 0.5),
-    eager(0.5, 0.5),
+    eager(0.5, 0.5, 0.75),
     overlap(0.5, 0.5),
     detached(),
 ]
@@ -218,7 +218,7 @@ def composed(live: Callable[..., Any], update: Update, delay: Delay, period: int
     return build
 
 
-@pytest.mark.few(50)
+@pytest.mark.few(30)
 @pytest.mark.parametrize(("rule", "delay", "period"), TABLE, ids=IDS)
 def test_parameters(rule: Rule, delay: Delay, period: int) -> None:
     build = composed(params, rule.update, delay, period)
@@ -248,7 +248,7 @@ def test_parameters(rule: Rule, delay: Delay, period: int) -> None:
     assert [list(pair) for pair in zip(*traces, strict=True)] == [pytest.approx(row) for row in expected]
 
 
-@pytest.mark.few(50)
+@pytest.mark.few(30)
 @pytest.mark.parametrize(("rule", "delay", "period"), TABLE, ids=IDS)
 def test_gradients(rule: Rule, delay: Delay, period: int) -> None:
     build = composed(grads, rule.update, delay, period)
@@ -306,6 +306,7 @@ def test_what_a_code_kept_back_is_all_that_moves_the_mean() -> None:
     torch.testing.assert_close(weights, alone + residuals)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("gain", ["", ", gain=1.0"])
 def test_feedback_and_a_delay_converge(gain: str) -> None:
     """Each round sends an eighth of a parabola's coordinates. A gain of 1/4 would send the others twice."""
@@ -528,6 +529,7 @@ def test_some_of_these_periods_are_shorter_than_the_delay() -> None:
     assert offbeat.simulate(worker, 2) == [[1, 2, 3, 1, 1]] * 2
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("when", [QSR(alpha=0.0, base=4, total=18), AdaComm(start=8, interval=4), Uneven()])
 def test_early_landings_resume_exactly(when: Schedule) -> None:
     def worker(comm: offbeat.Communicator) -> list[int]:

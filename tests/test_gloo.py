@@ -22,7 +22,7 @@ def trained(
     return train(comm, expression, **options)
 
 
-@pytest.mark.few(14)
+@pytest.mark.few(10)
 @pytest.mark.parametrize("expression", ROWS)
 def test_simulation_equals_gloo_to_the_bit(pool: Pool, expression: str) -> None:
     options = {"optimizer": "momentum"}

@@ -13,6 +13,7 @@ import offbeat
 pytestmark = pytest.mark.xdist_group("laws")
 
 
+@pytest.mark.few(44)
 @pytest.mark.parametrize("law", LAWS, ids=str)
 def test_laws(law: Law) -> None:
     options = dict(law.options)
@@ -36,6 +37,7 @@ def test_every_method_stands_in_the_tables() -> None:
             assert any(row.startswith(f"{name}(") for row in rows), f"{name} is missing in tests/table.py"
 
 
+@pytest.mark.few(12)
 @pytest.mark.parametrize("expression", ALONE)
 @pytest.mark.parametrize("optimizer", ["momentum", "adamw"])
 def test_one_worker_is_the_plain_optimizer(expression: str, optimizer: str) -> None:

@@ -144,6 +144,7 @@ AVERAGING = [
 ]
 
 
+@pytest.mark.few(12)
 @pytest.mark.parametrize("reduce", ["Mean()", "Quantized(8, least=1)", "ErrorFeedback(TopK(2, least=1))"])
 @pytest.mark.parametrize("start", AVERAGING)
 def test_averaging_methods_show_the_mean_of_the_live_weights(start: str, reduce: str) -> None:

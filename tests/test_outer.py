@@ -222,6 +222,7 @@ def test_any_optimizer_steps_the_anchor(
         assert trace[1::2] == pytest.approx([*expected], rel=1e-14)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("make", OPTIMIZERS, ids=lambda make: getattr(make, "func", make).__name__)
 def test_any_outer_optimizer_resumes_exactly(make: Callable[[list[Tensor]], torch.optim.Optimizer]) -> None:
     method = composed(offbeat.Outer(make))
@@ -326,7 +327,7 @@ def test_averaged_shows_the_anchor_and_the_mean_of_buffers(monkeypatch: pytest.M
 
 
 def test_averaged_shows_the_mean_of_anchors() -> None:
-    """Of NoLoCo: φ = −2, −2, −5 after the first round, as worked out above; Eager: −0.75 and −2.25."""
+    """Of NoLoCo: φ = −2, −2, −5 after the first round, as worked out above; Eager: −1.5 and −4.5."""
 
     def worker(comm: offbeat.Communicator, expression: str) -> list[float]:
         walk = Walk(comm, expression)
@@ -339,11 +340,11 @@ def test_averaged_shows_the_mean_of_anchors() -> None:
     assert [shown for shown, _, _ in three] == pytest.approx([-3] * 3, rel=1e-15)
     assert [live for _, _, live in three] == [-3, -5, -10]
     two = offbeat.simulate(
-        lambda comm: worker(comm, "eager_diloco(every=2, lr=0.5, momentum=0.5, ramp=0)"), 2
+        lambda comm: worker(comm, "eager_diloco(every=2, lr=0.5, momentum=0.5, ramp=0, share=1.0)"), 2
     )
-    # D = 2/2 and 6/2, d = 1 + 0.5 and 3 + 1.5, a = −0.75 and −2.25.
-    assert [shown for shown, _, _ in two] == [-1.5, -1.5]
-    assert [live for _, _, live in two] == [-1.75, -5.25]
+    # D = 2 and 6, d = 2 + 1 and 6 + 3, a = −1.5 and −4.5.
+    assert [shown for shown, _, _ in two] == [-3, -3]
+    assert [live for _, _, live in two] == [-2.5, -7.5]
 
 
 @pytest.mark.parametrize(

@@ -211,6 +211,7 @@ def iterate(now: float, before: float, rounds: int) -> list[float]:
     return [state[0].item() for state in states[1:]]
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("workers", [1, 2, 4, 8])
 @pytest.mark.parametrize("share", [0.0, 0.75, 1.0])
 def test_eager_diloco_on_quadratics_is_a_linear_recursion(share: float, workers: int) -> None:
@@ -219,11 +220,11 @@ def test_eager_diloco_on_quadratics_is_a_linear_recursion(share: float, workers:
     D̄ = c·(s·ȳ(r) + (1 − s)·ȳ(r−1)) and D_k − D̄ = c·s·(y_k(r) − y_k(r−1)), up to the mean of y.
     """
     minima = [2 * rank / max(1, workers - 1) - 1 if workers > 1 else 0.0 for rank in range(workers)]
-    traces = bowls(f"eager_diloco(every=1, ramp=0, share={share})", minima, 32)
+    traces = bowls(f"eager_diloco(every=1, ramp=0, share={share})", minima, 16)
     used = max(share, 1 / workers)
     for i, covered in enumerate(COVERED.tolist()):
-        mean = iterate(covered * used, covered * (1 - used), 32)
-        apart = iterate(covered * used, -covered * used, 32)
+        mean = iterate(covered * used, covered * (1 - used), 16)
+        apart = iterate(covered * used, -covered * used, 16)
         for minimum, trace in zip(minima, traces, strict=True):
             expected = [y + minimum * (1 - d) for y, d in zip(mean, apart, strict=True)]
             assert [xs[i] for xs in trace] == pytest.approx(expected, rel=1e-9, abs=1e-9)

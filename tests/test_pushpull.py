@@ -147,6 +147,7 @@ class Reference:
 RULES = {"glu": GLU(), "plain": LocalStep(), "compensated": Compensated(0.25)}
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     ("workers", "k", "warmup", "rule", "momentum", "nesterov"),
     [

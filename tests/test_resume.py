@@ -117,7 +117,7 @@ REST = set(range(STEPS + 1)) - FEW
 AHEAD = 4  # steps that runs resumed after one of the rest go on: a whole period
 
 
-@pytest.mark.few(12)
+@pytest.mark.few(8)
 @pytest.mark.parametrize(
     "steps", [pytest.param(FEW, id="few"), pytest.param(REST, id="rest", marks=pytest.mark.slow)]
 )
@@ -157,11 +157,13 @@ def test_looking_changes_nothing(expression: str) -> None:
     assert_equal(run_whole(expression, look=True), undisturbed(expression))
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("expression", METHODS[::13])
 def test_a_repeated_simulation_is_equal(expression: str) -> None:
     assert_equal(run_whole(expression), undisturbed(expression))
 
 
+@pytest.mark.few(10)
 @pytest.mark.parametrize("expression", ROWS)
 def test_workers_are_equal_in_the_end(expression: str) -> None:
     ends = [run.trace[-1] for run in undisturbed(expression)]

@@ -75,6 +75,7 @@ def trained(
     return trace, snapshot(net)
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("name", SCHEDULERS)
 @pytest.mark.parametrize("expression", [row for row in METHODS if row.startswith("palsgd")])
 def test_pulls_leave_schedulers_alone(expression: str, name: str) -> None:

@@ -369,6 +369,7 @@ def random_compute(seed: int, share: float = 0.3) -> Compute:
     return compute
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     "seed", [pytest.param(seed, marks=[] if seed < 8 else pytest.mark.slow) for seed in range(24)]
 )
@@ -389,6 +390,7 @@ def test_what_always_holds(seed: int) -> None:
     assert any(kind != "fresh" for run in runs for kind in run.kinds)
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize("activation", ["solo", "majority"])
 def test_each_gradient_reaches_each_worker_once(seed: int, activation: str) -> None:
@@ -556,6 +558,7 @@ def test_finish_in_the_middle_of_a_period_leaves_all_equal() -> None:
 # Checkpoints
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "expression",
     ["wagma(every=4, grace=0)", "wagma(every=4)", "wagma(every=4, late='add')", "eager_sgd(every=4)"],
@@ -919,6 +922,7 @@ def test_parts_by_hand_are_the_named_method(late: str, buffers: str) -> None:
         assert all(same(a, b) for a, b in zip(these, those, strict=True))
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("exchange_first", [True, False])
 @pytest.mark.parametrize("every", [None, 1, 2, 3, 4, 5, 6, 8])
 def test_eager_gradients_rely_on_no_exchange(every: int | None, exchange_first: bool) -> None:
