@@ -6,6 +6,7 @@ import functools
 import gc
 import io
 import os
+import random
 import re
 import sys
 import threading
@@ -193,14 +194,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
 
 
 def leave_some_fast(items: list[pytest.Item]) -> None:
-    """Of the cases of a test that is marked with `few(n)`, n are fast, evenly chosen. The others are slow."""
+    """Of the cases of a test that is marked with `few(n)`, n are drawn and fast. The others are slow."""
     families: dict[Any, list[pytest.Item]] = {}
     for item in items:
         if item.get_closest_marker("few") and not item.get_closest_marker("slow"):
             families.setdefault(item.function, []).append(item)
     for cases in families.values():
         few = min(cases[0].get_closest_marker("few").args[0], len(cases))
-        fast = {i * len(cases) // few for i in range(few)}
+        fast = random.Random(cases[0].name).sample(range(len(cases)), few)  # the same in every process
         for i, case in enumerate(cases):
             if i not in fast:
                 case.add_marker(pytest.mark.slow)

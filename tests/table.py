@@ -118,10 +118,16 @@ PULLED = [
 ]
 METHODS += CODES + ROUNDED + PULLED
 
-# All rows again, for tests that take long: the fast part runs the first row of each method.
-# One row of every method, for what does not depend on its arguments.
+# The first row of every method.
 EACH = list({row.partition("(")[0]: row for row in reversed(METHODS)}.values())[::-1]
+# All rows again, for tests that take long: the fast part runs the first row of each method.
 ROWS = [pytest.param(row, marks=[] if row in EACH else pytest.mark.slow) for row in METHODS]
+# The first row of every method, option, clock and code, for tests that take longer.
+OPTIONS = ("buffers=", "clip=", "delay='round'", "gain=", "guard=", "moments='average'", "moments='reset'")
+OPTIONS += ("shared=", "update=", "warmup=", "Budget(", "Seconds(")
+OPTIONS += ("ErrorFeedback(", "Mean('", "Quantized(", "RandomBlock(", "TopK(")
+_SHOWN = {next((row for row in METHODS if option in row), "") for option in OPTIONS}
+BROAD = [row for row in METHODS if row in EACH or row in _SHOWN]
 
 # Between global rounds, workers of these methods may be in different rounds: save at global rounds only.
 SAVE_EVERY = {

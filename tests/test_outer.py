@@ -464,6 +464,14 @@ def test_hierarchical_with_an_outer_step() -> None:
             "slowmo(ramp=2.5)",
             "SlowMo(lr=1.0, momentum=0.7, ramp=2.5): ramp must be a whole number of rounds, at least 0.",
         ),
+        *[
+            (
+                f"eager_diloco(share={share})",
+                "Eager(optimizer=SGD(lr=0.7, momentum=0.9, nesterov=True, ramp=40), "
+                f"share={share}): share must be at least 0 and at most 1.",
+            )
+            for share in (1.5, -0.5)
+        ],
         ("dasgd(keep=1.0)", "Replace(keep=1.0): keep must be at least 0 and below 1."),
         (
             "dasgd(every=3, delay=4)",

@@ -102,58 +102,57 @@ def eager_walks(method: str) -> tuple[list[float], list[float], float]:
 
 
 def test_eager_diloco() -> None:
-    # Δ̄ = 4, 4, 6, and 2 for the one open step at the end. Outer lr 0.5, momentum 0.5.
+    # Δ̄ = 4, 4, 6. Outer lr 0.5, momentum 0.5.
     #                D_0, D_1
     # round 1:       2,                      6
     # round 2:       4 + (4 − 2) = 6,        4 + (4 − 6) = 2
     # round 3:       4 + (2 − 4) = 2,        4 + (10 − 4) = 10
-    # finish():      6 + 2 − 2 = 6,          6 + 2 − 10 = −2             16 in all, as 4 + 4 + 6 + 2
     #
     # worker 0: b = 2       d = 3         a = −1.5            worker 1: b = 6       d = 9        a = −4.5
     #           b = 7       d = 9.5       a = −6.25                     b = 5       d = 4.5      a = −6.75
     #           b = 5.5     d = 4.75      a = −8.625                    b = 12.5    d = 16.25    a = −14.875
-    #           b = 8.75    d = 10.375    a = −13.8125                  b = 4.25    d = 0.125    a = −14.9375
-    # and the means are a = −14.375, b = 6.5. In every round the mean of D is Δ̄, so the mean of a is DiLoCo's:
-    # −3, −6.5, −11.75, −14.375.
+    # finish():      6 − 2 = 4 and 6 − 10 = −4 are unused. After the open step, x = −9.625 and −17.875, so
+    # x = −13.625 and −13.875, with mean −13.75. The mean of b is 9.
+    # In every round the mean of D is Δ̄, so the mean of x is DiLoCo's.
     first, second, b = eager_walks("eager_diloco(every=2, lr=0.5, momentum=0.5, ramp=0, share=1.0)")
-    assert first == [-1, -1.5, -3.5, -6.25, -7.25, -8.625, -9.625, -14.375]
-    assert second == [-3, -4.5, -6.5, -6.75, -11.75, -14.875, -17.875, -14.375]
-    assert b == 6.5
-    plain, _ = walked("diloco(every=2, lr=0.5, momentum=0.5, ramp=0)", 6, slope=varying)
-    assert plain[1::2][:3] == [(a + c) / 2 for a, c in zip(first[1::2], second[1::2], strict=True)][:3]
+    assert first == [-1, -1.5, -3.5, -6.25, -7.25, -8.625, -9.625, -13.75]
+    assert second == [-3, -4.5, -6.5, -6.75, -11.75, -14.875, -17.875, -13.75]
+    assert b == 9
+    plain = walked("diloco(every=2, lr=0.5, momentum=0.5, ramp=0)", 7, slope=varying)
+    means = [[(x + y) / 2 for x, y in zip(*traces, strict=True)] for traces in ((first, second), plain)]
+    assert means[0] == means[1]
 
 
 def test_eager_diloco_as_in_the_paper() -> None:
-    # Δ̄ = 4, 4, 6, and 2 for the one open step at the end. K = 2; outer lr 0.5, momentum 0.5.
+    # Δ̄ = 4, 4, 6. K = 2; outer lr 0.5, momentum 0.5.
     #                D_0, D_1
     # round 1:       2/2 = 1,                6/2 = 3
     # round 2:       4 + (4 − 2)/2 = 5,      4 + (4 − 6)/2 = 3
     # round 3:       4 + (2 − 4)/2 = 3,      4 + (10 − 4)/2 = 7
-    # finish():      6 + 2 − 2/2 = 7,        6 + 2 − 10/2 = 3            16 in all, as 4 + 4 + 6 + 2
     #
     # worker 0: b = 1       d = 1.5       a = −0.75           worker 1: b = 3       d = 4.5      a = −2.25
     #           b = 5.5     d = 7.75      a = −4.625                    b = 4.5     d = 5.25     a = −4.875
     #           b = 5.75    d = 5.875     a = −7.5625                   b = 9.25    d = 11.625   a = −10.6875
-    #           b = 9.875   d = 11.9375   a = −13.53125                 b = 7.625   d = 6.8125   a = −14.09375
-    # and the means are a = −13.8125, b = 8.75.
+    # finish():      6 − 2/2 = 5 and 6 − 10/2 = 1 are unused. After the open step, x = −8.5625 and −13.6875,
+    # so x = −13.5625 and −14.6875, with mean −14.125. The mean of b is 7.5.
     first, second, b = eager_walks("eager_diloco(every=2, lr=0.5, momentum=0.5, ramp=0, share=0.0)")
-    assert first == [-1, -0.75, -2.75, -4.625, -5.625, -7.5625, -8.5625, -13.8125]
-    assert second == [-3, -2.25, -4.25, -4.875, -9.875, -10.6875, -13.6875, -13.8125]
-    assert b == 8.75
+    assert first == [-1, -0.75, -2.75, -4.625, -5.625, -7.5625, -8.5625, -14.125]
+    assert second == [-3, -2.25, -4.25, -4.875, -9.875, -10.6875, -13.6875, -14.125]
+    assert b == 7.5
 
 
 def test_the_ramp_of_eager_diloco() -> None:
-    # As in the paper, with momenta 1/4, 2/5, 1/2; finish() steps with the last one.
+    # As in the paper, with momenta 1/4, 2/5, 1/2.
     # worker 0: b = 1       d = 1.25      a = −0.625          worker 1: b = 3       d = 3.75     a = −1.875
     #           b = 5.4     d = 7.16      a = −4.205                    b = 4.2     d = 4.68     a = −4.215
     #           b = 5.7     d = 5.85      a = −7.13                     b = 9.1     d = 11.55    a = −9.99
-    #           b = 9.85    d = 11.925    a = −13.0925                  b = 7.55    d = 6.775    a = −13.3775
+    # finish():      x = −8.13 − 5 and −12.99 − 1, with mean −13.56.
     method = "eager_diloco(every=2, lr=0.5, momentum=0.9, ramp=3, share=0.0)"
     first, second = walked(method, 7, slope=varying)
-    assert first[1::2] == pytest.approx([-0.625, -4.205, -7.13, -13.235], rel=1e-14)
-    assert second[1::2] == pytest.approx([-1.875, -4.215, -9.99, -13.235], rel=1e-14)
-    # Before the first round, finish() steps as that round would: D = 2, d = 2 + 2/4, a = −1.25.
-    assert [trace[-1] for trace in walked(method, 1, slope=varying)] == [-1.25, -1.25]
+    assert first[1::2] == pytest.approx([-0.625, -4.205, -7.13, -13.56], rel=1e-14)
+    assert second[1::2] == pytest.approx([-1.875, -4.215, -9.99, -13.56], rel=1e-14)
+    # Before the first round, finish() is a mean.
+    assert [trace[-1] for trace in walked(method, 1, slope=varying)] == [-2, -2]
 
 
 COVERED = torch.tensor([0.25, 0.3, 0.5, 0.75, 1.0], dtype=torch.float64)
@@ -215,9 +214,9 @@ def iterate(now: float, before: float, rounds: int) -> list[float]:
 @pytest.mark.parametrize("workers", [1, 2, 4, 8])
 @pytest.mark.parametrize("share", [0.0, 0.75, 1.0])
 def test_eager_diloco_on_quadratics_is_a_linear_recursion(share: float, workers: int) -> None:
-    """Let the minima have mean 0, and Δ_k = c·y_k. The mean of y and the differences from it are apart:
+    """Let the minima have mean 0, and Δ_k = c·y_k. The mean ȳ and the differences y_k − ȳ evolve separately:
 
-    D̄ = c·(s·ȳ(r) + (1 − s)·ȳ(r−1)) and D_k − D̄ = c·s·(y_k(r) − y_k(r−1)), up to the mean of y.
+    D̄ = c·(s·ȳ(r) + (1 − s)·ȳ(r−1)) and D_k − D̄ = c·s·(d_k(r) − d_k(r−1)) with d_k = y_k − ȳ.
     """
     minima = [2 * rank / max(1, workers - 1) - 1 if workers > 1 else 0.0 for rank in range(workers)]
     traces = bowls(f"eager_diloco(every=1, ramp=0, share={share})", minima, 16)
@@ -272,20 +271,20 @@ class Fed:
 
 @pytest.mark.parametrize("workers", [1, 2, 4])
 @pytest.mark.parametrize("steps", [1, 2, 3, 4, 5, 6])
-def test_eager_workers_are_fed_the_sum_of_all_mean_displacements(workers: int, steps: int) -> None:
+def test_eager_workers_end_at_the_sum_of_all_mean_displacements(workers: int, steps: int) -> None:
     def slope(rank: int, step: int) -> float:
         return float((3 * rank + 1) * (step + 2) % 7)
 
-    def worker(comm: offbeat.Communicator) -> tuple[float, float]:
+    def worker(comm: offbeat.Communicator) -> float:
         fed = Fed()
         walk = Walk(comm, composed(offbeat.Eager(fed), delay="round"), slope=slope, lr=0.25)
         walk.go(steps)
         end = walk.finish()
-        assert len(fed.gradients) == steps // 2 + 1
-        return sum(fed.gradients), end
+        assert len(fed.gradients) == steps // 2
+        return end
 
     mean = sum(0.25 * slope(rank, step) for rank in range(workers) for step in range(steps)) / workers
-    assert offbeat.simulate(worker, workers) == [(mean, -mean)] * workers
+    assert offbeat.simulate(worker, workers) == [-mean] * workers
 
 
 class Shapes(nn.Module):
@@ -346,7 +345,7 @@ def test_the_last_act_of_eager_counts_in_the_totals() -> None:
     def worker(comm: offbeat.Communicator) -> tuple[int, int]:
         net = nn.Linear(100, 10, bias=False)
         opt = torch.optim.SGD(net.parameters(), lr=0.1)
-        sync = offbeat.eager_diloco(net, opt, every=2, lr=1.0, momentum=0.0, group=comm)
+        sync = offbeat.eager_diloco(net, opt, every=2, momentum=0.5, group=comm)
         for _ in range(3):
             net(torch.full((1, 100), 0.1 * (1 + comm.rank))).sum().backward()
             sync.step()
@@ -354,7 +353,7 @@ def test_the_last_act_of_eager_counts_in_the_totals() -> None:
         sync.finish()
         return sync.totals.bytes_sent - before, sync.totals.rounds
 
-    # The landing round, the mean of the open displacements and that of the weights: 4 000 bytes each.
+    # The landing round, and the means of the outer momentum and of the weights: 4 000 bytes each.
     for sent, rounds in offbeat.simulate(worker, 2):
         assert 12_000 <= sent < 12_500
         assert rounds == 2

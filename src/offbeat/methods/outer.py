@@ -242,15 +242,15 @@ def eager_diloco(
         Δ_k(r) = a_k − x_k        D_k = Δ̄(r−1) + max(share, 1/K)·(Δ_k(r) − Δ_k(r−1))
         a_k ← outer.step(a_k, grad=D_k)        x_k ← a_k
 
-    A message has a whole period to arrive. Workers differ slightly until `finish()`. A worker uses `share` of
-    its newest displacement at once. With share=1 the mean of the workers makes the outer steps of `diloco`,
-    but the workers differ most; the less they use at once, the more their mean lags behind. `lr`, `momentum`
-    and `ramp` are those of `diloco`. The paper's setting is share=0, ramp=0.
+    A message has a whole period to arrive. Workers differ until `finish()`. `share` is the part of its newest
+    displacement that a worker uses at once, at least 1/K. With share=1 the mean of the workers makes the
+    outer steps of `diloco`, but the workers differ most and may drift apart; the smaller it is, the more the
+    mean lags behind. `lr`, `momentum` and `ramp` are those of `diloco`. The paper has share=0, ramp=0.
 
         sync = offbeat.eager_diloco(model, optimizer, every=64)
 
     Kale et al., "Eager Updates for Overlapped Communication and Computation in DiLoCo", 2025, arXiv
-    2502.12996. Differs from the paper in `share` and the ramp.
+    2502.12996. Differs from the paper in `share`, in the ramp, and at the end.
     """
     return synchronize(
         model,

@@ -183,7 +183,8 @@ class Scheduler:
             self._turns[first].release()
 
     def _choose(self) -> int | None:
-        """Return the earliest actor that can move, with its clock at that time. None if no actor is left."""
+        """Deliver what is due, and return the earliest actor that can move, its clock set to that time. None
+        if no actor is left."""
         first = self._first()
         while self._posts and (first is None or self._posts[0][0] < first[0]):
             when, _, deliver = heapq.heappop(self._posts)

@@ -15,7 +15,7 @@ from offbeat.base.checks import is_whole
 from offbeat.base.clock import Clock, State
 from offbeat.base.packed import Packed
 from offbeat.comm.communicator import Communicator
-from offbeat.update.update import Anchor, Anchored, blend, square_distance
+from offbeat.update.update import Anchored, blend, square_distance
 
 Factory = Callable[[list[Tensor]], Optimizer]
 
@@ -123,17 +123,14 @@ def check_factory(optimizer: object) -> None:
         raise TypeError(f"Outer({optimizer!r}): pass a function that makes one, such as SGD(lr=0.7).")
 
 
-def outer_step(factory: Factory, anchor: Packed, gradient: Packed, round: int | None, state: State) -> None:
-    """Make one step of the outer optimizer. Its state is kept in plain form, for checkpoints.
-
-    If `round` is None, the momentum is that of the last step.
-    """
+def outer_step(factory: Factory, anchor: Packed, gradient: Packed, round: int, state: State) -> None:
+    """Make one step of the outer optimizer. Its state is kept in plain form, for checkpoints."""
     for tensor, grad in zip(anchor.views, gradient.views, strict=True):
         tensor.grad = grad.to(tensor.device)
     optimizer = factory(anchor.views)
     if state["outer"] is not None:
         optimizer.load_state_dict(state["outer"])
-    if isinstance(factory, SGD) and round is not None:
+    if isinstance(factory, SGD):
         factory.set_momentum(optimizer, round)
     optimizer.step()
     state["outer"] = optimizer.state_dict()
@@ -211,8 +208,8 @@ class Gossip(Anchored):
 class Eager(Anchored):
     """An immediate outer step that uses the other workers' displacements of the round before.
 
-    `offbeat.eager_diloco` states the rule and explains `share`. At the end, every worker steps along the
-    displacements that it has not used yet, so that each has used the sum of all mean displacements.
+    `offbeat.eager_diloco` states the rule and explains `share`. At the end, every worker moves along the
+    displacements of the last round that it has not used yet.
     """
 
     anchors, weighs = "own", False
@@ -241,19 +238,19 @@ class Eager(Anchored):
         return square_distance(state["own"], mean.flats), None
 
     def close(self, live: Sequence[Tensor], room: Packed, comm: Communicator, state: State) -> None:
-        if state["anchor"] is None:
+        """Not through the outer step, whose momentum would add a jump."""
+        if state["outer"] is None:
             return
-        Anchor(room.over(state["anchor"])).write_displacement(live, room)
-        comm.mean(room.flats).wait()
-        for mean, own, flat in zip(state["mean"], state["own"], room.flats, strict=True):
-            mean.add_(flat).sub_(own, alpha=max(self.share, 1 / comm.size))
-        self._step(live, room, 0 if state["outer"] is None else None, state)
+        for mean, own in zip(state["mean"], state["own"], strict=True):
+            mean.sub_(own, alpha=max(self.share, 1 / comm.size))
+        for x, unused in zip(live, room.over(state["mean"]).views, strict=True):
+            x.sub_(unused)
         for flat in (*state["mean"], *state["own"]):
             flat.zero_()  # all displacements are used, so a run that continues starts from zero
         states = state["outer"]["state"].values()
         comm.mean([v for s in states for key, v in s.items() if key != "step" and torch.is_tensor(v)]).wait()
 
-    def _step(self, live: Sequence[Tensor], room: Packed, round: int | None, state: State) -> None:
+    def _step(self, live: Sequence[Tensor], room: Packed, round: int, state: State) -> None:
         anchor = room.over(state["anchor"])
         outer_step(self.optimizer, anchor, room.over(state["mean"]), round, state)
         anchor.write(live)
