@@ -220,6 +220,7 @@ def late_passes(expression: str, counts: list[int]) -> list[Tensor]:
     return offbeat.simulate(worker, 3)[0]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("expression", ONE_FAST)
 @pytest.mark.parametrize("context", [True, False])
 def test_several_passes(expression: str, context: bool) -> None:
@@ -379,6 +380,7 @@ def test_gradients_that_change_before_the_step(expression: str, change: Callable
     alike(lambda comm: worker(comm, False), expected)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("expression", METHODS[:3])
 def test_an_error_in_the_middle_of_a_pass(expression: str) -> None:
     """On rank 1, after two buckets have left. It repeats the pass."""
@@ -589,6 +591,7 @@ def test_between_a_pass_and_its_step(pool: Pool, expression: str, act: str) -> N
 # Checkpoints.
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("between", [False, True], ids=["after a step", "after a pass"])
 @pytest.mark.parametrize("expression", ONE_FAST)
 def test_exact_resume(expression: str, between: bool) -> None:
@@ -603,6 +606,7 @@ def test_exact_resume(expression: str, between: bool) -> None:
     alike(worker, plain(expression))
 
 
+@pytest.mark.slow
 def test_loading_while_buckets_are_in_flight() -> None:
     expression = METHODS[2]
 
@@ -803,7 +807,7 @@ def test_a_late_gradient_in_numbers() -> None:
     assert quadratic(0.25, 0.0, 1, 12) == [(n + 1) / 2**n for n in range(13)]
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("momentum", [0.0, pytest.param(0.5, marks=pytest.mark.slow), 0.9])
 def test_the_largest_stable_rate(momentum: float) -> None:
     """The roots of z² − (1 + β)z + β + lr·λ are inside the unit circle if lr·λ < 1 − β."""

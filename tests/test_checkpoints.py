@@ -100,7 +100,7 @@ OTHER_WEIGHTS = (
 )
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("expression", BROAD)
 def test_one_rank_has_another_checkpoint(expression: str) -> None:
     workers = max(enough(expression), GUILTY + 1)

@@ -309,6 +309,7 @@ def test_narrow_casts_round_twice_and_sum_in_float32() -> None:
     assert heard[0].tolist() == [86.0, 1.0]  # 258/3; in bfloat16 256 + 1 + 1 is 256, and 256/3 rounds to 85.5
 
 
+@pytest.mark.slow
 def test_stochastic_rounding_has_no_bias() -> None:
     """The mean error of n rounds stays below five standard deviations; rounding to the nearest does not."""
     rounds, step = 600, 1 / 7

@@ -256,6 +256,7 @@ def test_a_cyclic_code_by_hand() -> None:
     assert [trace[0][1] for trace, _ in runs] == [1.0, 1.0, 4.5]
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     ("size", "stragglers"), [(3, 1), (4, 1), (4, 2), (5, 2), (5, 3), (6, 3), (7, 3), (7, 4), (20, 1), (21, 2)]
 )
@@ -461,6 +462,7 @@ def delayed(comm: offbeat.Communicator, expression: str) -> Any:
     return trace, [report.kind for report in reports]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("call", ["stragglers=1", "stragglers=1, dynamic=True", "stragglers=3"])
 def test_real_workers_do_what_simulated_ones_do(pool: Pool, call: str) -> None:
     """To the bit, whoever is late in either."""

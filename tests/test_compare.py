@@ -79,6 +79,7 @@ def test_the_same_seed_gives_the_same_table(
     assert ddp["speedup"] == 1.0
 
 
+@pytest.mark.slow
 def test_report_computes_the_same_figures_from_the_logs(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

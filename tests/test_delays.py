@@ -512,6 +512,7 @@ def test_periods_that_change(when: Schedule, delay: Delay) -> None:
         assert flushed == ([len(begins) - 1] if lands[-1] > HORIZON else [])
 
 
+@pytest.mark.slow
 def test_some_of_these_periods_are_shorter_than_the_delay() -> None:
     """Or else the table would show nothing."""
 

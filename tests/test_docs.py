@@ -136,6 +136,7 @@ def test_every_method_has_a_row_and_a_section() -> None:
     assert sorted(sections) == sorted(offbeat.methods.__all__), "the sections of docs/methods.md"
 
 
+@pytest.mark.slow
 def test_every_method_has_a_picture() -> None:
     """Drawn by scripts/pictures from the log of a simulated run. The script still runs."""
     page = (ROOT / "docs/methods.md").read_text()

@@ -558,6 +558,7 @@ def jobs() -> Any:
         each.end()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     ["slowmo", *(pytest.param(name, marks=pytest.mark.slow) for name in ("local_sgd", "diloco", "cocod"))],

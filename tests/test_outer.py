@@ -449,11 +449,11 @@ def test_hierarchical_with_an_outer_step() -> None:
         ("slowmo(lr=-1.0)", "SlowMo(lr=-1.0, momentum=0.7, ramp=40): lr must be a positive number."),
         (
             "overlap_local_sgd(momentum=1.0)",
-            "Overlap(pull=0.4, momentum=1.0): momentum must be at least 0 and below 1.",
+            "Overlap(pull=0.2, momentum=1.0): momentum must be at least 0 and below 1.",
         ),
         (
             "overlap_local_sgd(pull=0.0)",
-            "Overlap(pull=0.0, momentum=0.7): pull must be above 0 and at most 1.",
+            "Overlap(pull=0.0, momentum=0.6): pull must be above 0 and at most 1.",
         ),
         (
             "diloco(ramp=-1)",

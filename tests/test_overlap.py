@@ -59,6 +59,14 @@ def test_overlap_local_sgd_pulls_by_so_much() -> None:
     assert (first[1], second[1]) == (-0.5, -1.5)
 
 
+@pytest.mark.parametrize(("pull", "momentum"), [(0.2, 0.6), (0.6, 0.7)])
+def test_how_far_overlap_local_sgd_moves(pull: float, momentum: float) -> None:
+    """At a constant slope, by (1 − pull)/(1 − pull·momentum) of a period in each round."""
+    method = f"overlap_local_sgd(every=2, pull={pull}, momentum={momentum})"
+    for trace in walked(method, 60, slope=lambda rank, step: 1.0):
+        assert trace[57] - trace[59] == pytest.approx(2 * (1 - pull) / (1 - pull * momentum), rel=1e-4)
+
+
 def test_overlap_local_sgd_at_a_changing_rate() -> None:
     # One worker on slope 1 with a boundary after every step; pull and momentum 0.5.
     # γ = 1:    z = 0       x = −1 → −0.5           v = 0.5                           send −0.5

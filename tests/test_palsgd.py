@@ -344,6 +344,7 @@ def test_the_seed_matters() -> None:
     assert traces[0] == traces[1] != traces[2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("p", "eta"), [(0.25, 1.0), (0.5, 0.5)])
 def test_the_stationary_point_of_the_expected_iteration(p: float, eta: float) -> None:
     """That of f + (η/2)|x − a|² with f = ½(x − 1)² and a = 0: 1/(1 + η).

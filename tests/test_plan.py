@@ -412,6 +412,7 @@ def test_steps_that_only_repeat_are_not_replayed(expression: str, monkeypatch: p
     assert [t for _, t in short.curve] == pytest.approx([t for _, t in full.curve], rel=1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("expression", ["ddp()", "local_sgd(every=1, delay=1)"])
 def test_equal_windows_are_worked_out_once(expression: str, monkeypatch: pytest.MonkeyPatch) -> None:
     job = Job(steps=10_000, parameters=4_000_000, layers=4, rate=Cosine(0.1, 10_000))

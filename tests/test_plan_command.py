@@ -119,6 +119,7 @@ def test_ddp_overlaps_with_the_backward_pass(capsys: pytest.CaptureFixture[str])
     assert (code, out, err) == (2, "", "offbeat: --backward 1.5: backward must be from 0 to 1.\n")
 
 
+@pytest.mark.slow
 def test_the_plan_says_what_is_known_about_quality(capsys: pytest.CaptureFixture[str]) -> None:
     methods = ("ddp", "diloco(every=64)", "diloco(every=16)", "ddp(delay=1)", "ssd_sgd")
     code, out, _ = outcome(capsys, *methods, *GIVEN)
@@ -189,6 +190,7 @@ def test_options_that_do_nothing_are_refused(
     assert (code, *capsys.readouterr()) == (2, "", f"offbeat: {sentence}\n")
 
 
+@pytest.mark.slow
 def test_the_rate_reaches_schedules(capsys: pytest.CaptureFixture[str]) -> None:
     qsr = "qsr(alpha=0.0175, base=4, warmup=100, total=936)"
     rate = ("--steps", "936", "--lr", "0.008")

@@ -753,6 +753,7 @@ REGION = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("every", "momentum", "alpha", "beta"),
     [pytest.param(*row, marks=pytest.mark.slow if i % 4 else []) for i, row in enumerate(REGION)],

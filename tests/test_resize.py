@@ -524,6 +524,7 @@ def over_gloo(comm: offbeat.Communicator, row: str, folder: str, steps: range) -
     return trace
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("row", ["local_sgd(every=2, delay=1)", "slowmo(every=2, momentum=0.5, ramp=0)"])
 def test_simulation_equals_gloo(row: str, pool: Pool, tmp_path: Path) -> None:
     """Four workers, then two, then four, each from the files of those before."""

@@ -117,7 +117,7 @@ REST = set(range(STEPS + 1)) - FEW
 AHEAD = 6  # how many steps a run resumed after one of the rest continues: more than any period
 
 
-@pytest.mark.few(8)
+@pytest.mark.few(6)
 @pytest.mark.parametrize(
     "steps", [pytest.param(FEW, id="few"), pytest.param(REST, id="rest", marks=pytest.mark.slow)]
 )

@@ -755,6 +755,7 @@ def test_totals_add_up() -> None:
     simulate(worker, 2)
 
 
+@pytest.mark.slow
 def test_the_last_thousand_reports() -> None:
     told: list[offbeat.Report] = []
     model = Transport()
@@ -983,6 +984,7 @@ def test_reprs() -> None:
     )
 
 
+@pytest.mark.slow
 def test_every_method_is_told_as_it_was_written() -> None:
     def worker(comm: Communicator) -> None:
         for expression in METHODS:

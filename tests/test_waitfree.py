@@ -218,6 +218,7 @@ def test_the_usual_time_follows_the_spread_of_steps_and_ignores_delays() -> None
     assert allowance([1.0, 1.0, 9.0, 1.0, 9.0, 1.0, 1.0]) == pytest.approx(1.1)
 
 
+@pytest.mark.slow
 def test_by_default_steps_that_vary_are_not_late() -> None:
     """Steps vary by a tenth. Once that is known, almost no worker is late, unlike with grace 0."""
     compute = lambda rank, step: random.Random(f"{rank} {step}").gauss(1, 0.1)  # noqa: E731
@@ -307,6 +308,7 @@ def test_majority_waits_for_a_worker_that_is_drawn() -> None:
         assert [r[0].kind for r in reports] == ["fresh" if rank <= drawn else "late" for rank in range(4)]
 
 
+@pytest.mark.slow
 def test_groups_mix() -> None:
     """At rate 0, log K / log S rounds of a butterfly give each worker the mean of all."""
     for workers, size, rounds in ((4, 2, 2), (8, 2, 3), (16, 4, 2), (8, 8, 1), (64, 8, 2)):

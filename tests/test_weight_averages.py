@@ -126,6 +126,7 @@ def test_averaging_takes_the_drift_off_the_lengths_of_layers_that_only_have_a_di
     assert all(projected == [True] * 32 for *_, projected in results)  # also in the steps after a round
 
 
+@pytest.mark.slow
 def test_with_adamp_averaging_shortens_layers_that_only_have_a_direction() -> None:
     """Alone, both optimizers lengthen them. AdamP by so little that rounds take more off than steps add."""
     start = float(Directions().weight.detach().square().sum())

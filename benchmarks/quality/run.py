@@ -49,7 +49,7 @@ METHODS = [
     f"sparse_loco(every={H})",
 ]
 PAPERS = [  # the settings of the papers, and those that were used before momentum grew over the rounds
-    f"overlap_local_sgd(every={H}, pull=0.6)",
+    f"overlap_local_sgd(every={H}, pull=0.6, momentum=0.7)",
     f"slowmo(every={H}, ramp=0)",
     f"diloco(every={H}, ramp=0)",
     f"streaming_diloco(every={H}, fragments=3, delay=4, ramp=0, reduce=Mean())",
@@ -64,6 +64,10 @@ MUON = ["ddp()", f"diloco(every={H})", f"local_sgd(every={H})", f"diloco(every={
 DEFAULTS = [  # from which defaults were chosen, on other seeds than those of the table
     f"eager_diloco(every={H}, lr=0.4, momentum=0.5, share=0.0)",
     *[f"eager_diloco(every={H}, share={share})" for share in (0.5, 0.75, 1.0)],
+    *[f"overlap_local_sgd(every={H}, pull=0.4, momentum={momentum})" for momentum in (0.0, 0.4, 0.7, 0.95)],
+    f"overlap_local_sgd(every={H}, pull=0.15)",
+    f"overlap_local_sgd(every={H})",
+    f"overlap_local_sgd(every={H}, pull=0.25, momentum=0.4)",
     f"local_sgd(every={H})",
 ]
 RATE = 3e-3

@@ -27,8 +27,8 @@ def overlap_local_sgd(
     optimizer: Optimizers,
     *,
     every: int | Schedule = 2,
-    pull: float = 0.4,
-    momentum: float = 0.7,
+    pull: float = 0.2,
+    momentum: float = 0.6,
     group: Group = None,
     **options: Unpack[Options],
 ) -> Synchronizer:
@@ -37,7 +37,7 @@ def overlap_local_sgd(
         x ← (1 − pull)·x + pull·z        v ← momentum·v + (z − x)        send z − v: its mean is the next z
 
     A message has a whole period to arrive. Larger `pull` keeps the workers closer together, and undoes more
-    of their last period; larger `momentum` remembers more rounds. The paper's setting is pull=0.6.
+    of their last period; larger `momentum` remembers more rounds. The paper has pull=0.6, momentum=0.7.
 
         sync = offbeat.overlap_local_sgd(model, optimizer, every=2)
 

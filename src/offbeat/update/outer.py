@@ -269,8 +269,8 @@ class Overlap(Anchored):
     anchors, sends, guards, rated = "own", "weights", False, True
     unset = ("rates",)
     zeros = ("momentum",)
-    pull: float = 0.4
-    momentum: float = 0.7
+    pull: float = 0.2
+    momentum: float = 0.6
 
     def __post_init__(self) -> None:
         if not 0 < self.pull <= 1:
