@@ -110,7 +110,7 @@ def curve(scale: Scale, result: Result, points: Points, entry: tuple[int, int], 
     """The line of a contender, a dot where it ends, and its entry in the legend: column and line."""
     path = " ".join(f"{scale.across(s):.1f},{scale.down(loss):.1f}" for s, loss in points)
     x, y = path.split()[-1].split(",")
-    left, top = LEFT + 390 * entry[0], HEIGHT + 10 + ENTRY * entry[1]
+    left, top = 16 + 405 * entry[0], HEIGHT + 10 + ENTRY * entry[1]
     dashes = f' stroke-dasharray="{dash}"' if dash else ""
     last = f"{points[-1][1]:+.1%}".replace("%", " %")
     said = f"{result.contender.name.strip('`')}: {result.total():.0f} s, {last}"
