@@ -728,12 +728,12 @@ def test_hooks_end_with_the_run() -> None:
         ([2**16 - 1, 1, 1], [2, 1]),
         ([2**18] * 4, [1, 1, 1, 1]),
         ([2**17] * 4, [1, 2, 1]),
-        ([2**20] * 16, [1, 2, 2, 2, 2, 2, 2, 2, 1]),
+        ([2**20] * 16, [1, 4, 4, 4, 3]),
         ([2**28] * 2, [1, 1]),
     ],
 )
 def test_the_sizes_of_buckets(sizes: list[int], lengths: list[int]) -> None:
-    """256 kB at least; an eighth of the model if that is more, 25 MB at most; a quarter for the first."""
+    """A quarter of the model, but 256 kB at least and 25 MB at most; for the first, a quarter of that."""
     assert cut_sizes(sizes) == lengths
 
 

@@ -2,11 +2,13 @@
 
     sudo python benchmarks/backward/run.py                    # all links; about an hour
     sudo python benchmarks/backward/run.py --links 100mbit --repetitions 4 --steps 4
+    sudo python benchmarks/backward/run.py DistributedDataParallel 'ddp()@8' 'ddp()@2' --results parts.jsonl
 
 A byte GPT of 1.85 M parameters, 4 workers. First `ddp` against DistributedDataParallel, whose buckets have
 their default size; then codes and a delay against steps without communication, at 50 Mbit/s. Contenders take
-turns. A ratio is the median over the repetitions of the step time over that of the first contender in the
-same repetition, with the quartiles. Appends one line per contender to results.jsonl, and prints the tables.
+turns. With '@8', a bucket is an eighth of the model instead of a quarter. A ratio is the median over the
+repetitions of the step time over that of the first contender in the same repetition, with the quartiles.
+Appends one line per contender to results.jsonl, and prints the tables.
 """
 
 from __future__ import annotations

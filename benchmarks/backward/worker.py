@@ -16,9 +16,11 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import offbeat
+from offbeat.engine import buckets
 from offbeat.tasks import bytes_task
 
 DDP, ALONE = "DistributedDataParallel", "no communication"
+PARTS = buckets._PARTS
 WARM = 2  # repetitions before the clock counts: DDP rearranges its buckets after its first step
 
 
@@ -29,7 +31,9 @@ def build(contender: str, batch: int) -> tuple[Callable[[], None], Callable[[], 
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     batches = task.batches(dist.get_rank(), dist.get_world_size(), batch, 0)
     trained = DistributedDataParallel(model) if contender == DDP else model
-    sync = None if contender in (DDP, ALONE) else offbeat.method(contender)(model, optimizer)
+    call, _, parts = contender.partition("@")
+    buckets._PARTS = int(parts or PARTS)
+    sync = None if contender in (DDP, ALONE) else offbeat.method(call)(model, optimizer)
 
     def step() -> None:
         task.loss(trained, next(batches)).backward()

@@ -28,7 +28,7 @@ from offbeat.engine.weights import AGAIN, NO_WEIGHT, SHARE, read_words
 from offbeat.reduce import Mean, Reducer
 from offbeat.update.update import Replace, Update
 
-_PARTS, _LEAST, _MOST = 8, 2**18, 25 * 2**20  # buckets of a medium model; rough bounds on their bytes
+_PARTS, _LEAST, _MOST = 4, 2**18, 25 * 2**20  # buckets of a medium model; rough bounds on their bytes
 
 
 def choose_sender(payload: Payload, update: Update, reduce: Reducer, delay: Delay, peers: Peers) -> Sender:
