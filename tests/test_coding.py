@@ -151,6 +151,7 @@ def test_replicas_stay_equal_to_the_bit(call: str, seed: int) -> None:
         assert all(same(a, b) for a, b in zip(trace, runs[0][0], strict=True))
 
 
+@pytest.mark.slow
 def test_with_repetition_lateness_changes_no_bit() -> None:
     """Dropout included: replicas of a part draw the same numbers, and ranks are added in order."""
     ends = [

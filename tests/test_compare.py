@@ -227,6 +227,7 @@ def test_every_method_is_searched_and_timed(capsys: pytest.CaptureFixture[str], 
         assert row["loss"] < 10, row["method"]
 
 
+@pytest.mark.slow
 @SHARED
 def test_unlike_runs_have_their_own_tables(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, made: Path
@@ -258,6 +259,7 @@ def test_unlike_runs_have_their_own_tables(
     assert text.count("unfinished: ") == 3
 
 
+@pytest.mark.slow
 def test_a_study_is_a_grid_that_goes_on(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     words = ["study", "ddp", "local_sgd", "--model", "tiny", "--workers", "1,2", "--every", "2,5",
              "--samples", "320", "--out", str(tmp_path / "grid")]  # fmt: skip

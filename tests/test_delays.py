@@ -306,7 +306,7 @@ def test_what_a_code_kept_back_is_all_that_moves_the_mean() -> None:
     torch.testing.assert_close(weights, alone + residuals)
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("gain", ["", ", gain=1.0"])
 def test_feedback_and_a_delay_converge(gain: str) -> None:
     """Each round sends an eighth of a parabola's coordinates. A gain of 1/4 would send the others twice."""

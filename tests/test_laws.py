@@ -13,7 +13,7 @@ import offbeat
 pytestmark = pytest.mark.xdist_group("laws")
 
 
-@pytest.mark.few(44)
+@pytest.mark.few(38)
 @pytest.mark.parametrize("law", LAWS, ids=str)
 def test_laws(law: Law) -> None:
     options = dict(law.options)

@@ -155,6 +155,7 @@ def test_without_methods_there_are_some(capsys: pytest.CaptureFixture[str]) -> N
     assert len(told(capsys, *GIVEN)["predictions"]) == 5
 
 
+@pytest.mark.slow
 def test_what_the_options_mean(capsys: pytest.CaptureFixture[str]) -> None:
     seconds = {}
     for name, options in {

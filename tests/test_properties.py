@@ -115,6 +115,7 @@ class Run:
         return trace
 
 
+@pytest.mark.slow
 @lawful
 @given(worlds, shapes, optimizers, st.integers(0, 9))
 def test_replicas_are_equal_after_finish(
