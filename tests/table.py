@@ -293,7 +293,7 @@ LAWS = [
     # Methods that come with a code are others with this code.
     Law(
         "sparse_loco(every=3)",
-        "diloco(every=3, lr=1.0, momentum=0.0, "
+        "diloco(every=3, lr=1.5, momentum=0.0, "
         "reduce=ErrorFeedback(TopK(64, chunk=4096, bits=2), decay=0.95))",
         wide=True,
         options=FLOATS,

@@ -173,9 +173,50 @@ def test_sparse_loco_by_hand() -> None:
         return net.weight.detach()[0], sync.state_dict()["parts"][0]["states"]["reduce"]["residual"][0]
 
     for weight, left in offbeat.simulate(worker, 2):
-        assert torch.equal(weight[:64], -values[:64])
+        assert torch.equal(weight[:64], -1.5 * values[:64])
         assert not weight[64:].any()
         assert torch.equal(left, torch.where(values == 1.0, 1.0, 0.0))
+
+
+def test_sparse_loco_fades_what_waits() -> None:
+    """64 values grow in three rounds and are sent in the last: 1 + decay + decay² of a growth arrives."""
+    large = torch.zeros(4096)
+    large[:64] = 8.0
+    small = torch.zeros(4096)
+    small[64:128] = -1.0
+
+    def worker(comm: offbeat.Communicator) -> Tensor:
+        net = nn.Linear(4096, 1, bias=False)
+        with torch.no_grad():
+            net.weight.zero_()
+        opt = torch.optim.SGD(net.parameters(), lr=1.0)
+        sync = offbeat.sparse_loco(net, opt, every=1, group=comm)
+        for slope in (large + small, large + small, small):
+            opt.zero_grad()
+            net(slope).backward()
+            sync.step()
+        return net.weight.detach()[0]
+
+    for weight in offbeat.simulate(worker, 2):
+        torch.testing.assert_close(weight, -1.5 * (2 * large + (1 - 0.95**3) / 0.05 * small))
+
+
+@pytest.mark.parametrize(("share", "grows"), [(0.03, False), (0.05, False), (0.25, True)])
+def test_sparse_loco_is_stable_as_its_page_says(share: float, grows: bool) -> None:
+    """4 096 values, each sent every 64 rounds on average: lr·c·(1 − decay⁶⁴)/(1 − decay) is 29·c."""
+
+    def worker(comm: offbeat.Communicator) -> float:
+        net = nn.Linear(4096, 1, bias=False)
+        with torch.no_grad():
+            net.weight.copy_(torch.randn(4096, generator=torch.Generator().manual_seed(0)))
+        sync = offbeat.sparse_loco(net, torch.optim.SGD(net.parameters(), lr=share), every=1, group=comm)
+        for _ in range(200):
+            net.weight.grad = net.weight.detach().clone()
+            sync.step()
+        return net.weight.square().mean().sqrt().item()
+
+    rms = offbeat.simulate(worker, 2)[0]
+    assert rms > 10 if grows else rms < 0.5
 
 
 def test_codes_of_a_node_are_for_its_outside() -> None:

@@ -1,4 +1,4 @@
-"""The defaults of the methods with a momentum over rounds, against plain averaging with the same period."""
+"""The defaults of methods with an outer step or a momentum, against plain averaging with the same period."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ METHODS = [
     f"palsgd(every={EVERY})",
     f"noloco(every={EVERY})",
     f"overlap_local_sgd(every={EVERY})",
+    f"sparse_loco(every={EVERY})",
 ]
 
 

@@ -45,8 +45,8 @@ def blocks(only_pooled: bool) -> list[Any]:
         for match in BLOCK.finditer(text):
             if bool(match["workers"]) == only_pooled:
                 line = text.count("\n", 0, match.start("code")) + 1
-                # Plans take long, and tests of their own show that they are right.
-                marks = [pytest.mark.slow] if page == "docs/plan.md" else []
+                # Plans and the script of the start page take long, and have tests of their own.
+                marks = [pytest.mark.slow] if page in ("docs/plan.md", "docs/index.md") else []
                 found.append(pytest.param(match, line, id=f"{page}:{line}", marks=marks))
     return found
 
@@ -314,6 +314,12 @@ def test_losses_by_length_are_those_of_the_runs() -> None:
     logged = [json.loads(line) for line in script["RESULTS"].read_text().splitlines()]
     header, _, *lines = script["lengths"](logged).splitlines()
     assert rows_below("By length") == [header, *lines]
+
+
+def test_outer_rates_are_those_of_the_runs() -> None:
+    script = runpy.run_path(str(ROOT / "benchmarks/quality/sparse.py"))
+    rows = [json.loads(line) for line in script["RESULTS"].read_text().splitlines()]
+    assert script["table"](rows) in (ROOT / "docs/benchmarks.md").read_text()
 
 
 def test_the_table_of_codes_is_that_of_its_log() -> None:

@@ -48,8 +48,10 @@ METHODS = [
     f"lookahead_diloco(every={H})",
     f"sparse_loco(every={H})",
 ]
-PAPERS = [  # the settings of the papers, and those that were used before momentum grew over the rounds
+PAPERS = [  # the settings of the papers, and others beside the defaults
     f"overlap_local_sgd(every={H}, pull=0.6, momentum=0.7)",
+    f"sparse_loco(every={H}, lr=1.0)",
+    f"sparse_loco(every={H}, lr=2.0)",
     f"slowmo(every={H}, ramp=0)",
     f"diloco(every={H}, ramp=0)",
     f"streaming_diloco(every={H}, fragments=3, delay=4, ramp=0, reduce=Mean())",
@@ -68,11 +70,16 @@ DEFAULTS = [  # from which defaults were chosen, on other seeds than those of th
     f"overlap_local_sgd(every={H}, pull=0.15)",
     f"overlap_local_sgd(every={H})",
     f"overlap_local_sgd(every={H}, pull=0.25, momentum=0.4)",
+    *[f"sparse_loco(every={H}, lr={lr})" for lr in (1.0, 2.0, 2.5, 3.0)],
+    *[f"sparse_loco(every={H}, decay={decay}, lr=1.0)" for decay in (0.5, 0.8, 1.0)],
+    *[f"sparse_loco(every={H}, decay={decay}, lr=2.0)" for decay in (0.9, 1.0)],
+    *[f"sparse_loco(every={H}, ratio={ratio}, lr=1.0)" for ratio in (8, 16, 32)],
+    f"sparse_loco(every={H})",
     f"local_sgd(every={H})",
 ]
 RATE = 3e-3
 LENGTHS = (100, 400, 1600)
-LONG = [METHODS[1], *METHODS[9:16], *PAPERS[:7]]  # what is run for all lengths
+LONG = [METHODS[1], *METHODS[9:16], METHODS[-1], *PAPERS[:9]]  # what is run for all lengths
 RESULTS = Path(__file__).parent / "results.jsonl"
 
 

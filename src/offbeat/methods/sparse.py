@@ -59,7 +59,7 @@ def sparse_loco(
     every: int | Schedule = 30,
     ratio: int = 64,
     decay: float = 0.95,
-    lr: float = 1.0,
+    lr: float = 1.5,
     group: Group = None,
     **extras: Unpack[Extras],
 ) -> Synchronizer:
@@ -68,6 +68,7 @@ def sparse_loco(
         e ← decay·e + (a − x)        q = code(e)        e ← e − q        a ← a − lr·mean(q)        x ← a
 
     Larger `ratio` sends less; larger `decay` remembers unsent values longer; larger `lr` takes longer steps.
+    The paper's `lr` is 1.0: use it if the local optimizer is SGD with a large rate.
 
         sync = offbeat.sparse_loco(model, optimizer, every=30)
 
