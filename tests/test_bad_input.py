@@ -350,7 +350,7 @@ def other_checkpoint(comm: offbeat.Communicator, guilty: Sequence[int], change: 
         ({"method": "ddp()"}, "The checkpoint has method ddp(), this run has local_sgd(every=2)."),
         ({"workers": 8}, "The checkpoint has workers 8, this run has 3."),
         ({"rank": 7}, "The checkpoint has rank 7, this worker has 1: every rank loads its own."),
-        ({}, "The checkpoint has format None, this run has 7."),
+        ({}, "The checkpoint has format None, this run has 8."),
     ],
 )
 def test_a_checkpoint_that_does_not_fit(pool: Pool, change: dict[str, Any], sentence: str) -> None:

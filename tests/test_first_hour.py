@@ -142,8 +142,10 @@ def test_a_slip_of_the_finger_is_recognized(call: Call, words: list[str], meant:
 
 
 @pytest.mark.parametrize("command", ["train", "compare", "study", "plan"])
-def test_a_misspelled_method_is_named_before_torch_is_loaded(call: Call, command: str) -> None:
-    sys.modules.pop(f"offbeat.app.commands.{command}", None)
+def test_a_misspelled_method_is_named_before_torch_is_loaded(
+    call: Call, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    monkeypatch.delitem(sys.modules, f"offbeat.app.commands.{command}", raising=False)  # comes back
     sentence = "There is no method 'dilco' (did you mean 'diloco'?); `offbeat methods` lists them."
     assert call(command, "dilco(every=3)") == (2, "", f"offbeat: {sentence}\n")
     assert f"offbeat.app.commands.{command}" not in sys.modules
