@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 import offbeat
 from offbeat.comm.collective import BROADCAST, COLLECTIVES, GATHER, Collective
 from offbeat.comm.communicator import Worker
+from offbeat.engine.agreement import FORMAT
 
 
 class Talk(offbeat.Metered):
@@ -350,7 +351,7 @@ def other_checkpoint(comm: offbeat.Communicator, guilty: Sequence[int], change: 
         ({"method": "ddp()"}, "The checkpoint has method ddp(), this run has local_sgd(every=2)."),
         ({"workers": 8}, "The checkpoint has workers 8, this run has 3."),
         ({"rank": 7}, "The checkpoint has rank 7, this worker has 1: every rank loads its own."),
-        ({}, "The checkpoint has format None, this run has 8."),
+        ({}, f"The checkpoint has format None, this run has {FORMAT}."),
     ],
 )
 def test_a_checkpoint_that_does_not_fit(pool: Pool, change: dict[str, Any], sentence: str) -> None:

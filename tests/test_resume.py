@@ -14,6 +14,7 @@ from ticking import clocked
 from torch import Tensor
 
 import offbeat
+from offbeat.engine.agreement import FORMAT
 
 # The tests share their runs, so one process runs them all.
 pytestmark = pytest.mark.xdist_group("resume")
@@ -182,7 +183,7 @@ def load(comm: offbeat.Communicator, expression: str, change: dict[str, Any]) ->
     [
         ({"method": "ddp()"}, r"The checkpoint has method ddp\(\), this run has local_sgd\(every=3\)."),
         ({"workers": 8}, "The checkpoint has workers 8, this run has 2."),
-        ({"format": 7}, "The checkpoint has format 7, this run has 8."),
+        ({"format": 0}, f"The checkpoint has format 0, this run has {FORMAT}."),
         ({"rank": 5}, "The checkpoint has rank 5, this worker has [01]: every rank loads its own."),
     ],
 )

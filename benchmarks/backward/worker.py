@@ -20,7 +20,7 @@ from offbeat.engine import buckets
 from offbeat.tasks import bytes_task
 
 DDP, ALONE = "DistributedDataParallel", "no communication"
-PARTS = buckets._PARTS
+PARTS = buckets._PARTS  # a bucket is the model divided by this, unless a contender ends with '@' and a number
 WARM = 2  # repetitions before the clock counts: DDP rearranges its buckets after its first step
 
 
