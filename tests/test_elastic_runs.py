@@ -18,9 +18,9 @@ from offbeat.app.commands import elastic as command
 from offbeat.app.report.page import render
 from offbeat.app.runs import folder as folders
 from offbeat.app.runs.elastic import saved_steps
-from offbeat.app.runs.presence import list_presence
+from offbeat.app.runs.presence import Presence, list_presence
 from offbeat.app.runs.seats import count_taken, take_seat
-from offbeat.app.runs.summary import read
+from offbeat.app.runs.summary import Logged, read
 from offbeat.base.errors import OffbeatError
 
 
@@ -152,9 +152,16 @@ def test_a_worker_is_killed_and_another_takes_its_seat(tmp_path: Path) -> None:
     lives = [sum(e["kind"] == "life" and e["alive"] for e in rank) for rank in run.ranks]
     assert sorted(lives) == [0, 1, 2]
     stayed, came = sorted(list_presence(run), key=lambda p: lives[int(p.name[-1])])
-    assert came.alive < stayed.alive
-    assert stayed.alive > 0.99  # the first look may come after the start
+    assert stayed.alive == pytest.approx(share_from_first_to_last(run, stayed))
+    assert came.alive < share_from_first_to_last(run, came)  # nobody had the seat for a while
     assert came.counted < stayed.counted == 1
+
+
+def share_from_first_to_last(run: Logged, worker: Presence) -> float:
+    """The share of the run's seconds between the first and the last line of a seat."""
+    times = [float(entry["t"]) for rank in run.ranks for entry in rank]
+    own = [float(entry["t"]) for entry in run.ranks[int(worker.name[-1])]]
+    return (own[-1] - own[0]) / (max(times) - min(times))
 
 
 def elastic(folder: Path, *words: str) -> list[str]:

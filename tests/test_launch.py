@@ -113,8 +113,8 @@ class Scene:
             with suppress(OSError):
                 for fd in Path("/proc", str(process), "fd").iterdir():
                     with suppress(OSError):
-                        inode = os.readlink(fd)[len("socket:[") : -1]
-                        if inode in at:
+                        kind, _, inode = os.readlink(fd).rstrip("]").partition(":[")
+                        if kind == "socket" and inode in at:
                             found.add(
                                 (process == self.process.pid, _address(at[inode][0]), int(at[inode][1], 16))
                             )
