@@ -162,7 +162,7 @@ def stopped(function: Callable[..., None], victim: int, *args: Any) -> list[str]
     return [what[1] for _, what in words]
 
 
-WAITING = "local_sgd(every=2)", "eager_sgd(every=2)"
+WAITING = "local_sgd(every=2)", "eager_sgd(every=2)", "gradient_code(stragglers=0)"
 
 
 @pytest.mark.parametrize("expression", WAITING)

@@ -187,14 +187,18 @@ def forgetting(comm: offbeat.Communicator) -> tuple[list[str], list[str]]:
     return before, others()
 
 
-def failing(comm: offbeat.Communicator, interrupt: bool) -> tuple[str, list[str]]:
-    """Rank 1's loop fails; no thread of any rank outlives it."""
+def failing(
+    comm: offbeat.Communicator, expression: str, guilty: int, interrupt: bool
+) -> tuple[str, list[str]]:
+    """The loop of one rank fails; no thread of any rank outlives it."""
     net = nn.Linear(5, 5)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     try:
-        with offbeat.wagma(net, torch.optim.SGD(net.parameters(), lr=0.1), every=4, group=comm) as sync:
+        with offbeat.method(expression)(net, optimizer, group=comm) as sync:
             for step in range(10):
-                if (comm.rank, step) == (1, 5):
+                if (comm.rank, step) == (guilty, 5):
                     raise KeyboardInterrupt if interrupt else KeyError("mine")
+                net(torch.ones(5)).sum().backward()
                 sync.step()
     except BaseException as error:
         return f"{type(error).__name__}: {error}", others()
@@ -236,13 +240,27 @@ def test_a_forgotten_synchronizer_ends_its_threads(pool: Pool) -> None:
         assert after == []
 
 
-@pytest.mark.parametrize("interrupt", [False, True])
-def test_threads_end_with_an_error_in_the_loop(pool: Pool, interrupt: bool) -> None:
-    answers = pool.run(failing, interrupt, fresh=True)
-    assert answers[1][0].startswith("KeyboardInterrupt" if interrupt else "KeyError")
+@pytest.mark.parametrize("guilty", [0, 1])
+@pytest.mark.parametrize(
+    ("expression", "interrupt"),
+    [
+        ("wagma(every=4)", True),
+        ("wagma(every=4)", False),
+        ("eager_sgd(every=4, activation='majority')", False),
+        ("gradient_code(stragglers=0)", False),
+        ("gradient_code(stragglers=1)", False),
+        ("gradient_code(stragglers=1, dynamic=True)", False),
+    ],
+)
+def test_threads_end_with_an_error_in_the_loop(
+    pool: Pool, expression: str, guilty: int, interrupt: bool
+) -> None:
+    """The others notice, whichever rank it is: rank 0 decides about the rounds of coded gradients."""
+    answers = pool.run(failing, expression, guilty, interrupt, fresh=True)
+    assert answers[guilty][0].startswith("KeyboardInterrupt" if interrupt else "KeyError")
     for rank, (error, alive) in enumerate(answers):
         assert alive == []
-        assert rank == 1 or error.startswith("PeerLost: "), error
+        assert rank == guilty or (error.startswith("PeerLost: ") and f"rank {guilty} failed" in error), error
 
 
 def test_an_error_in_a_thread_is_raised_by_the_next_step(pool: Pool) -> None:

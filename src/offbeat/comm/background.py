@@ -27,6 +27,7 @@ T = TypeVar("T")
 _LISTENER = "offbeat-listen"
 _LONG = timedelta(days=365)  # a listener never gives up
 _WAKE = 2.0  # seconds that the store has to accept a number
+_LOOK = 1.0  # seconds between two looks in the store while one worker waits for another
 _END = 10.0  # seconds to wait for a thread to end; each checks four times a second
 
 
@@ -110,6 +111,14 @@ class Sidecar(ABC):
     def until(self, ready: Callable[[], bool], what: str, seconds: float | None = None) -> bool:
         """Inside `locked`: release the lock and wait for `ready()`. Return False after a timeout."""
 
+    def await_word(self, rank: int, least: int, what: str, seconds: float) -> int:
+        """Inside `locked`: wait for a rank to announce at least this number, and return what it announced.
+
+        While that rank lives, it does so within `seconds`. Raises if a worker has left.
+        """
+        self.until(lambda: self.heard_from(rank) >= least, what)
+        return self.heard_from(rank)
+
     @abstractmethod
     def announce(self, number: int, to: int | None = None) -> None:
         """Send a number to every worker, or to one. On each worker, only one thread calls this."""
@@ -131,7 +140,8 @@ class ThreadSidecar(Sidecar):
     """
 
     def __init__(self, comm: Communicator, monitor: PeerMonitor) -> None:
-        self.comm, self._store_client, self._timeout = comm, monitor.store_client, monitor.timeout
+        self.comm, self._monitor = comm, monitor
+        self._store_client, self._timeout = monitor.store_client, monitor.timeout
         self._heard = [-1] * comm.size  # by rank
         self._stopped, self._queues = monitor.stopped, f"{monitor.key}/queue"
         self._shared, self._threads = threading.Condition(), list[threading.Thread]()
@@ -199,6 +209,13 @@ class ThreadSidecar(Sidecar):
         return True
 
     def heard_from(self, rank: int) -> int:
+        return self._heard[rank]
+
+    def await_word(self, rank: int, least: int, what: str, seconds: float) -> int:
+        # A rank that has left pushes nothing into queues: only its note in the store tells.
+        wait = self._monitor.expect_word(rank, what, seconds)
+        while not self.until(lambda: self._heard[rank] >= least, what, _LOOK):
+            wait.check()
         return self._heard[rank]
 
     def announce(self, number: int, to: int | None = None) -> None:

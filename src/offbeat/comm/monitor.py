@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -102,6 +103,10 @@ class PeerMonitor:
                     return Disagreement(verdict.decode())
         return None
 
+    def expect_word(self, rank: int, what: str, seconds: float) -> WordWait:
+        """Begin to wait for a number that a rank announces within `seconds`."""
+        return WordWait(self, rank, what, seconds)
+
     def explain_loss(self, what: str, error: Exception) -> OffbeatError:
         """Return the error for a broken connection: why a rank left, if it said so; otherwise which rank."""
         with suppress(dist.DistError, Silent):
@@ -188,6 +193,18 @@ class Wait:
             ):
                 return f": {list_ranks(absent)} {'is' if len(absent) == 1 else 'are'} missing"
         return ""
+
+
+class WordWait(Wait):
+    """A wait for a number that one rank announces. While that rank lives, it does so within `seconds`."""
+
+    def __init__(self, monitor: PeerMonitor, rank: int, what: str, seconds: float) -> None:
+        super().__init__(monitor, "", sys.maxsize, what)
+        self._deadline += seconds
+        self._rank = monitor.names[rank]
+
+    def _list_absent(self) -> str:
+        return f": rank {self._rank} is missing"
 
 
 def list_ranks(ranks: Sequence[int]) -> str:

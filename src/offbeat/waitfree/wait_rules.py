@@ -133,6 +133,6 @@ class _Count:
 def _obey(rounds: Rounds, round: int, attempt: int) -> int:
     """On all other ranks: wait for the verdict of rank 0. 0: it asks whether this rank is alive."""
     sidecar, shift, number = rounds.sidecar, 2 * rounds.sidecar.comm.size, round << _ATTEMPTS | attempt
+    what, seconds = f"the verdict on round {round}", _FIRST_LOOK * 2**attempt
     with sidecar.locked():
-        sidecar.until(lambda: sidecar.heard_from(0) >> shift >= number, f"the verdict on round {round}")
-        return sidecar.heard_from(0) & (1 << shift) - 1
+        return sidecar.await_word(0, number << shift, what, seconds) & (1 << shift) - 1
