@@ -16,9 +16,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import offbeat
+from offbeat.base.packed import Packed
+from offbeat.comm.communicator import Worker
 from offbeat.engine import buckets
 from offbeat.engine.buckets import Buckets, cut_sizes
 from offbeat.engine.exchange import Exchange
+from offbeat.engine.pipeline import Pipeline
 from offbeat.simulate import Constant
 
 WIDTH = 2**16  # values of a layer: as many bytes as the shortest bucket
@@ -146,7 +149,7 @@ def plain(expression: str = "ddp()", steps: int = 4, **options: Any) -> list[Ten
 def test_a_mean_does_not_depend_on_when_its_buckets_leave(expression: str) -> None:
     def worker(comm: offbeat.Communicator) -> list[Tensor]:
         run = Run(comm, expression).go(4)
-        assert run.left == [0, 3, 3, 3]  # the first step teaches which gradients there are
+        assert run.left == [0, 2, 2, 2]  # the first step teaches which gradients there are
         return run.weights()
 
     alike(worker, plain(expression))
@@ -188,7 +191,7 @@ def test_simulation_equals_gloo_to_the_bit(pool: Pool, expression: str) -> None:
     expected = offbeat.simulate(lambda comm: real(comm, expression), 4)
     for (weights, left), (others, _) in zip(pool.run(real, expression), expected, strict=True):
         assert equal(weights, others)
-        assert left == [0, 3, 3]
+        assert left == [0, 2, 2]
 
 
 # Several passes, changed gradients, and passes without a step: what is averaged is what is there at the step.
@@ -228,7 +231,7 @@ def test_several_passes(expression: str, context: bool) -> None:
 
     def worker(comm: offbeat.Communicator) -> list[Tensor]:
         run = passes(comm, expression, [2, 2, 2, 2], context=context)
-        assert run.left == [0, 3, 3, 3]
+        assert run.left == [0, 2, 2, 2]
         assert run.sender._times == 0
         return run.weights()
 
@@ -241,7 +244,7 @@ def test_more_passes_than_before(expression: str, caplog: pytest.LogCaptureFixtu
 
     def worker(comm: offbeat.Communicator) -> list[Tensor]:
         run = passes(comm, expression, [1, 1, 3, 3, 2, 3], context=False)
-        assert run.left == [0, 3, 3, 0, 0, 3]
+        assert run.left == [0, 2, 2, 0, 0, 2]
         sizes = [report.bytes_sent for report in run.sync.reports]
         for twice in (2, 5):
             assert sizes[twice] - 64 * 2 == pytest.approx(2 * (sizes[1] - 64 * 2), rel=0.01)
@@ -259,7 +262,7 @@ def test_one_unusual_step_does_not_end_the_overlap() -> None:
 
     def worker(comm: offbeat.Communicator) -> list[Tensor]:
         run = passes(comm, "ddp()", [1, 1, 2, 1, 1, 1], context=False)
-        assert run.left == [0, 3, 3, 0, 3, 3]
+        assert run.left == [0, 2, 2, 0, 2, 2]
         assert run.sender._times == 1
         return run.weights()
 
@@ -278,7 +281,7 @@ def test_an_accumulation_inside_another() -> None:
         assert len(run.sender._in_flight) == 0
         run.backward(0.25)
         run.step()
-        assert (run.left, run.sender._times) == ([0, 3, 3], 0)
+        assert (run.left, run.sender._times) == ([0, 2, 2], 0)
         return run.go(1).weights()
 
     alike(worker, plain())
@@ -291,7 +294,7 @@ def test_a_held_pass_after_buckets_have_left() -> None:
         with run.sync.accumulate():
             run.backward(0.5)
         run.step()
-        assert (run.left, run.sender._times) == ([0, 3, 3], 1)
+        assert (run.left, run.sender._times) == ([0, 2, 2], 1)
         return run.go(1).weights()
 
     alike(worker, plain())
@@ -372,7 +375,7 @@ def test_gradients_that_change_before_the_step(expression: str, change: Callable
             run.step()
         if not late:
             twice = change not in (clear, skip)  # these add a pass, and the buckets leave with the last one
-            assert run.left == ([0, 3, 0, 3, 0, 0] if twice else [0, 3, 3, 3, 3, 3])
+            assert run.left == ([0, 2, 0, 2, 0, 0] if twice else [0, 2, 2, 2, 2, 2])
             assert run.sender._times == (2 if twice else 0)
         return run.weights()
 
@@ -411,7 +414,7 @@ def test_gradients_that_are_missing_at_times(expression: str) -> None:
         run = Run(comm, expression, use=use).go(5)
         assert run.sender._times == 0
         # Where layer 1 is missing, the buckets before its own leave.
-        assert run.left == ([0, 0, 2, 0, 2] if comm.rank == 1 else [0, 3, 2, 2, 2])
+        assert run.left == ([0, 0, 1, 0, 1] if comm.rank == 1 else [0, 2, 1, 1, 1])
         return run.weights()
 
     alike(worker, plain(expression, 5, use=use))
@@ -432,7 +435,7 @@ def test_a_gradient_that_never_comes_holds_nothing_up() -> None:
         run.backward()
         return [len(run.sender._in_flight)]
 
-    assert offbeat.simulate(worker, 2) == [[3], [3]]
+    assert offbeat.simulate(worker, 2) == [[2], [2]]
 
 
 def test_tied_and_frozen_parameters() -> None:
@@ -449,7 +452,7 @@ def test_tied_and_frozen_parameters() -> None:
             left = len(sync.parts[0].sender._in_flight)
             sync.step()
             opt.zero_grad()
-        assert (left, sync.parts[0].sender._times) == (3, 0)
+        assert (left, sync.parts[0].sender._times) == (2, 0)
         return [layer[0].item() / net.spread[0].item() for layer in net.layers]
 
     assert offbeat.simulate(worker, 2) == [[-2.25, -4.5, -2.25, -2.25, 0.0, -4.5]] * 2
@@ -471,7 +474,7 @@ def test_weighted_rounds_leave_at_the_step(caplog: pytest.LogCaptureFixture) -> 
             run.step(samples=samples)
         run.go(2)
         if not late:
-            assert run.left == [0, 3, 3, 0, 0, 0, 0, 3]
+            assert run.left == [0, 2, 2, 0, 0, 0, 0, 2]
         return run.weights()
 
     expected = offbeat.simulate(lambda comm: worker(comm, True), 3)[0]
@@ -507,7 +510,7 @@ def test_a_model_that_is_converted_before_the_first_step() -> None:
         for _ in range(3):
             run.net([1.0 + comm.rank] * 4).backward()
             run.step()
-        assert run.left == [0, 3, 3]
+        assert run.left == [0, 2, 2]
         return run.weights()
 
     mean = 1.5 * (Layers().spread.double() / 7)
@@ -522,7 +525,7 @@ def test_no_bucket_leaves_where_no_round_follows() -> None:
         run.sync.finish()
         return run.left
 
-    assert offbeat.simulate(worker, 2) == [[0, 3, 3, 0, 0, 0, 0, 0]] * 2
+    assert offbeat.simulate(worker, 2) == [[0, 2, 2, 0, 0, 0, 0, 0]] * 2
 
 
 def test_one_worker_sends_nothing_early() -> None:
@@ -541,7 +544,7 @@ def between(comm: offbeat.Communicator, expression: str, act: str, late: bool = 
     saved, before = run.sync.state_dict(), run.weights()
     run.backward()
     if not late:
-        assert len(run.sender._in_flight) == (1 if comm.rank == 1 else 3)
+        assert len(run.sender._in_flight) == (1 if comm.rank == 1 else 2)
     if act == "finish":
         run.sync.finish()
         assert equal(before, run.weights())
@@ -726,21 +729,84 @@ def test_hooks_end_with_the_run() -> None:
         ([1, 1], [2]),
         ([2**18], [1]),
         ([2**16 - 1, 1, 1], [2, 1]),
-        ([2**18] * 4, [1, 1, 1, 1]),
+        ([2**18] * 4, [1, 2, 1]),
         ([2**17] * 4, [1, 2, 1]),
-        ([2**20] * 16, [1, 4, 4, 4, 3]),
+        ([2**20] * 16, [2, 8, 6]),
+        ([2**23] * 16, [1, 4, 4, 4, 3]),
         ([2**28] * 2, [1, 1]),
     ],
 )
 def test_the_sizes_of_buckets(sizes: list[int], lengths: list[int]) -> None:
-    """A quarter of the model, but 256 kB at least and 25 MB at most; for the first, a quarter of that."""
+    """Half of the model, but 256 kB at least and 25 MB at most; for the first, a quarter of that."""
     assert cut_sizes(sizes) == lengths
 
 
-def test_seconds_by_hand() -> None:
-    """Four buckets of 256 kB at 1 MB/s and compute of 3 s: a bucket takes 0.25 s and leaves every 0.5 s.
+class NotedWorker(Worker):
+    """Notes which of its duplicates sends a message, and when the message is waited for."""
 
-    They leave at 1.5, 2.0, 2.5 and 3.0. All but the last arrive before the next one leaves.
+    def __init__(self, comm: offbeat.Communicator, log: list[str]) -> None:
+        self.comm, self.log, self.made = comm, log, 0
+
+    def duplicate(self) -> offbeat.Communicator:
+        self.made += 1
+        number, log = self.made, self.log
+
+        class Noted(offbeat.Metered):
+            sends = 0
+
+            def run(self, kind: Any, *given: Any, **options: Any) -> Any:
+                self.sends += 1
+                name = f"{kind.name} {self.sends} on {number}"
+                log.append(f"send {name}")
+                message = super().run(kind, *given, **options)
+                return message.then(lambda got: (log.append(f"got {name}"), got)[1])
+
+        return Noted(self.comm.worker.duplicate())
+
+    def task_queue(self) -> Any:
+        return self.comm.worker.task_queue()
+
+    def leave(self, departure: Any) -> None:
+        raise AssertionError("no worker of this test leaves")
+
+    sidecar = leave  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_the_order_of_messages_in_a_pipeline(threads: int) -> None:
+    """Later messages have their own connections. A bucket is finished after those of the next are sent."""
+
+    def worker(comm: offbeat.Communicator) -> tuple[list[str], list[Tensor]]:
+        log, state = list[str](), {"residual": None, "factor": 1.0, "code": {}}
+        pipeline = Pipeline(offbeat.Quantized(4), NotedWorker(comm, log), threads=threads)
+        parts = [Packed.like({"x": torch.empty(4096)}) for _ in range(3)]
+        for part in parts:
+            part.read([torch.full((4096,), 1.0 + comm.rank)])
+        sent = [
+            pipeline.send(part, offbeat.Clock(1, 0, 0.1), state, last=part is parts[-1]) for part in parts
+        ]
+        for message in sent:
+            message.wait()
+        pipeline.close(wait=True)
+        return log, [part.views[0] for part in parts]
+
+    for log, means in offbeat.simulate(worker, 2):
+        assert all(torch.equal(mean, torch.full((4096,), 1.5)) for mean in means)
+        order = [entry for entry in log if "gather" in entry]
+        if threads == 2:
+            acts = ("send", 1), ("send", 2), ("got", 1), ("send", 3), ("got", 2), ("got", 3)
+            assert order == [f"{act} gather {n} on 2" for act, n in acts]
+            assert [entry for entry in log if "send exchange" in entry] == [
+                f"send exchange {n} on 1" for n in (1, 2, 3)
+            ]
+        else:
+            assert all(entry.endswith(" on 1") for entry in log)
+
+
+def test_seconds_by_hand() -> None:
+    """Buckets of 256, 512 and 256 kB at 1 MB/s, and compute of 3 s: they take 0.25, 0.5 and 0.25 s.
+
+    They leave at 1.5, 2.5 and 3.0. All but the last have arrived when the next one leaves.
     """
 
     def worker(comm: offbeat.Communicator) -> list[tuple[float, float]]:
@@ -868,7 +934,7 @@ def test_a_scale_that_changes() -> None:
             slopes = [slope(comm.rank, step, layer) for layer in range(4)]
             scaler.scale(run.net(slopes)).backward()
             run.step(local=lambda: (scaler.unscale_(run.opt), scaler.step(run.opt), scaler.update()))
-        assert (run.left, scaler.get_scale()) == ([0, 3, 3, 3], 64.0)
+        assert (run.left, scaler.get_scale()) == ([0, 2, 2, 2], 64.0)
         return run.weights()
 
     alike(worker, plain())
@@ -986,7 +1052,7 @@ def test_a_compiled_model() -> None:
         for step in range(4):
             compiled([slope(comm.rank, step, layer) for layer in range(4)]).backward()
             run.step()
-        assert run.left == [0, 3, 3, 3]
+        assert run.left == [0, 2, 2, 2]
         return run.weights()
 
     alike(worker, plain())

@@ -392,21 +392,57 @@ def test_bytes_by_hand() -> None:
 
         return offbeat.simulate(worker, 4)[0]
 
-    extra = 3 * 64 + 60  # one word to each of the others, and the small tensor: 40 bytes × 2·3/4
-    # 4 106 values are cut into 4 slices of 5 blocks of 256: numbers and scales, to the others and back.
-    assert sent(Quantized(8)) == extra + 2 * 3 * 5 * (256 + 2)
-    assert sent(Quantized(4, block=256)) == extra + 2 * 3 * 5 * (128 + 2)
+    # A word of 8 bytes and 3 values of the small tensor, in 16 bytes, at the head of each message. 4 106
+    # values are cut into 4 slices of 5 blocks of 256: numbers and scales, to the others and back. A multiple
+    # of 8 bytes each.
+    assert sent(Quantized(8)) == 2 * 3 * (8 + 16 + 5 * (256 + 2) + 6)
+    assert sent(Quantized(4, block=256)) == 2 * 3 * (8 + 16 + 5 * (128 + 2) + 6)
     # Or of 33 blocks of 32.
-    assert sent(Quantized(4)) == extra + 2 * 3 * 33 * (16 + 2)
-    assert sent(Quantized(3)) == extra + 2 * 3 * 33 * (12 + 2)
-    assert sent(Quantized(2)) == extra + 2 * 3 * 33 * (8 + 2)
-    assert sent(Mean("bfloat16")) == extra + 2 * 3 * 1028 * 2  # slices of 1 028
+    assert sent(Quantized(4)) == 2 * 3 * (8 + 16 + 33 * (16 + 2) + 6)
+    assert sent(Quantized(3)) == 2 * 3 * (8 + 16 + 33 * (12 + 2) + 2)
+    assert sent(Quantized(2)) == 2 * 3 * (8 + 16 + 33 * (8 + 2) + 6)
+    assert sent(Mean("bfloat16")) == 2 * 3 * (8 + 16 + 1028 * 2)  # slices of 1 028
+    extra = 3 * 64 + 60  # one word to each of the others, and the small tensor: 40 bytes × 2·3/4
     assert sent(TopK(64)) == extra + 3 * (4 + 2 * 64 + 4 * 64)  # a count, 64 places, 64 values
     # 64 of a chunk and all 10 of another in 12 bits, and a byte; one group: four levels, 256 bytes of codes.
     assert sent(TopK(64, chunk=4096, bits=2)) == extra + 3 * (112 + 16 + 256)
     assert sent(RandomBlock(64)) == extra + 2 * 3 * 64
     assert sent(TwoLevel()) == 3 * 64 + 3 * (24 + 2)
     assert sent(Mean()) == round(4106 * 4 * 1.5)
+
+
+@pytest.mark.parametrize("pieces", [1, 2])
+@pytest.mark.parametrize("code", [Quantized(4), Quantized(3), Quantized(8), Mean("bfloat16")], ids=str)
+@pytest.mark.parametrize("size", [1, 3, 4, 5, 1001])
+def test_small_tensors_travel_exactly_in_the_messages_of_a_code(
+    code: offbeat.Code, size: int, pieces: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In an exchange and the first gather, whatever is small. Equal to a mean of their own."""
+    monkeypatch.setattr(rounded, "_PIECE", 1 if pieces > 1 else rounded._PIECE)
+    monkeypatch.setattr(rounded, "_PIECES", pieces)
+
+    def worker(comm: offbeat.Communicator) -> tuple[list[str], dict[str, Tensor], list[Tensor]]:
+        rng, kinds = torch.Generator().manual_seed(comm.rank), list[str]()
+        small = {
+            "a": torch.randn(size, generator=rng),
+            "b": torch.randn(size, generator=rng, dtype=torch.float64),
+            "+buffer": torch.full((3,), math.inf),
+        }
+        mean = comm.mean([tensor.clone() for tensor in small.values()]).wait()
+
+        class Noted(Metered):
+            def run(self, kind: Any, *given: Any, **options: Any) -> Any:
+                kinds.append(kind.name)
+                return super().run(kind, *given, **options)
+
+        heard = reduce(Noted(comm), code, [{"large": torch.ones(4106), **small}])[0]
+        return kinds, heard, mean
+
+    for kinds, heard, mean in offbeat.simulate(worker, 4):
+        assert kinds == ["exchange", *["gather"] * pieces]
+        assert torch.equal(heard["large"], torch.ones(4106))
+        for name, expected in zip(("a", "b", "+buffer"), mean, strict=True):
+            assert torch.equal(heard[name], expected), name
 
 
 def test_low_rank_bytes_and_exactness() -> None:

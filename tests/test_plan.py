@@ -214,15 +214,15 @@ def test_ddp_by_hand() -> None:
 
 
 def test_gradients_that_leave_during_the_backward_pass_by_hand() -> None:
-    """Four buckets of a quarter of a second are ready after 3/6, 4/6, 5/6 and 6/6 of a step. On the link they
-    end at 0.75, 1, 1.25 and 1.5 seconds. Only the first round waits for the end of the step."""
+    """Buckets of 1/4, 1/2 and 1/4 of a second are ready after 3/6, 5/6 and 6/6 of a step. On the link they
+    end at 9/12, 16/12 and 19/12 seconds. Only the first round waits for the end of the step."""
     told = predict("ddp()", replace(HAND, backward=2 / 3), Cluster(4, Constant(1.0), WIRE))
-    assert told.seconds == pytest.approx(64 + 1 + 63 * 0.5 + 0.5, rel=1e-3)
-    assert told.exposed == pytest.approx(1 + 63 * 0.5 + 0.5, rel=1e-3)
+    assert told.seconds == pytest.approx(64 + 1 + 63 * 7 / 12 + 0.5, rel=1e-3)
+    assert told.exposed == pytest.approx(1 + 63 * 7 / 12 + 0.5, rel=1e-3)
     assert told.hidden == pytest.approx(63 * 0.5, rel=1e-3)
     assert told.bytes_sent == predict("ddp()", HAND, Cluster(4, Constant(1.0), WIRE)).bytes_sent
     assert told.notes == (
-        "its gradients leave in 4 parts during the backward pass, which takes 67% of a step (--backward)",
+        "its gradients leave in 3 parts during the backward pass, which takes 67% of a step (--backward)",
     )
     # On a link ten times as fast, only the last bucket is left at the end of a step.
     fast = predict("ddp()", replace(HAND, backward=2 / 3), Cluster(4, Constant(1.0), Network(bandwidth=6e7)))

@@ -28,9 +28,9 @@ class Collective:
     """One kind of collective. Its costs are functions of the number of workers, `size`.
 
     `sent(size, given)` are the bytes that one rank sends if each hands in `given` bytes. `hops(size)` counts
-    the sequential messages between neighbours when gloo runs it. `crosses` are the bytes over a group's
-    uplink, in the busier direction, for each algorithm. `results(posts, src, ranks)` are the results of some
-    ranks, given the tensors of all.
+    the sequential messages between neighbours when gloo runs it on long vectors. `crosses` are the bytes over
+    a group's uplink, in the busier direction, for each algorithm. `results(posts, src, ranks)` are the
+    results of some ranks, given the tensors of all.
     """
 
     name: str

@@ -26,7 +26,7 @@ from offbeat.comm.store import open_backend, start, store_client
 _GLANCE = 0.25  # seconds between two checks of the store while waiting
 _GRACE = 5.0  # seconds by which torch's timeout is longer than ours, which can say who is missing
 _FIRST = ("control", "cpu")  # the connections that every communicator begins with
-_LONG = 2**15  # chunks of at least this many bytes are sent one after the other
+_LONG = 2**20  # this many bytes or more, for all ranks together, are not sent to all at once
 _PIECES, _PIECE = 4, 2**19  # most pieces of a chunk, as each costs a latency; fewest bytes of a piece
 
 BackendCall = tuple[str, tuple[Any, ...]]  # a method of a backend and its arguments, a tensor first
@@ -174,7 +174,8 @@ class Torch(Communicator, Worker):
             else:
                 got = given.new_empty(self.size * given.numel())
                 calls = [("_allgather_base", (got, given))]
-                if control:  # gloo gathers along a ring; an all-to-all sends all messages at once
+                if given.device.type == "cpu" and got.nbytes < _LONG:
+                    # gloo gathers along a ring; an all-to-all sends all messages at once.
                     calls = [("alltoall_base", (got, given.repeat(self.size), [], []))]
                 result = list(got.view(self.size, *tensors[0].shape))
         phrase = "all ranks to report" if control else kind.phrase
@@ -256,7 +257,7 @@ def _exchange_calls(rank: int, size: int, chunks: Tensors) -> tuple[list[Backend
     given = _join(chunks)
     got = torch.empty_like(given)
     result = list(got.view(size, *chunks[0].shape))
-    if given.device.type != "cpu" or chunks[0].nbytes < _LONG:
+    if given.device.type != "cpu" or given.nbytes < _LONG:
         return [("alltoall_base", (got, given, [], []))], result
     ours, theirs = (flat.view(torch.uint8).view(size, -1) for flat in (given, got))
     theirs[rank] = ours[rank]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cached_property, partial
 from itertools import accumulate, pairwise
 from typing import Any
@@ -14,13 +14,13 @@ from torch import Tensor
 
 from offbeat.among import Peers, World
 from offbeat.base.clock import Clock, State
-from offbeat.base.errors import CheckpointMismatch, NotFinite
+from offbeat.base.errors import CheckpointMismatch
 from offbeat.base.packed import Packed
 from offbeat.base.tensors import Gradients, Share, local, read_version
-from offbeat.comm.background import TaskQueue
 from offbeat.comm.communicator import Communicator, Metered, Pending, join_messages
 from offbeat.engine.agreement import copy_state
 from offbeat.engine.extras import Payload
+from offbeat.engine.pipeline import Pipeline
 from offbeat.engine.report import logger
 from offbeat.engine.round import Delay, Rhythm, Round
 from offbeat.engine.sender import PendingHeaders, Sender
@@ -28,7 +28,7 @@ from offbeat.engine.weights import AGAIN, NO_WEIGHT, SHARE, read_words
 from offbeat.reduce import Mean, Reducer
 from offbeat.update.update import Replace, Update
 
-_PARTS, _LEAST, _MOST = 4, 2**18, 25 * 2**20  # buckets of a medium model; rough bounds on their bytes
+_PARTS, _LEAST, _MOST = 2, 2**18, 25 * 2**20  # a bucket is the model divided by 2, within these bytes
 
 
 def choose_sender(payload: Payload, update: Update, reduce: Reducer, delay: Delay, peers: Peers) -> Sender:
@@ -64,8 +64,8 @@ class Buckets(Sender):
         self._lock = threading.Lock()  # one thread per device runs the backward pass
         self._grown, self._usual = [0] * len(sizes), [0] * len(sizes)  # how often each grew, now and usually
         self._missing = list[int]()  # the number of gradients that each bucket waits for
-        self._comm: Metered | None = None
-        self._queue: TaskQueue | None = None
+        self._comm: Metered | None = None  # of exact means
+        self._pipeline: Pipeline | None = None  # of codes
         self._error: Exception | None = None
         self._weighed, self._warned, self._times, self._pause = False, False, 0, 0
         self._forget()
@@ -75,8 +75,8 @@ class Buckets(Sender):
         self._clock: Clock | None = None  # of the coming round, if its buckets may be sent early
         self._began: float | None = None  # when the first one was sent early
         self._in_flight = list[Pending[Any]]()
-        self._means = list[Pending[Packed]]()  # of the buckets that the queue has sent
-        self._refused: NotFinite | None = None
+        if self._pipeline is not None:
+            self._pipeline.forget()
         self._left = list[tuple[Tensor | None, Any]]()  # gradients that were sent early, and their versions
         self._grew_late = False  # whether one of them has grown since
         self._kept = list[State]()  # states of the buckets that were sent, as they were before
@@ -90,10 +90,14 @@ class Buckets(Sender):
         return self.payload.packed.cut(*self._lengths[:-1])
 
     def connect(self, everyone: Communicator) -> Metered:
-        if self._comm is None:
+        if self._comm is None and self._pipeline is None:
             worker, self._everyone, self._outside = everyone.worker, everyone, Metered(everyone)
-            self._comm = Metered(worker.duplicate())  # another thread may send, so it has its own order
-            self._queue = None if self.reduce == Mean() else worker.task_queue()
+            if self.reduce == Mean():
+                self._comm = Metered(worker.duplicate())  # the backward pass sends, in an order of its own
+            else:
+                # NCCL does not let two threads use two communicators of one GPU at a time.
+                threads = 1 if any(p.is_cuda for p in self._parameters) else 2
+                self._pipeline = Pipeline(self.reduce, worker, threads=threads)
             call = partial(_call, weakref.ref(self))
             hooks = [
                 p.register_post_accumulate_grad_hook(partial(call, i))  # type: ignore[no-untyped-call]
@@ -207,39 +211,27 @@ class Buckets(Sender):
 
     def _unpack(self, round: Round) -> Packed:
         """Return the means of all buckets, which have arrived."""
-        assert self._comm is not None
-        if self._refused is not None:
-            raise self._refused
-        self._comm.move(round.comm)
-        return self.payload.packed.scaled(1 / self._comm.size if self._queue is None else 1.0)
+        if self._pipeline is not None and self._pipeline.refused is not None:
+            raise self._pipeline.refused
+        self._move_bytes(round.comm)
+        return self.payload.packed.scaled(1 / round.comm.size if self._pipeline is None else 1.0)
+
+    def _move_bytes(self, to: Metered) -> None:
+        if self._pipeline is not None:
+            self._pipeline.move_bytes(to)
+        elif self._comm is not None:
+            self._comm.move(to)
 
     def _send(self, b: int, clock: Clock, states: dict[str, State]) -> None:
         part, memory = self.parts[b], states["reduce"]["parts"][b]
-        assert self._comm is not None
-        if self._queue is None:
+        if self._pipeline is None:
+            assert self._comm is not None
             self._in_flight.append(self._comm.total(part.flats))
             return
         if self._clock is not None:
             self._kept.append(copy_state(memory))
-        # The learning rate is unknown when a bucket is sent early, and the mean must not depend on that.
-        clock = Clock(clock.step, clock.round, 0.0, workers=self._comm.size)
-        job = partial(self._reduce, b, clock, memory, fence(part.flats))
-        self._in_flight.append(self._queue.give(job).then(lambda join: join()))
-
-    @torch.no_grad()
-    def _reduce(self, b: int, clock: Clock, memory: State, packed: Callable[[], None]) -> Callable[[], None]:
-        """In the queue: send a bucket, and only then finish the one before, so that both are in flight."""
-        assert self._comm is not None
-        packed()
-        self._means.append(self.reduce.start(self.parts[b], self._comm, clock, memory))
-        for done in [b - 1] * (b > 0) + [b] * (b == len(self.parts) - 1):
-            try:
-                mean = self._means[done].wait()
-                if mean is not self.parts[done]:
-                    self.parts[done].read(mean.views)
-            except NotFinite as error:  # on all ranks; ignored if all buckets are sent again
-                self._refused = self._refused or error
-        return fence(self.payload.packed.flats)
+        last = b == len(self.parts) - 1
+        self._in_flight.append(self._pipeline.send(part, clock, memory, last=last))
 
     def rewind(self, states: dict[str, State]) -> dict[str, State]:
         """Return the states as they were before any bucket was sent early."""
@@ -252,19 +244,19 @@ class Buckets(Sender):
 
     def drain(self, states: dict[str, State]) -> None:
         """If any rank has sent a bucket, send what other ranks wait for. Drop the means."""
-        if self._clock is not None and self._comm is not None:
+        if self._clock is not None and (self._comm is not None or self._pipeline is not None):
             if any(words[0] for words in self._outside.tell([len(self._in_flight)]).wait()):
                 self._send_rest(Round(self._clock, self._outside, since=0), None, states)
                 self._recall(states)
-                self._comm.move(self._outside)  # the bytes go into the totals
+                self._move_bytes(self._outside)  # the bytes go into the totals
             self._forget()
 
     def close(self, *, wait: bool) -> None:
-        """Remove the hooks, and end the thread."""
-        if self._comm is not None:
+        """Remove the hooks, and end the threads."""
+        if self._comm is not None or self._pipeline is not None:
             self._remove_hooks()
-            if self._queue is not None:
-                self._queue.close() if wait else self._queue.abandon()
+        if self._pipeline is not None:
+            self._pipeline.close(wait=wait)
 
 
 def _call(buckets: weakref.ref[Buckets], i: int, parameter: Tensor) -> None:
@@ -282,15 +274,3 @@ def cut_sizes(sizes: Sequence[int]) -> list[int]:
         lengths[-1] += 1
         filled += size
     return lengths
-
-
-def fence(tensors: Sequence[Tensor]) -> Callable[[], None]:
-    """Return a function that another thread calls before it uses these tensors. Its stream waits for ours."""
-    devices = {tensor.device for tensor in tensors if tensor.is_cuda}
-    events = [(device, torch.cuda.current_stream(device).record_event()) for device in devices]
-
-    def wait() -> None:
-        for device, event in events:
-            torch.cuda.current_stream(device).wait_event(event)
-
-    return wait

@@ -27,7 +27,10 @@ class Bucket:
 
 @dataclass(frozen=True)
 class Early:
-    """A round whose gradients are sent in buckets. Codes send them one after the other, in a queue."""
+    """A round whose gradients are sent in buckets.
+
+    With a code, a queue waits for each bucket's first message and sends its later ones, bucket by bucket.
+    """
 
     heads: tuple[Events, Events]  # small messages that are sent at the step, and waits for them
     buckets: tuple[Bucket, ...]

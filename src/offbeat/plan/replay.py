@@ -144,18 +144,19 @@ class Clocks:
 
         done, flown = self._now, self._flown.clone()
         times = [done - (1 - bucket.after) * self._step for bucket in early.buckets]
-        queue, beside = times[0], self._beside
+        queue, beside, last = times[0], self._beside, Events()
         self._beside = True
-        for number, (bucket, complete) in enumerate(zip(early.buckets, times, strict=True)):
-            self._now = torch.maximum(queue, complete) if early.queued else complete
+        for bucket, complete in zip(early.buckets, times, strict=True):
+            self._now = complete
             self._go(bucket.first, groups, key)
-            # A code finishes each bucket once the next one has been sent.
-            ready = early.buckets[max(0, number - 1) : number] if early.queued else ()
-            last = (bucket,) if early.queued and bucket is early.buckets[-1] else ()
-            for earlier in (*ready, *last):
-                self._go(earlier.rest, groups, key)
-            queue = self._now
-        self._now, self._beside = done, beside
+            if early.queued:
+                # The last wait of a bucket comes after the messages of the next.
+                self._now = torch.maximum(queue, complete)
+                self._go((*bucket.rest[:-1], *last), groups, key)
+                queue, last = self._now, bucket.rest[-1:]
+        self._now = queue
+        self._go(last, groups, key)
+        queue, self._now, self._beside = self._now, done, beside
         self._go(early.heads[0], groups, key)
         self._go(early.heads[1], groups, key)
         if early.queued:

@@ -18,6 +18,7 @@ from offbeat.base.clock import Clock, State
 from offbeat.base.errors import NotFinite
 from offbeat.base.packed import Packed
 from offbeat.comm.communicator import Communicator, Pending, arrived
+from offbeat.reduce.wire import ExactSlices
 
 Residual = Sequence[Tensor] | None
 Messages = Generator[Pending[list[Tensor]], list[Tensor], None]
@@ -96,6 +97,7 @@ class Vector:
     spans: tuple[TensorSpan, ...]
     index: int  # of the vector in its payload
     buffers: dict[Hashable, Tensor]
+    exact: ExactSlices | None = None  # what travels in the messages of the vector besides its values
 
     def buffer(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Return memory that keeps its contents from round to round. It starts as zeros."""
@@ -117,6 +119,7 @@ class Code(Reducer):
 
     lossy = True
     messages = 1  # sent one after the other; a round spreads them over its delay
+    carries_exact = False  # its two messages, an exchange and a gather, carry `Vector.exact` at their head
     most = 3.4028234663852886e38  # the largest magnitude it can send
 
     def __post_init__(self) -> None:
@@ -149,7 +152,8 @@ class Code(Reducer):
     def carry(self, vector: Vector, comm: Communicator, clock: Clock, state: State) -> Messages:
         """Replace the values of a vector by their mean, compressed, and fill its residual.
 
-        A generator: it yields each message that it sends and gets back what arrives.
+        A generator: it yields each message that it sends and gets back what arrives. With `carries_exact`, it
+        must send `vector.exact` too, as `mean_in_two_phases` does.
         """
         raise NotImplementedError
 
@@ -159,6 +163,8 @@ class PayloadSplit:
 
     Every rank tells the others whether its payload is finite. If one is not, all raise before anything is
     written. Vectors are float32. Without a code they keep their type and contain the small tensors as well.
+    The exact part and that word travel in the code's own messages if it carries them: on a slow or distant
+    link, and on a busy machine, each further message costs more than its bytes.
     """
 
     def __init__(
@@ -179,11 +185,9 @@ class PayloadSplit:
         bad = 0  # the number, from 1, of the first tensor that cannot be sent
         if False in [-most <= low <= high <= most for low, high in ends]:  # NaN too
             bad = 1 + [bool((view.abs() <= most).all()) for view in views].index(False)
-        self._word = comm.tell([bad])
-        self._message: Pending[Any] = self._word  # the last message besides those of the code
+        exact = self._exact.flats if self._rest else []
         if self._rest:
             torch._foreach_zero_([views[i] for i in self._rest])
-            self._message = comm.mean(self._exact.flats)
         self.vectors: list[Vector] = []
         self._narrow: list[tuple[Tensor, Tensor | None, Vector]] = []
         for index, flat in enumerate(payload.flats):
@@ -195,10 +199,19 @@ class PayloadSplit:
             left = None if residual is None else residual[index]
             if spans:
                 vector = Vector(flat, left, tuple(spans), index, _buffers.setdefault(payload, {}))
-                exact = code is None or flat.dtype == torch.float32
-                self.vectors.append(vector if exact else self._convert(vector))
+                kept = code is None or flat.dtype == torch.float32
+                self.vectors.append(vector if kept else self._convert(vector))
             elif left is not None:
                 left.zero_()
+        self._along: ExactSlices | None = None
+        self._messages: list[Pending[Any]] = []  # besides those of the code
+        # On a GPU, reading the word would wait for all that is queued there.
+        on_cpu = all(flat.device.type == "cpu" for flat in (*exact, *payload.flats))
+        if code is not None and code.carries_exact and self.vectors and on_cpu:
+            self._along = ExactSlices(exact, bad, comm.size)
+            self.vectors[0] = replace(self.vectors[0], exact=self._along)
+        else:
+            self._messages = [comm.tell([bad]), *([comm.mean(exact)] if exact else [])]
 
     def _convert(self, vector: Vector) -> Vector:
         """Return a copy in float32. What it loses goes into the residual."""
@@ -212,14 +225,19 @@ class PayloadSplit:
 
     def send(self, codes: Sequence[Messages], messages: int = 1) -> Staged:
         """Send the first of the `messages` of each code, and return the mean."""
+        self._checked = False
         self._sent = [(code, next(code)) for code in codes]  # what each code waits for
         self._arrivals: list[float] = []
         stages = [self._advance] * (messages - 1) if codes else []
         return Staged(stages, self._finish, partial(max, self._arrivals))
 
-    def _advance(self) -> None:
-        """Wait for the message of each code, and let it send the next one."""
-        for rank, (bad, *_) in enumerate(self._word.wait()):
+    def _check(self) -> None:
+        """Wait until all ranks have told whether their payload is finite."""
+        if self._along is None:
+            words = [words[0] for words in self._messages[0].wait()]
+        else:
+            words = self._along.words(self._sent[0][1].wait())
+        for rank, bad in enumerate(words):
             if bad:
                 name, step = self._payload.names[bad - 1], self._clock.step
                 raise NotFinite(
@@ -227,6 +245,12 @@ class PayloadSplit:
                     f"NaN, infinite or beyond {self._most:.3g}. No worker applied the round. Check that "
                     "rank's loss, or clip its gradients."
                 )
+        self._checked = True
+
+    def _advance(self) -> None:
+        """Wait for the message of each code, and let it send the next one."""
+        if not self._checked:
+            self._check()
         sent = []
         for code, message in self._sent:
             tensors = message.wait()
@@ -241,8 +265,9 @@ class PayloadSplit:
         self._advance()
         while self._sent:
             self._advance()
-        self._message.wait()
-        self._arrivals.append(self._message.arrived())
+        for message in self._messages:
+            message.wait()
+            self._arrivals.append(message.arrived())
         for flat, left, vector in self._narrow:
             flat.copy_(vector.values)
             if left is not None and vector.residual is not None:

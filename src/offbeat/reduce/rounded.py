@@ -38,7 +38,7 @@ class Mean(Code):
 
     dtype: str | torch.dtype | None = None
 
-    messages = 2  # in half precision
+    messages, carries_exact = 2, True  # in half precision
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -104,7 +104,7 @@ class Quantized(Code):
     stochastic: bool = False
     seed: int = 0
 
-    messages = 2
+    messages, carries_exact = 2, True
     most = 2.0**127  # so that the numbers next to it are finite too
 
     def __post_init__(self) -> None:
@@ -148,26 +148,36 @@ def mean_in_two_phases(
     pieces = [(slice(a * unit, b * unit), slice(a * width, b * width)) for a, b in itertools.pairwise(edges)]
     slices = Slices(vector.values, units * unit)
     left = None if residual is None else Slices(residual, units * unit)
-    wire = vector.buffer("wire", (size, units * width), torch.uint8)
+    exact = vector.exact
+    head = 0 if exact is None else exact.head(units * width)
+    wire = vector.buffer("wire", (size, head + units * width), torch.uint8)
     for ranks in slices.groups(apart=comm.rank):
-        _encode_slices(codec, ranks, slices, left, wire, pieces, rngs[0])
+        _encode_slices(codec, ranks, slices, left, wire[:, head:], pieces, rngs[0])
+    if exact is not None:
+        exact.write(wire)
     parts = yield comm.exchange(list(wire))
-    others = [part for rank, part in enumerate(parts) if rank != comm.rank]
+    others = [part[head:] for rank, part in enumerate(parts) if rank != comm.rank]
     own = slice(comm.rank, comm.rank + 1)
-    mean, row = slices.read(own).mul_(1 / size), vector.buffer("row", (1, units * width), torch.uint8)
+    mean, row = slices.read(own).mul_(1 / size), vector.buffer("row", (head + units * width,), torch.uint8)
+    if exact is not None:
+        exact.reduce(parts, row)
     error = None if left is None else torch.empty_like(mean)
-    messages = []
+    messages, sent = [], 0
     for inside, coded in pieces:
         codec.add([part[coded] for part in others], mean[0, inside], 1 / size)
-        codec.encode(mean[:, inside], row[:, coded], rngs[1], None if error is None else error[:, inside])
-        messages.append(comm.gather(row[0, coded]))
+        room = None if error is None else error[:, inside]
+        codec.encode(mean[:, inside], row[head:][coded].unsqueeze(0), rngs[1], room)
+        messages.append(comm.gather(row[sent : head + coded.stop]))
+        sent = head + coded.stop
     if left is not None and error is not None:
         left.write(own, error.mul_(size))
-    for (inside, _), message in zip(pieces, messages, strict=True):
+    for (inside, coded), message in zip(pieces, messages, strict=True):
         rows = torch.stack((yield message))
+        if exact is not None and coded.start == 0:
+            exact.read(rows)
         for ranks in slices.groups():
             values = slices.read(ranks)
-            codec.decode(rows[ranks], values[:, inside])
+            codec.decode(rows[ranks, coded.start - coded.stop :], values[:, inside])
             slices.write(ranks, values)
 
 
