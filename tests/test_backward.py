@@ -69,6 +69,11 @@ class Run:
         self.sender = exchange.sender
         self.left: list[int] = []  # buckets that had left before each step
 
+    @property
+    def most(self) -> int:
+        """The number of buckets that can leave before the step: all but the last."""
+        return len(self.sender.parts) - 1
+
     def backward(self, scale: float = 1.0) -> None:
         slopes = [scale * self.use(self.comm.rank, self.steps, layer) for layer in range(4)]
         if self.late:
@@ -149,7 +154,7 @@ def plain(expression: str = "ddp()", steps: int = 4, **options: Any) -> list[Ten
 def test_a_mean_does_not_depend_on_when_its_buckets_leave(expression: str) -> None:
     def worker(comm: offbeat.Communicator) -> list[Tensor]:
         run = Run(comm, expression).go(4)
-        assert run.left == [0, 2, 2, 2]  # the first step teaches which gradients there are
+        assert run.left == [0, *[run.most] * 3]  # the first step teaches which gradients there are
         return run.weights()
 
     alike(worker, plain(expression))
@@ -180,18 +185,18 @@ def test_the_mean_in_numbers() -> None:
         assert torch.equal(weights, -0.5 * total * spread)
 
 
-def real(comm: offbeat.Communicator, expression: str) -> tuple[list[Tensor], list[int]]:
+def real(comm: offbeat.Communicator, expression: str) -> list[Tensor]:
     run = Run(comm, expression).go(3)
     run.sync.finish()
-    return run.weights(), run.left
+    assert run.left == [0, run.most, run.most]
+    return run.weights()
 
 
 @pytest.mark.parametrize("expression", ONE_FAST)
 def test_simulation_equals_gloo_to_the_bit(pool: Pool, expression: str) -> None:
     expected = offbeat.simulate(lambda comm: real(comm, expression), 4)
-    for (weights, left), (others, _) in zip(pool.run(real, expression), expected, strict=True):
+    for weights, others in zip(pool.run(real, expression), expected, strict=True):
         assert equal(weights, others)
-        assert left == [0, 2, 2]
 
 
 # Several passes, changed gradients, and passes without a step: what is averaged is what is there at the step.
@@ -231,7 +236,7 @@ def test_several_passes(expression: str, context: bool) -> None:
 
     def worker(comm: offbeat.Communicator) -> list[Tensor]:
         run = passes(comm, expression, [2, 2, 2, 2], context=context)
-        assert run.left == [0, 2, 2, 2]
+        assert run.left == [0, *[run.most] * 3]
         assert run.sender._times == 0
         return run.weights()
 
@@ -244,7 +249,7 @@ def test_more_passes_than_before(expression: str, caplog: pytest.LogCaptureFixtu
 
     def worker(comm: offbeat.Communicator) -> list[Tensor]:
         run = passes(comm, expression, [1, 1, 3, 3, 2, 3], context=False)
-        assert run.left == [0, 2, 2, 0, 0, 2]
+        assert run.left == [0, run.most, run.most, 0, 0, run.most]
         sizes = [report.bytes_sent for report in run.sync.reports]
         for twice in (2, 5):
             assert sizes[twice] - 64 * 2 == pytest.approx(2 * (sizes[1] - 64 * 2), rel=0.01)
@@ -375,7 +380,8 @@ def test_gradients_that_change_before_the_step(expression: str, change: Callable
             run.step()
         if not late:
             twice = change not in (clear, skip)  # these add a pass, and the buckets leave with the last one
-            assert run.left == ([0, 2, 0, 2, 0, 0] if twice else [0, 2, 2, 2, 2, 2])
+            most = run.most
+            assert run.left == ([0, most, 0, most, 0, 0] if twice else [0, *[most] * 5])
             assert run.sender._times == (2 if twice else 0)
         return run.weights()
 
@@ -414,7 +420,9 @@ def test_gradients_that_are_missing_at_times(expression: str) -> None:
         run = Run(comm, expression, use=use).go(5)
         assert run.sender._times == 0
         # Where layer 1 is missing, the buckets before its own leave.
-        assert run.left == ([0, 0, 1, 0, 1] if comm.rank == 1 else [0, 2, 1, 1, 1])
+        most = run.most
+        some = [0, 0, most - 1, 0, most - 1] if comm.rank == 1 else [0, most, most - 1, most - 1, most - 1]
+        assert run.left == some
         return run.weights()
 
     alike(worker, plain(expression, 5, use=use))
@@ -544,7 +552,7 @@ def between(comm: offbeat.Communicator, expression: str, act: str, late: bool = 
     saved, before = run.sync.state_dict(), run.weights()
     run.backward()
     if not late:
-        assert len(run.sender._in_flight) == (1 if comm.rank == 1 else 2)
+        assert len(run.sender._in_flight) == (1 if comm.rank == 1 else run.most)
     if act == "finish":
         run.sync.finish()
         assert equal(before, run.weights())
@@ -723,22 +731,24 @@ def test_hooks_end_with_the_run() -> None:
 
 
 @pytest.mark.parametrize(
-    ("sizes", "lengths"),
+    ("sizes", "lengths", "coded"),
     [
-        ([], [0]),
-        ([1, 1], [2]),
-        ([2**18], [1]),
-        ([2**16 - 1, 1, 1], [2, 1]),
-        ([2**18] * 4, [1, 2, 1]),
-        ([2**17] * 4, [1, 2, 1]),
-        ([2**20] * 16, [2, 8, 6]),
-        ([2**23] * 16, [1, 4, 4, 4, 3]),
-        ([2**28] * 2, [1, 1]),
+        ([], [0], [0]),
+        ([1, 1], [2], [2]),
+        ([2**18], [1], [1]),
+        ([2**16 - 1, 1, 1], [2, 1], [2, 1]),
+        ([2**18] * 4, [1, 2, 1], [1, 1, 1, 1]),
+        ([2**17] * 4, [1, 2, 1], [1, 2, 1]),
+        ([2**20] * 16, [2, 8, 6], [1, 2, 2, 2, 2, 2, 2, 2, 1]),
+        ([2**23] * 16, [1, 4, 4, 4, 3], [1, 2, 2, 2, 2, 2, 2, 2, 1]),
+        ([2**28] * 2, [1, 1], [1, 1]),
     ],
 )
-def test_the_sizes_of_buckets(sizes: list[int], lengths: list[int]) -> None:
-    """Half of the model, but 256 kB at least and 25 MB at most; for the first, a quarter of that."""
-    assert cut_sizes(sizes) == lengths
+def test_the_sizes_of_buckets(sizes: list[int], lengths: list[int], coded: list[int]) -> None:
+    """Half of the model, or an eighth with a code, but 256 kB at least and 25 MB at most; for the first, a
+    quarter of that."""
+    assert cut_sizes(sizes, offbeat.Mean()) == lengths
+    assert cut_sizes(sizes, offbeat.Quantized(4)) == coded
 
 
 class NotedWorker(Worker):

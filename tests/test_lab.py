@@ -19,6 +19,7 @@ import offbeat.base.units
 import offbeat.lab
 import offbeat.lab.network
 from offbeat.lab import Lab, parse_rate, unavailable
+from offbeat.lab.job import share_cores
 from offbeat.lab.signals import collect_signals, exit_on_signals, hold_signals
 
 # Every new lab removes what killed processes have left: one process runs all tests with labs.
@@ -73,6 +74,24 @@ def eventually(condition: Callable[[], bool]) -> None:
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.005)
+
+
+def test_the_cores_of_hosts() -> None:
+    """Equally many, or all for all."""
+    assert share_cores(1, [0, 1]) == [[0, 1]]
+    assert share_cores(2, [3, 5]) == [[3], [5]]
+    assert share_cores(4, [0, 1]) == [[0], [1], [0], [1]]
+    assert share_cores(2, [0, 1, 2, 3, 4]) == [[0, 1], [2, 3]]
+    assert share_cores(3, [0, 1]) == [[0, 1]] * 3
+
+
+@needs_lab
+def test_hosts_keep_to_their_cores() -> None:
+    hosts = 2 * len(os.sched_getaffinity(0))
+    with Lab(hosts) as lab:
+        runs = lab.run([*PYTHON, "import os; print(os.sched_getaffinity(0))"], timeout=60)
+    cores = share_cores(hosts, sorted(os.sched_getaffinity(0)))
+    assert [run.stdout for run in runs] == [f"{set(own)}\n" for own in cores]
 
 
 def alone(script: str) -> subprocess.Popen[str]:

@@ -6,7 +6,7 @@
 
 A byte GPT of 1.85 M parameters, 4 workers. First `ddp` against DistributedDataParallel, whose buckets have
 their default size; then codes and a delay against steps without communication, at 50 Mbit/s. Contenders take
-turns. With '@8', a bucket is an eighth of the model instead of half of it. A ratio is the median over the
+turns. With '@4', a bucket is a quarter of the model, whatever is usual. A ratio is the median over the
 repetitions of the step time over that of the first contender in the same repetition, with the quartiles.
 Appends one line per contender to results.jsonl, and prints the tables.
 """

@@ -28,14 +28,15 @@ from offbeat.engine.weights import AGAIN, NO_WEIGHT, SHARE, read_words
 from offbeat.reduce import Mean, Reducer
 from offbeat.update.update import Replace, Update
 
-_PARTS, _LEAST, _MOST = 2, 2**18, 25 * 2**20  # a bucket is the model divided by 2, within these bytes
+_PARTS, _CODED = 2, 8  # a bucket is the model divided by this; with a code, its messages are much shorter
+_LEAST, _MOST = 2**18, 25 * 2**20  # bytes of a bucket
 
 
 def choose_sender(payload: Payload, update: Update, reduce: Reducer, delay: Delay, peers: Peers) -> Sender:
     """Return `Buckets` for gradients among all workers, if there is more than one; otherwise `Sender`."""
     sizes = [tensor.nbytes for tensor in payload.live.like().values()]
     all_gradients = isinstance(payload.live, Gradients) and isinstance(peers, World)
-    if all_gradients and reduce.splits and len(cut_sizes(sizes)) > 1:
+    if all_gradients and reduce.splits and len(cut_sizes(sizes, reduce)) > 1:
         return Buckets(payload, update, reduce, sizes, early=delay == 0)
     return Sender(payload, update, reduce)
 
@@ -54,7 +55,7 @@ class Buckets(Sender):
         self, payload: Payload, update: Update, reduce: Reducer, sizes: Sequence[int], *, early: bool
     ) -> None:
         super().__init__(payload, update, reduce)
-        self._parameters, self._lengths = payload.live.parameters, cut_sizes(sizes)
+        self._parameters, self._lengths = payload.live.parameters, cut_sizes(sizes, reduce)
         self._early = early and isinstance(update, Replace)
         self._edges = [0, *accumulate(self._lengths)]  # of the buckets, in gradients
         self._bucket_of = [b for b, n in enumerate(self._lengths) for _ in range(n)]
@@ -264,9 +265,9 @@ def _call(buckets: weakref.ref[Buckets], i: int, parameter: Tensor) -> None:
         alive.grew(i)
 
 
-def cut_sizes(sizes: Sequence[int]) -> list[int]:
+def cut_sizes(sizes: Sequence[int], reduce: Reducer) -> list[int]:
     """Return the number of tensors in each bucket. The first is small, because nothing is sent before it."""
-    usual = min(max(sum(sizes) // _PARTS, _LEAST), _MOST)
+    usual = min(max(sum(sizes) // (_PARTS if reduce == Mean() else _CODED), _LEAST), _MOST)
     lengths, filled = [0], 0
     for size in sizes:
         if filled >= (usual if len(lengths) > 1 else usual // 4):

@@ -6,7 +6,7 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -17,7 +17,12 @@ class Process:
     """A command in its own process group. Its output goes to files, which unlike pipes never fill up."""
 
     def __init__(
-        self, command: Sequence[str], env: Mapping[str, str], *, stdin: int = subprocess.DEVNULL
+        self,
+        command: Sequence[str],
+        env: Mapping[str, str],
+        *,
+        stdin: int = subprocess.DEVNULL,
+        cores: Collection[int] = (),
     ) -> None:
         self._stdout, self._stderr = tempfile.TemporaryFile(), tempfile.TemporaryFile()
         self._began = time.monotonic()
@@ -25,6 +30,9 @@ class Process:
         self._popen = subprocess.Popen(
             command, env=env, stdin=stdin, stdout=self._stdout, stderr=self._stderr, start_new_session=True
         )
+        if cores:
+            with suppress(ProcessLookupError):  # it has just ended
+                os.sched_setaffinity(self._popen.pid, cores)  # also for threads and processes it will start
         self.seconds = self.ended_at = self._wake_at = 0.0
         self._waker: threading.Timer | None = None
         # An event: a join that Ctrl-C interrupts may take its thread for ended (python/cpython#90882).
@@ -77,6 +85,20 @@ def _read(file: int) -> str:
     return os.pread(file, os.fstat(file).st_size, 0).decode(errors="replace")
 
 
+def share_cores(hosts: int, cores: Sequence[int]) -> list[Collection[int]]:
+    """Return the cores of each host: equally many, or all of them if the hosts cannot have equally many.
+
+    On a cluster, no host takes another's processor time. On shared cores, a scheduler lets some hosts compute
+    for a tenth of a second while others wait, and every synchronous step waits for the last.
+    """
+    if hosts <= len(cores):
+        share = len(cores) // hosts
+        return [cores[host * share : (host + 1) * share] for host in range(hosts)]
+    if hosts % len(cores) == 0:
+        return [[cores[host % len(cores)]] for host in range(hosts)]
+    return [cores] * hosts
+
+
 @dataclass(frozen=True, kw_only=True)
 class Run:
     """The result of one host.
@@ -108,7 +130,11 @@ class Job:
 
     def __init__(self, command: Sequence[str], network: Network, envs: Sequence[Mapping[str, str]]) -> None:
         self._network, self._before = network, network.traffic()
-        self._processes = [Process([*network.prefix(rank), *command], env) for rank, env in enumerate(envs)]
+        cores = share_cores(len(envs), sorted(os.sched_getaffinity(0)))
+        self._processes = [
+            Process([*network.prefix(rank), *command], env, cores=cores[rank])
+            for rank, env in enumerate(envs)
+        ]
         self.runs: tuple[Run, ...] | None = None  # once all hosts have ended
 
     @property

@@ -47,7 +47,7 @@ def find_buckets(part: Part, job: Job) -> list[tuple[float, float]]:
     if not (isinstance(part.peers, World) and part.reduce.splits and isinstance(part.update, Replace)):
         return []
     size = job.parameters // job.layers * torch.empty((), dtype=getattr(torch, job.dtype)).element_size()
-    shares = [n / job.layers for n in cut_sizes([size] * job.layers)]
+    shares = [n / job.layers for n in cut_sizes([size] * job.layers, part.reduce)]
     complete = [1 - job.backward * (1 - done) for done in accumulate(shares)]
     return list(zip(complete, shares, strict=True)) if shares[1:] else []
 
