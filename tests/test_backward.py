@@ -19,9 +19,9 @@ import offbeat
 from offbeat.base.packed import Packed
 from offbeat.comm.communicator import Worker
 from offbeat.engine import buckets
+from offbeat.engine import pipeline as pipelines
 from offbeat.engine.buckets import Buckets, cut_sizes
 from offbeat.engine.exchange import Exchange
-from offbeat.engine.pipeline import Pipeline
 from offbeat.simulate import Constant
 
 WIDTH = 2**16  # values of a layer: as many bytes as the shortest bucket
@@ -638,7 +638,11 @@ def test_a_checkpoint_of_other_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
         state["parts"][0]["states"]["reduce"]["lengths"] = [3, 1]
         run.sync.load_state_dict(state)
 
-    with says(offbeat.CheckpointMismatch, "The checkpoint has other buckets of gradients than this run."):
+    sentence = (
+        "The checkpoint has other buckets of gradients than this run: its model has other sizes, or another "
+        "version of Offbeat saved it."
+    )
+    with says(offbeat.CheckpointMismatch, sentence):
         offbeat.simulate(worker, 1)
 
 
@@ -783,12 +787,16 @@ class NotedWorker(Worker):
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-def test_the_order_of_messages_in_a_pipeline(threads: int) -> None:
-    """Later messages have their own connections. A bucket is finished after those of the next are sent."""
+def test_the_order_of_messages_in_a_pipeline(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A message takes a second. With two threads no bucket waits for another, and each has its connections.
+
+    With one, the mean of a bucket has arrived when the messages of the next one are sent.
+    """
+    monkeypatch.setattr(pipelines, "count_threads", lambda part: threads)
 
     def worker(comm: offbeat.Communicator) -> tuple[list[str], list[Tensor]]:
         log, state = list[str](), {"residual": None, "factor": 1.0, "code": {}}
-        pipeline = Pipeline(offbeat.Quantized(4), NotedWorker(comm, log), threads=threads)
+        pipeline = pipelines.Pipeline(offbeat.Quantized(4), NotedWorker(comm, log))
         parts = [Packed.like({"x": torch.empty(4096)}) for _ in range(3)]
         for part in parts:
             part.read([torch.full((4096,), 1.0 + comm.rank)])
@@ -800,17 +808,17 @@ def test_the_order_of_messages_in_a_pipeline(threads: int) -> None:
         pipeline.close(wait=True)
         return log, [part.views[0] for part in parts]
 
-    for log, means in offbeat.simulate(worker, 2):
+    for log, means in offbeat.simulate(worker, 2, network=offbeat.Network(latency=1.0)):
         assert all(torch.equal(mean, torch.full((4096,), 1.5)) for mean in means)
-        order = [entry for entry in log if "gather" in entry]
         if threads == 2:
-            acts = ("send", 1), ("send", 2), ("got", 1), ("send", 3), ("got", 2), ("got", 3)
-            assert order == [f"{act} gather {n} on 2" for act, n in acts]
-            assert [entry for entry in log if "send exchange" in entry] == [
-                f"send exchange {n} on 1" for n in (1, 2, 3)
-            ]
+            orders = "send exchange 1 on 1, send exchange 2 on 1, send exchange 3 on 1, got exchange 1 on 1"
+            orders += ", send gather 1 on 2, got exchange 2 on 1, send gather 2 on 2, got exchange 3 on 1"
+            orders += ", send gather 3 on 2, got gather 1 on 2, got gather 2 on 2, got gather 3 on 2"
         else:
-            assert all(entry.endswith(" on 1") for entry in log)
+            orders = "send exchange 1 on 1, got exchange 1 on 1, send gather 2 on 1, send exchange 3 on 1"
+            orders += ", got exchange 3 on 1, send gather 4 on 1, got gather 2 on 1, send exchange 5 on 1"
+            orders += ", got exchange 5 on 1, send gather 6 on 1, got gather 4 on 1, got gather 6 on 1"
+        assert ", ".join(log) == orders
 
 
 def test_seconds_by_hand() -> None:
@@ -828,6 +836,44 @@ def test_seconds_by_hand() -> None:
     assert first == pytest.approx((1.0, 1.0), abs=1e-3)
     for waited, in_air in others:
         assert (waited, in_air) == (pytest.approx(0.25, abs=1e-3), pytest.approx(1.75, abs=1e-3))
+
+
+def test_seconds_of_a_code_by_hand() -> None:
+    """Two messages for each of four buckets, which take 2 s each, whatever their size; compute of 3 s.
+
+    The first ones leave at 1.5, 2.0, 2.5 and 3.0, and the second ones 2 s later. Nothing else is waited for.
+    The last one arrives 4 s after the step.
+    """
+
+    def worker(comm: offbeat.Communicator) -> list[tuple[float, float]]:
+        sync = Run(comm, "ddp(reduce=Mean('bfloat16'))").go(3).sync
+        return [(report.seconds_waited, report.seconds_in_air) for report in sync.reports]
+
+    for network in (offbeat.Network(latency=2.0), offbeat.Network(latency=2.0, bandwidth=1e9)):
+        first, *others = offbeat.simulate(worker, 2, network=network, compute=Constant(3.0))[0]
+        assert first == pytest.approx((4.0, 4.0), abs=0.01)
+        for waited, in_air in others:
+            assert (waited, in_air) == (pytest.approx(4.0, abs=0.01), pytest.approx(5.5, abs=0.01))
+
+
+def test_a_reducer_of_buckets_cannot_split_its_communicator() -> None:
+    class Halves(offbeat.Mean):
+        def start(self, payload: Any, comm: Any, *given: Any) -> Any:
+            return super().start(payload, comm.split([[0, 1], [2, 3]]), *given)
+
+    def worker(comm: offbeat.Communicator, reduce: offbeat.Reducer) -> list[Tensor]:
+        net = Layers()
+        opt = torch.optim.SGD(net.parameters(), lr=0.5)
+        sync = offbeat.ddp(net, opt, reduce=reduce, group=comm)
+        net([1.0 + comm.rank] * 4).backward()
+        sync.step()
+        return [layer.detach() for layer in net.layers]
+
+    with pytest.raises(RuntimeError, match="cannot split its communicator: set its attribute `splits`"):
+        offbeat.simulate(lambda comm: worker(comm, Halves("bfloat16")), 4)
+    Halves.splits = False
+    found = offbeat.simulate(lambda comm: worker(comm, Halves("bfloat16")), 4)
+    assert [weights[0][0].item() for weights in found] == [1.5 / 4, 1.5 / 4, 3.5 / 4, 3.5 / 4]
 
 
 def test_bytes_by_hand() -> None:

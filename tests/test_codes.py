@@ -445,6 +445,23 @@ def test_small_tensors_travel_exactly_in_the_messages_of_a_code(
             assert torch.equal(heard[name], expected), name
 
 
+def test_a_code_with_messages_of_its_own_need_not_send_small_tensors() -> None:
+    """What a code inherits about its messages is not true of a `carry` of its own."""
+
+    class Twice(Quantized):
+        def carry(self, vector: Any, comm: Any, clock: Any, state: Any) -> Any:
+            (values, *others) = yield comm.gather(vector.values)
+            vector.values.copy_(torch.stack([values, *others]).mean(0))
+
+    def worker(comm: offbeat.Communicator) -> dict[str, Tensor]:
+        tensors = {"large": torch.full((2048,), 1.0 + comm.rank), "small": torch.full((3,), 1.0 + comm.rank)}
+        return reduce(comm, Twice(8), [tensors])[0]
+
+    for heard in offbeat.simulate(worker, 2):
+        assert torch.equal(heard["large"], torch.full((2048,), 1.5))
+        assert torch.equal(heard["small"], torch.full((3,), 1.5))
+
+
 def test_low_rank_bytes_and_exactness() -> None:
     """A mean of rank 1 arrives as it is, in 2·(rows + columns) numbers."""
     left, right = torch.arange(1.0, 61), torch.arange(1.0, 41)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import random
 import signal
@@ -20,6 +21,8 @@ from killable import Crew, halt, send_much, stall, stay_away, train, train_many
 from table import BROAD, METHODS, SAVE_EVERY
 
 import offbeat
+from offbeat.comm import monitor as monitor_module
+from offbeat.comm.monitor import NumberWait
 from offbeat.comm.presence import Departure
 from offbeat.comm.store import Silent, StoreClient
 
@@ -223,6 +226,47 @@ def test_who_connects_hears_of_those_who_have_left(pool: Pool) -> None:
     first, second, _, last = pool.attempt(fail_before_the_pairs_connect)
     assert [words[0] for words in first] == [words[0] for words in second] == [0, 1]
     assert str(last) == "Waiting for all ranks to connect: rank 2 failed (ValueError: no data)."
+
+
+class Monitored:
+    """What a wait asks: a store without notes, and connections. Those to `closed` ranks are closed."""
+
+    names, name, timeout, patience, stopped = (0, 1), 1, 0.0, math.inf, threading.Event()
+
+    def __init__(self, *closed: int) -> None:
+        self.store_client, self.closed, self.probes = self, closed, 0
+
+    def ask(self, call: Any, seconds: float) -> None:
+        return None
+
+    def find_closed(self) -> dict[int, RuntimeError]:
+        self.probes += 1
+        return {rank: RuntimeError("reset") for rank in self.closed}
+
+    def explain_loss(self, what: str, error: Exception) -> Exception:
+        return offbeat.PeerLost(f"{what}: {error}")
+
+
+def test_a_wait_for_a_number_has_its_time_and_then_names_the_rank() -> None:
+    monitor: Any = Monitored()
+    NumberWait(monitor, 0, "a number", seconds=60).check()  # the timeout is over, but it has 60 s more
+    wait = NumberWait(monitor, 0, "a number", seconds=0)
+    with pytest.raises(
+        offbeat.PeerLost, match=r" a number: rank 1 timed out after 0 s: rank 0 is missing\.$"
+    ):
+        wait.check()
+    assert monitor.probes == 0
+
+
+def test_a_wait_for_a_number_of_a_killed_rank_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its connections are closed, though the store, which it does not host, lives and has no note of it."""
+    monkeypatch.setattr(monitor_module, "_PATIENT", 0.0)
+    alive: Any = Monitored()
+    NumberWait(alive, 0, "a number", seconds=60).check()
+    assert alive.probes == 1
+    lost: Any = Monitored(0)
+    with pytest.raises(offbeat.PeerLost, match=r"^a number: reset$"):
+        NumberWait(lost, 0, "a number", seconds=60).check()
 
 
 class Mute:

@@ -19,7 +19,7 @@ import offbeat.base.units
 import offbeat.lab
 import offbeat.lab.network
 from offbeat.lab import Lab, parse_rate, unavailable
-from offbeat.lab.job import share_cores
+from offbeat.lab.job import list_cores, share_cores
 from offbeat.lab.signals import collect_signals, exit_on_signals, hold_signals
 
 # Every new lab removes what killed processes have left: one process runs all tests with labs.
@@ -90,8 +90,8 @@ def test_hosts_keep_to_their_cores() -> None:
     hosts = 2 * len(os.sched_getaffinity(0))
     with Lab(hosts) as lab:
         runs = lab.run([*PYTHON, "import os; print(os.sched_getaffinity(0))"], timeout=60)
-    cores = share_cores(hosts, sorted(os.sched_getaffinity(0)))
-    assert [run.stdout for run in runs] == [f"{set(own)}\n" for own in cores]
+    assert sorted(list_cores()) == sorted(os.sched_getaffinity(0))
+    assert [run.stdout for run in runs] == [f"{set(own)}\n" for own in share_cores(hosts, list_cores())]
 
 
 def alone(script: str) -> subprocess.Popen[str]:

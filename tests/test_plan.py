@@ -234,13 +234,20 @@ def test_gradients_that_leave_during_the_backward_pass_by_hand() -> None:
 
 @pytest.mark.parametrize(
     ("expression", "near"),
-    [("ddp()", 0.005), pytest.param("ddp(reduce=Quantized(8))", 0.05, marks=pytest.mark.slow)],
+    [
+        ("ddp()", 0.005),
+        *(
+            pytest.param(f"ddp(reduce={code})", 0.005, marks=pytest.mark.slow)
+            for code in ("Quantized(8)", "Quantized(4)", "LowRank(4)")
+        ),
+    ],
 )
 @pytest.mark.parametrize("compute", [Constant(0.1), SLOW], ids=["alike", "uneven"])
 def test_the_overlap_is_what_the_simulation_does(expression: str, near: float, compute: Compute) -> None:
-    """A real backward pass on a model of several buckets. Codes send more words than the plan knows."""
+    """A real backward pass on a model of several buckets, also if the messages of a code have to queue."""
     width = 300
-    job = Job(steps=8, parameters=6 * width**2, layers=6, optimizer="sgd")
+    layers = 6 if expression == "ddp()" else 24
+    job = Job(steps=8, parameters=layers * width**2, layers=layers, optimizer="sgd")
     cluster = Cluster(4, compute, Network(latency=0.002, bandwidth=2e7, reduce="ring"))
 
     def worker(comm: Communicator) -> float:

@@ -20,7 +20,7 @@ from offbeat.engine import buckets
 from offbeat.tasks import bytes_task
 
 DDP, ALONE = "DistributedDataParallel", "no communication"
-PARTS, CODED = buckets._PARTS, buckets._CODED  # unless a contender ends with '@' and a number
+USUAL = buckets._EXACT_PARTS, buckets._CODED_PARTS  # unless a contender ends with '@' and a number
 WARM = 2  # repetitions before the clock counts: DDP rearranges its buckets after its first step
 
 
@@ -32,7 +32,7 @@ def build(contender: str, batch: int) -> tuple[Callable[[], None], Callable[[], 
     batches = task.batches(dist.get_rank(), dist.get_world_size(), batch, 0)
     trained = DistributedDataParallel(model) if contender == DDP else model
     call, _, parts = contender.partition("@")
-    buckets._PARTS, buckets._CODED = int(parts or PARTS), int(parts or CODED)
+    buckets._EXACT_PARTS, buckets._CODED_PARTS = (int(parts), int(parts)) if parts else USUAL
     sync = None if contender in (DDP, ALONE) else offbeat.method(call)(model, optimizer)
 
     def step() -> None:

@@ -111,7 +111,7 @@ class Sidecar(ABC):
     def until(self, ready: Callable[[], bool], what: str, seconds: float | None = None) -> bool:
         """Inside `locked`: release the lock and wait for `ready()`. Return False after a timeout."""
 
-    def await_word(self, rank: int, least: int, what: str, seconds: float) -> int:
+    def await_number(self, rank: int, least: int, what: str, seconds: float) -> int:
         """Inside `locked`: wait for a rank to announce at least this number, and return what it announced.
 
         While that rank lives, it does so within `seconds`. Raises if a worker has left.
@@ -211,9 +211,9 @@ class ThreadSidecar(Sidecar):
     def heard_from(self, rank: int) -> int:
         return self._heard[rank]
 
-    def await_word(self, rank: int, least: int, what: str, seconds: float) -> int:
+    def await_number(self, rank: int, least: int, what: str, seconds: float) -> int:
         # A rank that has left pushes nothing into queues: only its note in the store tells.
-        wait = self._monitor.expect_word(rank, what, seconds)
+        wait = self._monitor.expect_number(rank, what, seconds)
         while not self.until(lambda: self._heard[rank] >= least, what, _LOOK):
             wait.check()
         return self._heard[rank]

@@ -26,6 +26,7 @@ _ANSWER = 1.0  # seconds in which a healthy store answers
 _GONE = 3.0  # seconds to wait after the store, which rank 0 may host, is gone
 _LOOKS, _PAUSE = 5, 0.1  # how often to check for a closed connection, and the seconds between
 _PROBES = 1.0  # seconds between two checks for dead ranks while ranks connect
+_PATIENT = 20.0  # seconds until a rank that announces nothing is checked; each pause is twice the one before
 _PROBE = 2**31 - 1  # a tag that no rank receives
 
 _unread: list[Any] = []  # probes, which gloo must not destroy
@@ -103,9 +104,9 @@ class PeerMonitor:
                     return Disagreement(verdict.decode())
         return None
 
-    def expect_word(self, rank: int, what: str, seconds: float) -> WordWait:
+    def expect_number(self, rank: int, what: str, seconds: float) -> NumberWait:
         """Begin to wait for a number that a rank announces within `seconds`."""
-        return WordWait(self, rank, what, seconds)
+        return NumberWait(self, rank, what, seconds)
 
     def explain_loss(self, what: str, error: Exception) -> OffbeatError:
         """Return the error for a broken connection: why a rank left, if it said so; otherwise which rank."""
@@ -195,13 +196,20 @@ class Wait:
         return ""
 
 
-class WordWait(Wait):
+class NumberWait(Wait):
     """A wait for a number that one rank announces. While that rank lives, it does so within `seconds`."""
 
     def __init__(self, monitor: PeerMonitor, rank: int, what: str, seconds: float) -> None:
         super().__init__(monitor, "", sys.maxsize, what)
         self._deadline += seconds
-        self._rank = monitor.names[rank]
+        self._rank, self._pause = monitor.names[rank], _PATIENT
+
+    def check(self) -> None:
+        super().check()
+        # A rank that was killed leaves no note. Probes are rare, because they are never freed.
+        if time.perf_counter() > self._probed + self._pause:
+            self._pause *= 2
+            self._probe()
 
     def _list_absent(self) -> str:
         return f": rank {self._rank} is missing"

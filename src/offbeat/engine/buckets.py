@@ -28,8 +28,9 @@ from offbeat.engine.weights import AGAIN, NO_WEIGHT, SHARE, read_words
 from offbeat.reduce import Mean, Reducer
 from offbeat.update.update import Replace, Update
 
-_PARTS, _CODED = 2, 8  # a bucket is the model divided by this; with a code, its messages are much shorter
-_LEAST, _MOST = 2**18, 25 * 2**20  # bytes of a bucket
+# A bucket is the model divided by one of these, within some bytes. The messages of a code are much shorter.
+_EXACT_PARTS, _CODED_PARTS = 2, 8
+_LEAST, _MOST = 2**18, 25 * 2**20
 
 
 def choose_sender(payload: Payload, update: Update, reduce: Reducer, delay: Delay, peers: Peers) -> Sender:
@@ -96,9 +97,7 @@ class Buckets(Sender):
             if self.reduce == Mean():
                 self._comm = Metered(worker.duplicate())  # the backward pass sends, in an order of its own
             else:
-                # NCCL does not let two threads use two communicators of one GPU at a time.
-                threads = 1 if any(p.is_cuda for p in self._parameters) else 2
-                self._pipeline = Pipeline(self.reduce, worker, threads=threads)
+                self._pipeline = Pipeline(self.reduce, worker)
             call = partial(_call, weakref.ref(self))
             hooks = [
                 p.register_post_accumulate_grad_hook(partial(call, i))  # type: ignore[no-untyped-call]
@@ -241,7 +240,10 @@ class Buckets(Sender):
 
     def check(self, states: dict[str, State]) -> None:
         if states["reduce"].get("lengths") != self._lengths:
-            raise CheckpointMismatch("The checkpoint has other buckets of gradients than this run.")
+            raise CheckpointMismatch(
+                "The checkpoint has other buckets of gradients than this run: its model has other sizes, or "
+                "another version of Offbeat saved it."
+            )
 
     def drain(self, states: dict[str, State]) -> None:
         """If any rank has sent a bucket, send what other ranks wait for. Drop the means."""
@@ -267,7 +269,7 @@ def _call(buckets: weakref.ref[Buckets], i: int, parameter: Tensor) -> None:
 
 def cut_sizes(sizes: Sequence[int], reduce: Reducer) -> list[int]:
     """Return the number of tensors in each bucket. The first is small, because nothing is sent before it."""
-    usual = min(max(sum(sizes) // (_PARTS if reduce == Mean() else _CODED), _LEAST), _MOST)
+    usual = min(max(sum(sizes) // (_EXACT_PARTS if reduce == Mean() else _CODED_PARTS), _LEAST), _MOST)
     lengths, filled = [0], 0
     for size in sizes:
         if filled >= (usual if len(lengths) > 1 else usual // 4):

@@ -12,6 +12,7 @@ from torch import Tensor
 from offbeat.base.clock import Clock, State
 from offbeat.base.errors import NotFinite
 from offbeat.base.packed import Packed
+from offbeat.comm.background import TaskQueue
 from offbeat.comm.communicator import Communicator, Metered, Pending, Worker, Wrapped
 from offbeat.reduce import Reducer
 from offbeat.reduce.code import Staged
@@ -21,14 +22,16 @@ class Pipeline:
     """Averages buckets in two threads, so that the messages of several buckets share the link.
 
     The first thread encodes a bucket as soon as it is given, and sends its first message. The second waits
-    for that, sends the later messages, and only then finishes the bucket before. Each thread has its own
-    connections, on which all ranks send in the same order. With threads=1, one does both in turn.
+    for that and sends the later messages. Each thread has its own connections, on which all ranks send in the
+    same order. On a GPU the first thread does both in turn: NCCL does not let two threads use two
+    communicators of one GPU at a time.
     """
 
-    def __init__(self, reduce: Reducer, worker: Worker, *, threads: int = 2) -> None:
-        self._reduce = reduce
-        self._comms = [Metered(worker.duplicate()) for _ in range(threads)]
-        self._queues = [worker.task_queue() for _ in range(threads)]
+    def __init__(self, reduce: Reducer, worker: Worker) -> None:
+        self._reduce, self._comms, self._queues = reduce, list[Metered](), list[TaskQueue]()
+        for _ in range(2):
+            self._comms.append(Metered(worker.duplicate()))
+            self._queues.append(worker.task_queue())
         self.forget()
 
     def forget(self) -> None:
@@ -38,11 +41,11 @@ class Pipeline:
 
     def send(self, part: Packed, clock: Clock, memory: State, *, last: bool) -> Pending[None]:
         """Replace a bucket by its mean, unless it is refused."""
-        comm = _Relay(self._comms[0])
+        comm, second = _Relay(self._comms[0]), count_threads(part) - 1
         # The learning rate is unknown when a bucket is sent early, and the mean must not depend on that.
         clock = Clock(clock.step, clock.round, 0.0, workers=comm.size)
         begun = self._queues[0].give(partial(self._begin, part, comm, clock, memory, fence(part.flats)))
-        ended = self._queues[-1].give(partial(self._end, part, comm, begun, last))
+        ended = self._queues[second].give(partial(self._end, part, comm, begun, self._comms[second], last))
         return ended.then(lambda join: join())
 
     @torch.no_grad()
@@ -54,16 +57,17 @@ class Pipeline:
 
     @torch.no_grad()
     def _end(
-        self, part: Packed, comm: _Relay, begun: Pending[Pending[Packed]], last: bool
+        self, part: Packed, comm: _Relay, begun: Pending[Pending[Packed]], later: Communicator, last: bool
     ) -> Callable[[], None]:
+        """Send the later messages of a bucket, then finish the buckets that need not be waited for."""
         mean = begun.wait()
-        comm.comm = self._comms[-1]
+        comm.comm = later
         with suppress(NotFinite):  # raised again by `wait`
             while isinstance(mean, Staged) and mean.stages:
                 mean.advance()
         self._means.append((part, mean))
         finished = list[Tensor]()
-        while len(self._means) > (0 if last else 1):
+        while self._means and (last or self._may_finish()):
             own, earlier = self._means.pop(0)
             try:
                 if (found := earlier.wait()) is not own:
@@ -72,6 +76,12 @@ class Pipeline:
                 self.refused = self.refused or error
             finished += own.flats
         return fence(finished)
+
+    def _may_finish(self) -> bool:
+        """Whether the oldest mean has arrived. One that may still send is waited for after the next bucket's
+        messages, because all ranks must send in the same order."""
+        oldest = self._means[0][1]
+        return oldest.done() if isinstance(oldest, Staged) else len(self._means) > 1
 
     def move_bytes(self, to: Metered) -> None:
         """Move the bytes counted so far."""
@@ -88,7 +98,14 @@ class _Relay(Wrapped):
     """The communicator of one bucket, whose later messages go to other connections."""
 
     def wrap(self, comm: Communicator) -> Communicator:
-        raise RuntimeError("A reducer of gradients cannot split its communicator: use it for parameters.")
+        raise RuntimeError(
+            "A reducer of gradients in buckets cannot split its communicator: set its attribute `splits` to "
+            "False, so that all gradients arrive at once."
+        )
+
+
+def count_threads(part: Packed) -> int:
+    return 1 if any(flat.is_cuda for flat in part.flats) else 2
 
 
 def fence(tensors: Sequence[Tensor]) -> Callable[[], None]:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 from .network import Network
 
@@ -27,12 +28,19 @@ class Process:
         self._stdout, self._stderr = tempfile.TemporaryFile(), tempfile.TemporaryFile()
         self._began = time.monotonic()
         self.returncode: int | None = None
-        self._popen = subprocess.Popen(
-            command, env=env, stdin=stdin, stdout=self._stdout, stderr=self._stderr, start_new_session=True
-        )
-        if cores:
-            with suppress(ProcessLookupError):  # it has just ended
-                os.sched_setaffinity(self._popen.pid, cores)  # also for threads and processes it will start
+        before = os.sched_getaffinity(0)
+        os.sched_setaffinity(0, cores or before)  # of this thread, and of what it starts
+        try:
+            self._popen = subprocess.Popen(
+                command,
+                env=env,
+                stdin=stdin,
+                stdout=self._stdout,
+                stderr=self._stderr,
+                start_new_session=True,
+            )
+        finally:
+            os.sched_setaffinity(0, before)
         self.seconds = self.ended_at = self._wake_at = 0.0
         self._waker: threading.Timer | None = None
         # An event: a join that Ctrl-C interrupts may take its thread for ended (python/cpython#90882).
@@ -85,11 +93,23 @@ def _read(file: int) -> str:
     return os.pread(file, os.fstat(file).st_size, 0).decode(errors="replace")
 
 
-def share_cores(hosts: int, cores: Sequence[int]) -> list[Collection[int]]:
+def list_cores() -> list[int]:
+    """Return the logical cores that this process may use. Those of one physical core are neighbours."""
+
+    def place(core: int) -> tuple[int, ...]:
+        about = Path(f"/sys/devices/system/cpu/cpu{core}/topology")
+        with suppress(OSError):
+            return *(int((about / name).read_text()) for name in ("physical_package_id", "core_id")), core
+        return (0, 0, core)
+
+    return sorted(os.sched_getaffinity(0), key=place)
+
+
+def share_cores(hosts: int, cores: Sequence[int]) -> list[Sequence[int]]:
     """Return the cores of each host: equally many, or all of them if the hosts cannot have equally many.
 
-    On a cluster, no host takes another's processor time. On shared cores, a scheduler lets some hosts compute
-    for a tenth of a second while others wait, and every synchronous step waits for the last.
+    On a cluster, no host takes another's processor time. If all hosts share all cores, some compute for a
+    tenth of a second while others wait, and every synchronous step waits for the last.
     """
     if hosts <= len(cores):
         share = len(cores) // hosts
@@ -130,7 +150,7 @@ class Job:
 
     def __init__(self, command: Sequence[str], network: Network, envs: Sequence[Mapping[str, str]]) -> None:
         self._network, self._before = network, network.traffic()
-        cores = share_cores(len(envs), sorted(os.sched_getaffinity(0)))
+        cores = share_cores(len(envs), list_cores())
         self._processes = [
             Process([*network.prefix(rank), *command], env, cores=cores[rank])
             for rank, env in enumerate(envs)

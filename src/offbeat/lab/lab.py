@@ -20,8 +20,8 @@ class Lab:
     """A cluster of `hosts` on one Linux machine, each with its own network interface on a shared switch.
 
     `rate` limits every link in both directions, in the units of `tc`; None leaves the links unlimited. A
-    token bucket of 256 kB lets short bursts through at full speed. If the processor's cores can be shared out
-    equally, each host has its own.
+    token bucket of 256 kB lets short bursts through at full speed. Each host keeps to its share of the cores,
+    unless that would be uneven; with more hosts than cores, several share one.
 
         with Lab(4, rate="100mbit") as lab:
             runs = lab.run([sys.executable, "train.py"], timeout=120)

@@ -24,12 +24,23 @@ class Bucket:
     first: Events  # what it sends at once
     rest: Events  # what it waits for, and sends after that
 
+    @property
+    def later(self) -> Events:
+        """The rest up to the last message that is sent."""
+        return self.rest[: len(self.rest) - len(self.waits)]
+
+    @property
+    def waits(self) -> Events:
+        """What is waited for after all is sent."""
+        sent = [number for number, event in enumerate(self.rest, start=1) if isinstance(event, Sent)]
+        return self.rest[max(sent, default=0) :]
+
 
 @dataclass(frozen=True)
 class Early:
     """A round whose gradients are sent in buckets.
 
-    With a code, a queue waits for each bucket's first message and sends its later ones, bucket by bucket.
+    With a code, a queue sends the later messages of each bucket, in order, and then waits for the last ones.
     """
 
     heads: tuple[Events, Events]  # small messages that are sent at the step, and waits for them

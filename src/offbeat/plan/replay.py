@@ -1,27 +1,26 @@
 """Runs the clocks of all workers through a method, for many runs and many bandwidths at once."""
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from offbeat.base.draws import draw_whole
-from offbeat.plan.decoding import find_enough
 from offbeat.plan.groups import Groups, MessageCosts
 from offbeat.plan.job import Cluster
-from offbeat.plan.overlap import Early
+from offbeat.plan.overlap import Bucket, Early
 from offbeat.plan.probe import MethodProfile
 from offbeat.plan.recording import Events, Name, QueuedJob, Repeated, Sent, Size, Waited, count_sent
+from offbeat.plan.sidecars import find_allowances, find_enough
 from offbeat.plan.spent import Instant, Spent
-from offbeat.simulate import Compute
 from offbeat.waitfree import CodedGradients, EagerGradients
-from offbeat.waitfree.base import REMEMBERED, Waitfree, allowance
+from offbeat.waitfree.base import Waitfree
 
 _CHUNK = 2**15  # times drawn at once: they fit a cache
 _SETTLED = 8  # turns of a ring after which all turns take equally long
 _APART = 10_000_019  # steps between runs, so that no two draw the same times
+Key = Callable[[Name], object]  # what names a message of this part and step
 
 
 class Clocks:
@@ -71,7 +70,7 @@ class Clocks:
         """Let all workers send and wait as in this trace. `who` and `when` tell its messages from others."""
         self._go(events, groups, lambda name: (who, when - name[0], name[1]))
 
-    def _go(self, events: Events, groups: Groups, key: Callable[[Name], object]) -> None:
+    def _go(self, events: Events, groups: Groups, key: Key) -> None:
         for event in events:
             if isinstance(event, Sent):
                 self._send(event, self._world if event.everyone else groups, key)
@@ -87,7 +86,7 @@ class Clocks:
             elif isinstance(event, Repeated):
                 self._repeat(event, groups, key)
 
-    def _repeat(self, event: Repeated, groups: Groups, key: Callable[[Name], object]) -> None:
+    def _repeat(self, event: Repeated, groups: Groups, key: Key) -> None:
         """Go through the first turns, then extrapolate from the last of them."""
         turns = min(event.times, _SETTLED)
         for _ in range(turns - 1):
@@ -102,7 +101,7 @@ class Clocks:
                 (ready, lands), (was_ready, landed) = self._in_flight[name], before[name]
                 self._in_flight[name] = (ready + rest * (ready - was_ready), lands + rest * (lands - landed))
 
-    def _send(self, event: Sent, groups: Groups, key: Callable[[Name], object]) -> None:
+    def _send(self, event: Sent, groups: Groups, key: Key) -> None:
         busy, delay = self._costs.of(event.kind, event.given, groups)
         ready = self._range()[2] if groups.members is None else groups.latest(self._now)
         if not event.control:
@@ -144,18 +143,20 @@ class Clocks:
 
         done, flown = self._now, self._flown.clone()
         times = [done - (1 - bucket.after) * self._step for bucket in early.buckets]
-        queue, beside, last = times[0], self._beside, Events()
-        self._beside = True
-        for bucket, complete in zip(early.buckets, times, strict=True):
-            self._now = complete
-            self._go(bucket.first, groups, key)
-            if early.queued:
-                # The last wait of a bucket comes after the messages of the next.
-                self._now = torch.maximum(queue, complete)
-                self._go((*bucket.rest[:-1], *last), groups, key)
-                queue, last = self._now, bucket.rest[-1:]
+        beside, self._beside = self._beside, True
+        queue, waiting = times[0], list[Bucket]()  # those whose later messages are not sent yet
+        for bucket, complete in zip((*early.buckets, None), (*times, None), strict=True):
+            while waiting and (complete is None or self._comes_first(waiting[0], queue, complete, key)):
+                self._now = queue
+                self._go(waiting.pop(0).later, groups, key)
+                queue = self._now
+            if bucket is not None and complete is not None:
+                self._now = complete
+                self._go(bucket.first, groups, key)
+                waiting += [bucket] * early.queued
         self._now = queue
-        self._go(last, groups, key)
+        for bucket in early.buckets if early.queued else ():
+            self._go(bucket.waits, groups, key)
         queue, self._now, self._beside = self._now, done, beside
         self._go(early.heads[0], groups, key)
         self._go(early.heads[1], groups, key)
@@ -166,6 +167,13 @@ class Clocks:
             for bucket in early.buckets:
                 self._go(bucket.rest, groups, key)
         self._flown.copy_(flown + _mean(torch.maximum(queue, self._now) - times[0]))
+
+    def _comes_first(self, bucket: Bucket, queue: Tensor, complete: Tensor, key: Key) -> bool:
+        """Whether a bucket's later messages come before the first of one that is complete then."""
+        for event in bucket.rest[:1]:
+            assert isinstance(event, Waited)
+            queue = torch.maximum(queue, self._in_flight[key(event.name)][1])
+        return bool(queue[0].max() < complete[0].max())  # on the first network, the cluster's own
 
     def run_sidecars(self, profile: MethodProfile, place: int, round: int) -> None:
         """A round run by sidecars: each joins with its own worker, or some time after it is called."""
@@ -226,7 +234,7 @@ class Clocks:
         if part.grace is not None:
             return awake + part.grace
         resumed = self._resumed.expand(self._shape)
-        overdue = resumed + _allowances(self._compute, self._width)
+        overdue = resumed + find_allowances(self._compute, self._width)
         return torch.where(resumed <= awake, torch.maximum(awake, overdue), awake)
 
     def mark(self, kind: object) -> None:
@@ -291,10 +299,3 @@ class Clocks:
 def _mean(values: Tensor) -> Tensor:
     """Return the mean over the workers, faster if there is only one."""
     return values[..., 0] if values.shape[-1] == 1 else values.mean(-1)
-
-
-@lru_cache
-def _allowances(compute: Compute, workers: int) -> Tensor:
-    """Return how long a step of each worker may take before it is overdue."""
-    times = compute.seconds(torch.arange(workers)[:, None], torch.arange(REMEMBERED)[None, :])
-    return torch.tensor([allowance(row) for row in times.tolist()], dtype=torch.float64)

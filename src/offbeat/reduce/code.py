@@ -35,13 +35,18 @@ def list_buffers(payload: Packed) -> list[Tensor]:
 class Staged(Pending[Packed]):
     """A result that takes several messages. `stages` send the second and later ones, in order.
 
-    All ranks run a stage at the same point: a round runs stage i of n when i/n of its delay has passed.
+    All ranks run a stage at the same point: a round runs stage i of n when i/n of its delay has passed. After
+    the last stage, `wait` sends nothing, and `done` tells whether it would return at once.
     """
 
     def __init__(
-        self, stages: Sequence[Callable[[], None]], wait: Callable[[], Packed], arrived: Callable[[], float]
+        self,
+        stages: Sequence[Callable[[], None]],
+        wait: Callable[[], Packed],
+        arrived: Callable[[], float],
+        done: Callable[[], bool] = lambda: False,
     ) -> None:
-        super().__init__(wait, lambda: False, arrived)
+        super().__init__(wait, lambda: not self.stages and done(), arrived)
         self.stages = list(stages)
 
     def advance(self) -> None:
@@ -119,8 +124,12 @@ class Code(Reducer):
 
     lossy = True
     messages = 1  # sent one after the other; a round spreads them over its delay
-    carries_exact = False  # its two messages, an exchange and a gather, carry `Vector.exact` at their head
+    carries_exact = False  # its `carry` sends `Vector.exact` too, at the head of an exchange and a gather
     most = 3.4028234663852886e38  # the largest magnitude it can send
+
+    def __init_subclass__(cls) -> None:
+        if "carry" in vars(cls) and "carries_exact" not in vars(cls):
+            cls.carries_exact = False  # what it inherits is true of another `carry`
 
     def __post_init__(self) -> None:
         if not is_whole(self.least, 1):
@@ -203,13 +212,13 @@ class PayloadSplit:
                 self.vectors.append(vector if kept else self._convert(vector))
             elif left is not None:
                 left.zero_()
-        self._along: ExactSlices | None = None
+        self._carried: ExactSlices | None = None
         self._messages: list[Pending[Any]] = []  # besides those of the code
         # On a GPU, reading the word would wait for all that is queued there.
         on_cpu = all(flat.device.type == "cpu" for flat in (*exact, *payload.flats))
         if code is not None and code.carries_exact and self.vectors and on_cpu:
-            self._along = ExactSlices(exact, bad, comm.size)
-            self.vectors[0] = replace(self.vectors[0], exact=self._along)
+            self._carried = ExactSlices(exact, bad, comm.size)
+            self.vectors[0] = replace(self.vectors[0], exact=self._carried)
         else:
             self._messages = [comm.tell([bad]), *([comm.mean(exact)] if exact else [])]
 
@@ -229,14 +238,18 @@ class PayloadSplit:
         self._sent = [(code, next(code)) for code in codes]  # what each code waits for
         self._arrivals: list[float] = []
         stages = [self._advance] * (messages - 1) if codes else []
-        return Staged(stages, self._finish, partial(max, self._arrivals))
+        return Staged(stages, self._finish, partial(max, self._arrivals), self._done)
+
+    def _done(self) -> bool:
+        """Whether the messages that were sent last have arrived."""
+        return all(message.done() for message in (*self._messages, *(message for _, message in self._sent)))
 
     def _check(self) -> None:
         """Wait until all ranks have told whether their payload is finite."""
-        if self._along is None:
+        if self._carried is None:
             words = [words[0] for words in self._messages[0].wait()]
         else:
-            words = self._along.words(self._sent[0][1].wait())
+            words = self._carried.words(self._sent[0][1].wait())
         for rank, bad in enumerate(words):
             if bad:
                 name, step = self._payload.names[bad - 1], self._clock.step

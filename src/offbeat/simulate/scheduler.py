@@ -142,6 +142,8 @@ class Scheduler:
             assert self.failure is not None
             raise self.failure
         self.clocks[actor] = max(self.clocks[actor], call.lands)
+        if actor not in self.on_exit:  # in the background, other messages may be sent before
+            self.catch_up(actor)
 
     def has_landed(self, call: CollectiveCall) -> bool:
         """Whether a message has landed. First lets all actors that are behind in time catch up."""
@@ -268,6 +270,7 @@ class VirtualQueue(TaskQueue):
 
         def run() -> None:
             clocks[me] = max(self._now, given)
+            scheduler.catch_up(me)  # others may send before
             with suppress(BaseException):  # `wait` raises it
                 result.append(self._do(job))
             self._now = done[0] = clocks[me]

@@ -68,7 +68,7 @@ class Enough(WaitRule):
         assert isinstance(answers, Answers)
         count = _Count(rounds, answers, round, self.grace) if rounds.sidecar.comm.rank == 0 else None
         for attempt in itertools.count():
-            words = _obey(rounds, round, attempt) if count is None else count.decide(attempt)
+            words = _obey(rounds, round, attempt, self.grace) if count is None else count.decide(attempt)
             if words:
                 break
             rounds.aside.tell([]).wait()  # raises if a worker is lost
@@ -130,9 +130,9 @@ class _Count:
         return sum(1 << len(self._ranks) + rank for rank in there) | sum(1 << rank for rank in late)
 
 
-def _obey(rounds: Rounds, round: int, attempt: int) -> int:
+def _obey(rounds: Rounds, round: int, attempt: int, grace: float) -> int:
     """On all other ranks: wait for the verdict of rank 0. 0: it asks whether this rank is alive."""
     sidecar, shift, number = rounds.sidecar, 2 * rounds.sidecar.comm.size, round << _ATTEMPTS | attempt
-    what, seconds = f"the verdict on round {round}", _FIRST_LOOK * 2**attempt
+    what, seconds = f"the verdict on round {round}", _FIRST_LOOK * 2**attempt + grace
     with sidecar.locked():
-        return sidecar.await_word(0, number << shift, what, seconds) & (1 << shift) - 1
+        return sidecar.await_number(0, number << shift, what, seconds) & (1 << shift) - 1

@@ -1,11 +1,15 @@
-"""When enough workers with coded gradients have answered."""
+"""When sidecars go on: enough workers have answered with coded gradients, or a worker is overdue."""
 
 from __future__ import annotations
+
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
+from offbeat.simulate import Compute
 from offbeat.waitfree import CodedGradients
+from offbeat.waitfree.base import REMEMBERED, allowance
 
 
 def find_enough(part: CodedGradients, now: Tensor) -> Tensor:
@@ -20,3 +24,10 @@ def find_enough(part: CodedGradients, now: Tensor) -> Tensor:
     ends = [block.sort(-1).values[..., -1 - spare].amax(-1, keepdim=True) for block in blocks]
     enough = torch.stack(ends).amax(0)
     return torch.minimum(now.amax(-1, keepdim=True), enough + (part.grace or 0.0))
+
+
+@lru_cache
+def find_allowances(compute: Compute, workers: int) -> Tensor:
+    """Return how long a step of each worker may take before it is overdue."""
+    times = compute.seconds(torch.arange(workers)[:, None], torch.arange(REMEMBERED)[None, :])
+    return torch.tensor([allowance(row) for row in times.tolist()], dtype=torch.float64)
