@@ -8,6 +8,7 @@ import io
 import os
 import random
 import re
+import signal
 import sys
 import threading
 import traceback
@@ -56,6 +57,14 @@ def processes() -> Any:
             patch.setattr(util, "spawnv_passfds", warm.spawn)
         forkserver.ensure_running()
     return context
+
+
+@pytest.fixture
+def ctrl_c() -> Iterator[None]:
+    """A shell starts what runs in the background deaf to it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture(autouse=True)

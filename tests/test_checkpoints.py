@@ -11,7 +11,7 @@ import pytest
 import torch
 from conftest import Pool
 from problems import Realistic, data, optimizer_for, snapshot
-from table import BROAD, SAVE_EVERY, enough
+from table import EACH, SAVE_EVERY, enough
 from test_resume import Run
 from torch import Tensor, nn
 
@@ -101,7 +101,7 @@ OTHER_WEIGHTS = (
 
 
 @pytest.mark.few(3)
-@pytest.mark.parametrize("expression", BROAD)
+@pytest.mark.parametrize("expression", EACH)
 def test_one_rank_has_another_checkpoint(expression: str) -> None:
     workers = max(enough(expression), GUILTY + 1)
     mine, other = (states(expression, seed=seed, workers=workers) for seed in (0, 1))

@@ -110,7 +110,7 @@ def seeds(count: int, fast: int) -> list[Any]:
 
 
 @pytest.mark.few(5)
-@pytest.mark.parametrize("seed", seeds(6, fast=2))
+@pytest.mark.parametrize("seed", seeds(4, fast=2))
 @pytest.mark.parametrize(
     ("call", "workers", "exact"),
     [

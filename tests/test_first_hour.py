@@ -755,6 +755,7 @@ def test_little_is_imported_before_ctrl_c_is_one_line() -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+@pytest.mark.usefixtures("ctrl_c")
 @pytest.mark.parametrize("moment", ["import", "plan"])
 def test_ctrl_c_is_one_line_at_any_moment(moment: str) -> None:
     cluster = ["--workers", "64", "--step", "1s", "--parameters", "1M", "--link", "1gbit"]

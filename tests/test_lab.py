@@ -23,18 +23,10 @@ from offbeat.lab.job import list_cores, share_cores
 from offbeat.lab.signals import collect_signals, exit_on_signals, hold_signals
 
 # Every new lab removes what killed processes have left: one process runs all tests with labs.
-pytestmark = [pytest.mark.xdist_group("lab"), pytest.mark.slow]  # hosts take long to begin
+pytestmark = [pytest.mark.xdist_group("lab"), pytest.mark.slow, pytest.mark.usefixtures("ctrl_c")]
 NAMES = Path("/run/netns")
 PYTHON = [sys.executable, "-c"]
 _marks = itertools.count()
-
-
-@pytest.fixture(autouse=True)
-def ctrl_c() -> Iterator[None]:
-    """A shell starts what runs in the background deaf to it."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
 
 
 def why_not() -> str | None:

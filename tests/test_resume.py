@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from problems import Dyadic, Realistic, optimizer_for, same, snapshot, take_step
-from table import METHODS, ROWS, enough, savable
+from table import BROAD, EACH, METHODS, ROWS, enough, savable
 from ticking import clocked
 from torch import Tensor
 
@@ -118,11 +118,16 @@ REST = set(range(STEPS + 1)) - FEW
 AHEAD = 6  # how many steps a run resumed after one of the rest continues: more than any period
 
 
+# All rows are cut after a few steps. One row of every method, option, clock and code is cut after all others.
+CUTS = [
+    pytest.param(row, steps, id=f"{row}-{name}", marks=[] if fast and row in EACH else pytest.mark.slow)
+    for name, steps, rows, fast in (("few", FEW, METHODS, True), ("rest", REST, BROAD, False))
+    for row in rows
+]
+
+
 @pytest.mark.few(5)
-@pytest.mark.parametrize(
-    "steps", [pytest.param(FEW, id="few"), pytest.param(REST, id="rest", marks=pytest.mark.slow)]
-)
-@pytest.mark.parametrize("expression", ROWS)
+@pytest.mark.parametrize(("expression", "steps"), CUTS)
 def test_resume_after_any_step(expression: str, steps: set[int]) -> None:
     whole = saved_after_every_step(expression)
 

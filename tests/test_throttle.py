@@ -14,6 +14,7 @@ from links import throttled
 
 import offbeat
 from offbeat import Communicator
+from offbeat.comm.collective import LONG
 from offbeat.comm.throttled import FRAMING
 
 MEGABYTE = 250_000  # values of four bytes
@@ -35,7 +36,7 @@ MESSAGES: dict[str, tuple[Callable[[Communicator], Any], float, int, float]] = {
     "broadcast": (lambda comm: comm.broadcast([megabyte(comm)], 1).then(lambda got: got[0]), 0.75, 2, 1.0),
     "shift": (lambda comm: comm.shift(megabyte(comm)), 1, 1, 1.5),
     # Words pass the queue by.
-    "tell": (lambda comm: comm.tell([comm.rank]).then(lambda heard: torch.tensor(heard)[:, :1]), 0, 3, 1.5),
+    "tell": (lambda comm: comm.tell([comm.rank]).then(lambda heard: torch.tensor(heard)[:, :1]), 0, 1, 1.5),
 }
 
 
@@ -55,6 +56,15 @@ def landing(send: Callable[[Communicator], Any], *, latency: float = 0.0, burst:
 
     ends, values = zip(*offbeat.simulate(worker, 4, compute=lambda rank, step: float(step)), strict=True)
     return [*ends, sum(values) / 4]
+
+
+def test_a_short_gather_is_sent_to_all_at_once() -> None:
+    """A megabyte, all ranks together, goes along a ring; one word less does not."""
+    for words, hops in ((LONG // 16, 3), (LONG // 16 - 1, 1)):
+        (end, *_) = landing(
+            lambda comm, words=words: comm.gather(torch.zeros(words)).then(torch.cat), latency=1.0
+        )
+        assert end == pytest.approx(3 + 3 * 4 * words * FRAMING / RATE + hops, abs=1e-6)
 
 
 @pytest.mark.parametrize("latency", [0.0, 0.125])

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 Algorithm = Literal["ideal", "ring", "tree", "direct"]
+LONG = 2**20  # bytes, for all ranks together; shorter gathers and exchanges are sent to all ranks at once
 
 
 @dataclass(frozen=True)
@@ -27,17 +28,17 @@ class Crossing:
 class Collective:
     """One kind of collective. Its costs are functions of the number of workers, `size`.
 
-    `sent(size, given)` are the bytes that one rank sends if each hands in `given` bytes. `hops(size)` counts
-    the sequential messages between neighbours when gloo runs it on long vectors. `crosses` are the bytes over
-    a group's uplink, in the busier direction, for each algorithm. `results(posts, src, ranks)` are the
-    results of some ranks, given the tensors of all.
+    `sent(size, given)` are the bytes that one rank sends if each hands in `given` bytes, and
+    `hops(size, given)` counts the sequential messages between neighbours, both over gloo. `crosses` are the
+    bytes over a group's uplink, in the busier direction, for each algorithm. `results(posts, src, ranks)` are
+    the results of some ranks, given the tensors of all.
     """
 
     name: str
     phrase: str  # what a rank waits for, in an error
     sent: Callable[[int, int], int]
     results: Callable[[Sequence[Sequence[Tensor]], int, Sequence[int]], list[list[Tensor]]]
-    hops: Callable[[int], int] = lambda size: 1
+    hops: Callable[[int, int], int] = lambda size, given: 1
     crosses: Callable[[Algorithm, Crossing], float] = lambda algorithm, by: by.given
     ways: int = 1  # 2: data goes to the others and comes back
     local: bool = False  # data goes to a neighbour only, whatever the algorithm
@@ -71,7 +72,7 @@ SUM = Collective(
     "mean",
     phrase="the mean of {bytes:,} bytes",
     sent=lambda size, given: round(given * (2 * (size - 1) / size)),
-    hops=lambda size: 2 * (size - 1),
+    hops=lambda size, given: 2 * (size - 1),
     crosses=lambda algorithm, by: {
         "ideal": 2 * by.given * (by.groups - 1) / by.groups,  # each group is reduced inside first
         "ring": 2 * by.given * (by.size - 1) / by.size,
@@ -82,12 +83,12 @@ SUM = Collective(
     ways=2,
     in_place=True,
 )
-# Each rank sends its tensor to all others.
+# Each rank sends its tensor to all others: along a ring, if it is long.
 GATHER = Collective(
     "gather",
     phrase="a gather of {bytes:,} bytes",
     sent=lambda size, given: round(given * (size - 1)),
-    hops=lambda size: size - 1,
+    hops=lambda size, given: 1 if size * given < LONG else size - 1,
     crosses=lambda algorithm, by: {
         "ideal": by.given * max(by.inside, by.size - by.inside),
         "ring": by.given * (by.size - 1),
@@ -109,7 +110,7 @@ BROADCAST = Collective(
     "broadcast",
     phrase="rank {src}'s {bytes:,} bytes",
     sent=lambda size, given: round(given * ((size - 1) / size)),
-    hops=lambda size: (size - 1).bit_length(),
+    hops=lambda size, given: (size - 1).bit_length(),
     results=lambda posts, src, ranks: [[tensor.clone() for tensor in posts[src]]] * len(ranks),
     in_place=True,
 )

@@ -58,7 +58,7 @@ class Throttled(Wrapped):
         message = self.comm.run(kind, tensors, src=src, control=control)
         if self.size == 1 or (control and not link.latency):
             return message
-        flight = link.latency * kind.hops(self.size)
+        flight = link.latency * kind.hops(self.size, nbytes(tensors))
         if control:
             return link.hold(message, lambda: message.arrived() + flight, message.done)
         seconds = kind.sent(self.size, nbytes(tensors)) * FRAMING / link.rate

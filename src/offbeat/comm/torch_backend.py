@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, get_backend_config
 
 from offbeat.comm.background import Sidecar, TaskQueue, ThreadQueue, ThreadSidecar
-from offbeat.comm.collective import Collective, nbytes
+from offbeat.comm.collective import LONG, Collective, nbytes
 from offbeat.comm.communicator import Communicator, Pending, PendingList, Tensors, Worker
 from offbeat.comm.connection import Connection
 from offbeat.comm.monitor import PeerMonitor, Wait
@@ -26,7 +26,6 @@ from offbeat.comm.store import open_backend, start, store_client
 _GLANCE = 0.25  # seconds between two checks of the store while waiting
 _GRACE = 5.0  # seconds by which torch's timeout is longer than ours, which can say who is missing
 _FIRST = ("control", "cpu")  # the connections that every communicator begins with
-_LONG = 2**20  # this many bytes or more, for all ranks together, are not sent to all at once
 _PIECES, _PIECE = 4, 2**19  # most pieces of a chunk, as each costs a latency; fewest bytes of a piece
 
 BackendCall = tuple[str, tuple[Any, ...]]  # a method of a backend and its arguments, a tensor first
@@ -174,7 +173,7 @@ class Torch(Communicator, Worker):
             else:
                 got = given.new_empty(self.size * given.numel())
                 calls = [("_allgather_base", (got, given))]
-                if given.device.type == "cpu" and got.nbytes < _LONG:
+                if given.device.type == "cpu" and got.nbytes < LONG:
                     # gloo gathers along a ring; an all-to-all sends all messages at once.
                     calls = [("alltoall_base", (got, given.repeat(self.size), [], []))]
                 result = list(got.view(self.size, *tensors[0].shape))
@@ -257,7 +256,7 @@ def _exchange_calls(rank: int, size: int, chunks: Tensors) -> tuple[list[Backend
     given = _join(chunks)
     got = torch.empty_like(given)
     result = list(got.view(size, *chunks[0].shape))
-    if given.device.type != "cpu" or given.nbytes < _LONG:
+    if given.device.type != "cpu" or given.nbytes < LONG:
         return [("alltoall_base", (got, given, [], []))], result
     ours, theirs = (flat.view(torch.uint8).view(size, -1) for flat in (given, got))
     theirs[rank] = ours[rank]

@@ -47,6 +47,11 @@ class Early:
     buckets: tuple[Bucket, ...]
     queued: bool
 
+    @property
+    def waits(self) -> Events:
+        """What the queue waits for in the end."""
+        return tuple(event for bucket in self.buckets for event in bucket.waits) if self.queued else ()
+
 
 def find_buckets(part: Part, job: Job) -> list[tuple[float, float]]:
     """Return for each bucket the share of a step after which it is complete, and its share of the gradients.

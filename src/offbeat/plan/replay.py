@@ -155,8 +155,7 @@ class Clocks:
                 self._go(bucket.first, groups, key)
                 waiting += [bucket] * early.queued
         self._now = queue
-        for bucket in early.buckets if early.queued else ():
-            self._go(bucket.waits, groups, key)
+        self._go(early.waits, groups, key)
         queue, self._now, self._beside = self._now, done, beside
         self._go(early.heads[0], groups, key)
         self._go(early.heads[1], groups, key)
