@@ -40,14 +40,14 @@ class Contender:
     rule: str | None = None
     period: int = 1
     start: int = 0
-    seeds: int = 2
+    seeds: int = 5
 
     @property
     def losses(self) -> str | None:
         return self.call if self.kind == "offbeat" else self.rule
 
 
-def ours(call: str, *, period: int = 1, start: int = 0, seeds: int = 2) -> Contender:
+def ours(call: str, *, period: int = 1, start: int = 0, seeds: int = 5) -> Contender:
     return Contender(f"`{call}`", "offbeat", call, period=period, start=start, seeds=seeds)
 
 
@@ -56,7 +56,7 @@ FOUR_BITS = "reduce=ErrorFeedback(Quantized(4))"
 PAPER = "diloco(every=20, lr=0.7, momentum=0.9, ramp=0)"
 CONTENDERS = [
     Contender(FLOOR, "alone"),
-    Contender(DDP, "torch_ddp", rule="ddp()", seeds=5),
+    Contender(DDP, "torch_ddp", rule="ddp()"),
     Contender("torch averager, H=20", "averager", "every=20", "local_sgd(every=20)", 20),
     Contender("torch averager, H=4", "averager", "every=4", "local_sgd(every=4)", 4),
     Contender(
@@ -70,8 +70,8 @@ CONTENDERS = [
     Contender("torchft LocalSGD, H=20", "torchft_local_sgd", "every=20", "local_sgd(every=20)", 20),
     Contender("torchft DiLoCo, H=20", "torchft_diloco", "every=20", PAPER, 20),
     Contender("Accelerate LocalSGD, H=20", "accelerate_local_sgd", "every=20", "local_sgd(every=20)", 20),
-    ours(f"ddp({FOUR_BITS})", seeds=5),
-    ours(f"ddp(delay=1, {FOUR_BITS})", seeds=5),
+    ours(f"ddp({FOUR_BITS})"),
+    ours(f"ddp(delay=1, {FOUR_BITS})"),
     ours("ddp(reduce=ErrorFeedback(Quantized(3)))"),
     ours("ddp(reduce=ErrorFeedback(Quantized(2)))"),
     ours("ddp()"),

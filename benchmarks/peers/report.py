@@ -21,9 +21,9 @@ HEADER = (
 
 PREFACE = """
 Generated from results.jsonl by `run.py report`. Python 3.11.7, the versions of requirements.txt, torch on
-CPU, two cores. Four workers, each in a network namespace with a shaped link, one thread each. A byte GPT of
-1 853 952 parameters learns tinyshakespeare in 300 steps of 4 × 8 windows of 128 bytes, with AdamW, a warm-up
-of 40 steps, a cosine down to a tenth, and clipping at 1.
+CPU, four workers on two cores, two on each. Each worker has a network namespace with a shaped link, and one
+thread. A byte GPT of 1 853 952 parameters learns tinyshakespeare in 300 steps of 4 × 8 windows of 128 bytes,
+with AdamW, a warm-up of 40 steps, a cosine down to a tenth, and clipping at 1.
 
 - `s per step`: the median over blocks of 20 steps that the contenders took in turn, and half of the range.
   Below 1 Gbit/s, torch DDP and `ddp()` made 10. Each block is a job and begins after a first period.

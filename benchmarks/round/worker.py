@@ -6,6 +6,7 @@ Contenders take turns within every repetition, so that noise of the machine hits
 from __future__ import annotations
 
 import json
+import os
 import statistics
 import sys
 import time
@@ -18,6 +19,7 @@ from torch.distributed.algorithms.model_averaging.utils import average_parameter
 import offbeat
 from offbeat.base.packed import Packed
 from offbeat.base.tensors import local
+from offbeat.lab.job import list_cores, share_cores
 from offbeat.tasks import bytes_task
 from offbeat.tasks.pictures import build_resnet
 
@@ -92,6 +94,8 @@ def measure(calls: dict[str, Callable[[], None]], repetitions: int) -> dict[str,
 
 def main() -> None:
     torch.set_num_threads(1)
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    os.sched_setaffinity(0, share_cores(size, list_cores())[rank])  # as on the hosts of a lab
     dist.init_process_group("gloo")
     times = measure(contenders(MODELS[sys.argv[1]]), int(sys.argv[2]))
     if dist.get_rank() == 0:
