@@ -33,8 +33,8 @@ QUICK = "local_sgd(every=3, delay=2)"
 REPORT = "Waiting for all ranks to report: "
 
 # Some need more than two workers. tests/test_resume.py resumes all rows.
-# By the clock, files of one round that ranks saved after different steps are one checkpoint, and a run begun
-# again from it need not be the same.
+# By the clock, ranks may resume after different steps of one round if a kill comes between their saves. The
+# loop here saves every few steps, so they then wait for each other in different calls.
 LEFT_OUT = ("((", "clusters=", "Seconds(")
 RUNS = [row for row in {QUICK: None, **dict.fromkeys(BROAD)} if not any(word in row for word in LEFT_OUT)]
 
