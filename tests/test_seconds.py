@@ -130,7 +130,7 @@ def test_it_resumes_exactly(expression: str, cut: int) -> None:
     assert len(whole[0]) > 1.4 * len(whole[1])
 
 
-def test_files_of_a_checkpoint_are_named_after_the_round(tmp_path: Path) -> None:
+def test_files_of_a_checkpoint_are_named_after_the_largest_step(tmp_path: Path) -> None:
     def worker(comm: offbeat.Communicator) -> tuple[int, int, bool]:
         net = Line()
         opt = torch.optim.SGD(net.parameters(), lr=1.0)
@@ -146,7 +146,34 @@ def test_files_of_a_checkpoint_are_named_after_the_round(tmp_path: Path) -> None
         return sync.steps, again.steps if again.load(tmp_path) else -1, again.rounds == 2
 
     assert offbeat.simulate(worker, 2, compute=uneven) == [(9, 9, True), (5, 5, True)]
-    assert {path.name.split("-rank")[0] for path in tmp_path.iterdir()} == {"offbeat-step-2"}
+    assert {path.name.split("-rank")[0] for path in tmp_path.iterdir()} == {"offbeat-step-9"}
+
+
+def test_two_checkpoints_of_one_round_are_told_apart(tmp_path: Path) -> None:
+    """A worker is killed before it has written the second one: all continue from the first."""
+
+    def worker(comm: offbeat.Communicator) -> tuple[list[int], bool]:
+        def build() -> tuple[Line, offbeat.Synchronizer]:
+            net = Line()
+            opt = torch.optim.SGD(net.parameters(), lr=1.0)
+            return net, offbeat.local_sgd(net, opt, every=Seconds(40), group=comm)
+
+        net, sync = build()
+        kept, steps = Path(tmp_path, "kept"), []
+        for folder in (kept, tmp_path / "later"):
+            for _ in range(2 - comm.rank):
+                (-net.weight.sum()).backward()
+                sync.step()
+            sync.save(folder)
+            steps.append(sync.steps)
+        if comm.rank == 0:
+            later = next((tmp_path / "later").glob("*-rank-0-*"))
+            later.rename(kept / later.name)
+        comm.tell([]).wait()
+        _, again = build()
+        return [*steps, again.steps if again.load(kept) else -1], again.rounds == 0
+
+    assert offbeat.simulate(worker, 2, compute=uneven) == [([2, 4, 2], True), ([1, 2, 1], True)]
 
 
 def test_a_worker_that_runs_dry_begins_its_rounds_at_once() -> None:

@@ -206,7 +206,7 @@ class Run(ABC):
                 self._commits.meetings.settle()
         state = saving.capture(self, others)
         with paused(self.parts):
-            self._together(lambda: saving.Folder(folder, self._comm, self.model).write(self._place, state))
+            self._together(lambda: saving.Folder(folder, self._comm, self.model).write(self.steps, state))
 
     def load(self, folder: str | Path, *, resize: bool = False, **others: Savable) -> bool:
         """Continue from the newest checkpoint that is whole on every rank. Return whether there is one.

@@ -53,6 +53,8 @@ class Folder:
 
     def write(self, step: int, state: State) -> None:
         """Write this rank's file. Once every rank has done so, delete this rank's older ones."""
+        # With rounds by the clock, workers make different numbers of steps. The largest one names all files.
+        step = max(words[0] for words in self.comm.tell([step]).wait())
         path, error = self._path(step), None
         delete_torn(self._path("*"))
         try:
@@ -135,16 +137,14 @@ class Folder:
 
     def list_files(self) -> list[tuple[int, int, int]]:
         """Return step, rank and number of workers of every file of this shard."""
-        found = [found for found in self._files() if found[4] == self.shard]
-        return [(int(file[1]), int(file[2]), int(file[3])) for file in found]
+        return [(int(f[1]), int(f[2]), int(f[3])) for f in self._files() if f[4] == self.shard]
 
     def _files(self) -> list[re.Match[str]]:
         names = [path.name for path in self.folder.glob("offbeat-step-*.pt")]
         return [found for name in names if (found := _FILE.fullmatch(name))]
 
     def _steps(self) -> set[int]:
-        mine = (str(self.comm.rank), str(self.comm.size), self.shard)
-        return {int(found[1]) for found in self._files() if found.groups()[1:] == mine}
+        return {step for step, *place in self.list_files() if place == [self.comm.rank, self.comm.size]}
 
     def _common(self, rows: Sequence[Sequence[int]]) -> set[int]:
         """Return the steps in all rows, each plus 1, on every shard of the model."""
