@@ -140,7 +140,7 @@ def test_one_vector_may_take_more_messages_than_another() -> None:
         message = Twice().start(room, comm, Clock(step=1, round=0, lr=0.1), {})
         message.advance()
         heard = message.wait().tensors()
-        return len(message.stages), heard["a"].mean().item(), heard["b"].mean().item()
+        return message.stages, heard["a"].mean().item(), heard["b"].mean().item()
 
     assert offbeat.simulate(worker, 2) == [(0, 0.5, 1.0)] * 2
 
@@ -393,14 +393,14 @@ def test_bytes_by_hand() -> None:
         return offbeat.simulate(worker, 4)[0]
 
     # A word of 8 bytes and 3 values of the small tensor, in 16 bytes, at the head of each message. 4 106
-    # values are cut into 4 slices of 5 blocks of 256: numbers and scales, to the others and back. A multiple
-    # of 8 bytes each.
-    assert sent(Quantized(8)) == 2 * 3 * (8 + 16 + 5 * (256 + 2) + 6)
-    assert sent(Quantized(4, block=256)) == 2 * 3 * (8 + 16 + 5 * (128 + 2) + 6)
+    # values are cut into 4 slices of 5 blocks of 256: numbers and scales, to the others and back. The first
+    # message has a multiple of 8 bytes.
+    assert sent(Quantized(8)) == 3 * (2 * (8 + 16 + 5 * (256 + 2)) + 6)
+    assert sent(Quantized(4, block=256)) == 3 * (2 * (8 + 16 + 5 * (128 + 2)) + 6)
     # Or of 33 blocks of 32.
-    assert sent(Quantized(4)) == 2 * 3 * (8 + 16 + 33 * (16 + 2) + 6)
-    assert sent(Quantized(3)) == 2 * 3 * (8 + 16 + 33 * (12 + 2) + 2)
-    assert sent(Quantized(2)) == 2 * 3 * (8 + 16 + 33 * (8 + 2) + 6)
+    assert sent(Quantized(4)) == 3 * (2 * (8 + 16 + 33 * (16 + 2)) + 6)
+    assert sent(Quantized(3)) == 3 * (2 * (8 + 16 + 33 * (12 + 2)) + 2)
+    assert sent(Quantized(2)) == 3 * (2 * (8 + 16 + 33 * (8 + 2)) + 6)
     assert sent(Mean("bfloat16")) == 2 * 3 * (8 + 16 + 1028 * 2)  # slices of 1 028
     extra = 3 * 64 + 60  # one word to each of the others, and the small tensor: 40 bytes × 2·3/4
     assert sent(TopK(64)) == extra + 3 * (4 + 2 * 64 + 4 * 64)  # a count, 64 places, 64 values

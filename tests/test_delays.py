@@ -586,19 +586,20 @@ class Slow(Reducer):
     ran: list[str] = field(default_factory=list)
 
     def start(self, payload: Packed, comm: Communicator, clock: Clock, state: dict[str, Any]) -> Any:
-        sent: list[Any] = [comm.mean([torch.zeros(1)])]
+        return SlowMean(self, payload, comm)
 
-        def stage(i: int) -> None:
-            sent[-1].wait()
-            self.ran.append(f"stage {i}")
-            sent.append(comm.mean(payload.flats if i == self.messages - 1 else [torch.zeros(1)]))
 
-        def wait() -> Packed:
-            sent[-1].wait()
-            return payload
+class SlowMean(Staged):
+    def __init__(self, code: Slow, payload: Packed, comm: Communicator) -> None:
+        self.code, self.payload, self.comm, self.stages = code, payload, comm, code.messages - 1
+        self.sent: Any = comm.mean([torch.zeros(1)])
+        super().__init__(lambda: self.sent.wait() and payload, lambda: False, lambda: self.sent.arrived())
 
-        stages = [functools.partial(stage, i) for i in range(1, self.messages)]
-        return Staged(stages, wait, lambda: sent[-1].arrived())
+    def advance(self) -> None:
+        self.sent.wait()
+        self.code.ran.append(f"stage {self.code.messages - self.stages}")
+        self.stages -= 1
+        self.sent = self.comm.mean([torch.zeros(1)] if self.stages else self.payload.flats)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,8 @@
 
     python benchmarks/hops/run.py [--list]
 
-Two gloo workers, a `Linear(64, 64)`: a step of `local_sgd(every=1)`, and a period of a delayed code.
+Two gloo workers, a `Linear(64, 64)`: a step of `local_sgd(every=1)`, and a period of a delayed code. Sixteen
+rounds come before it, because the first few are watched for mistakes.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import torch.multiprocessing as mp
 import offbeat
 
 HERE = Path(offbeat.__file__).parent
+WARM = 16  # rounds
 CASES = {
     "local_sgd(every=1)": (1, "a step"),
     "local_sgd(every=8, delay=4, reduce=Quantized(8, least=1))": (8, "a period"),
@@ -35,19 +37,19 @@ def count(rank: int, folder: str, call: str, steps: int) -> None:
     torch.manual_seed(0)
     model = torch.nn.Linear(64, 64)
     sync = offbeat.method(call)(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    torch.manual_seed(rank)  # workers with the same data would be warned
     seen: Counter[tuple[str, str]] = Counter()
 
     def note(frame: FrameType, event: str, _: Any) -> None:
         if event == "call" and frame.f_code.co_filename.startswith(str(HERE)):
             seen[frame.f_code.co_filename[len(str(HERE)) + 1 :], frame.f_code.co_name] += 1
 
-    for step in range(3 * 8):
+    for step in range((WARM + 1) * steps):
         model(torch.randn(8, 64)).square().mean().backward()
-        if step == 16:
+        if step == WARM * steps:
             sys.setprofile(note)
         sync.step()
-        if step == 16 + steps - 1:
-            sys.setprofile(None)
+    sys.setprofile(None)
     sync.finish()
     if rank == 0:
         rows = [[file, name, number] for (file, name), number in sorted(seen.items())]

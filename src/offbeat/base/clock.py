@@ -24,10 +24,11 @@ class Clock:
     """The position of a worker: iterations completed, rounds begun, and the learning rate.
 
     When a schedule plans, `lr` is the rate of the coming step. At a round it is that of the last step, and
-    `rates` holds that of each live tensor's group. `drift`, `loss` and `round_lr` describe the last round
-    whose report has arrived: the spread of the weights, the mean loss since the round before, and the rate.
-    `cost` is what that round and the steps before it took, `delay` the steps that hide a part of it, and
-    `elapsed` the seconds since the last round. Inside `Then`, `step` counts from the switch, `origin`.
+    `rates` has that of each live tensor if the update is `rated`. `drift`, `loss` and `round_lr` describe the
+    last round whose report has arrived: the spread of the weights, the mean loss since the round before, and
+    the rate. `cost` is what that round and the steps before it took, `delay` the steps that hide a part of
+    it, and `elapsed` the seconds since the last round. Inside `Then`, `step` counts from the switch,
+    `origin`.
     """
 
     step: int

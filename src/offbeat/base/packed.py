@@ -23,9 +23,12 @@ class Packed:
     _in_place = False  # whether some of the memory may belong to tensors outside
 
     def __init__(
-        self, names: tuple[str, ...], views: list[Tensor], flats: list[Tensor], spans: Sequence[_Span]
+        self, names: Iterable[str], like: Iterable[Tensor], flats: Iterable[Tensor], spans: Iterable[_Span]
     ) -> None:
-        self.names, self.spans, self._views, self._flats = names, tuple(spans), views, flats
+        """`like` are tensors with the shapes of the views."""
+        self.names, self.spans, self._flats = tuple(names), tuple(spans), list(flats)
+        places = zip(self.spans, like, strict=True)
+        self._views = [self._flats[i][start : start + n].view(t.shape) for (i, start, n), t in places]
         self._factor = 1.0  # a multiplication that has not been done yet
         self._cuts: dict[tuple[int, ...], list[Packed]] = {}
 
@@ -34,7 +37,7 @@ class Packed:
         """Return zeros for tensors of these shapes. Vector lengths are multiples of `multiple`."""
         sizes, spans = _place(tensors.values())
         flats = [torch.zeros(n + -n % multiple, dtype=k[0], device=k[1]) for k, n in sizes.items()]
-        return cls(tuple(tensors), _cut(flats, spans, tensors.values()), flats, spans)
+        return cls(tensors, tensors.values(), flats, spans)
 
     @classmethod
     def around(cls, tensors: Mapping[str, Tensor]) -> Packed | None:
@@ -50,7 +53,7 @@ class Packed:
             if members[0].dtype != kind[0] or not all(t.is_contiguous() for t in members):
                 return None
             flats.append(members[0].as_strided((size,), (1,)))
-        packed = cls(tuple(tensors), _cut(flats, spans, tensors.values()), flats, spans)
+        packed = cls(tensors, tensors.values(), flats, spans)
         packed._in_place = True
         return packed
 
@@ -93,7 +96,7 @@ class Packed:
 
     def over(self, flats: Sequence[Tensor]) -> Packed:
         """Return the same entries in other vectors of the same lengths."""
-        return Packed(self.names, _cut(flats, self.spans, self._views), list(flats), self.spans)
+        return Packed(self.names, self._views, flats, self.spans)
 
     def cut(self, *lengths: int) -> list[Packed]:
         """Split the entries into groups of these lengths, and the rest. Memory is shared."""
@@ -185,8 +188,3 @@ def _place(tensors: Iterable[Tensor]) -> tuple[dict[tuple[torch.dtype, torch.dev
         sizes[kind] += tensor.numel()
         spans.append((list(sizes).index(kind), start, tensor.numel()))
     return sizes, spans
-
-
-def _cut(flats: Sequence[Tensor], spans: Sequence[_Span], like: Iterable[Tensor]) -> list[Tensor]:
-    """Return views of the spans, shaped like the given tensors."""
-    return [flats[i][start : start + n].view(t.shape) for (i, start, n), t in zip(spans, like, strict=True)]

@@ -51,7 +51,7 @@ class Exchange(ExchangeState):
 
     def snapshot_rates(self) -> None:
         """Note the learning rates of the coming step: a scheduler may step before the round begins."""
-        parameters = () if self.live.early else self.live.parameters  # gradients do not need the rates
+        parameters = self.live.parameters if self.update.rated else ()
         self._rates_digest, self._rates = read_rates(self.payload.moments.optimizers, parameters)
 
     def before(self, clock: Clock) -> bool:
@@ -103,7 +103,7 @@ class Exchange(ExchangeState):
             self.send(round, share)
         else:
             commits.send(self, round, share)
-        rhythm.begin(clock.step, 1 + len(round.mean.stages) if isinstance(round.mean, Staged) else 1)
+        rhythm.begin(clock.step, 1 + round.mean.stages if isinstance(round.mean, Staged) else 1)
 
     def send(self, round: Round, share: Share | None) -> None:
         """Compare the workers by their headers, then send the live tensors and what travels with them."""

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Hashable, Sequence
+from collections.abc import Generator, Hashable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from inspect import GEN_SUSPENDED, getgeneratorstate
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 from weakref import WeakKeyDictionary
 
 import torch
@@ -33,26 +33,20 @@ def list_buffers(payload: Packed) -> list[Tensor]:
 
 
 class Staged(Pending[Packed]):
-    """A result that takes several messages. `stages` send the second and later ones, in order.
+    """A result that takes several messages. `stages` is how often `advance` still sends one.
 
-    All ranks run a stage at the same point: a round runs stage i of n when i/n of its delay has passed. After
-    the last stage, `wait` sends nothing, and `done` tells whether it would return at once.
+    All ranks advance at the same point: a round does so for the i-th time of n when i/n of its delay has
+    passed. After the last time, `wait` sends nothing, and `done` tells whether it would return at once.
     """
 
-    def __init__(
-        self,
-        stages: Sequence[Callable[[], None]],
-        wait: Callable[[], Packed],
-        arrived: Callable[[], float],
-        done: Callable[[], bool] = lambda: False,
-    ) -> None:
-        super().__init__(wait, lambda: not self.stages and done(), arrived)
-        self.stages = list(stages)
+    stages = 0
 
     def advance(self) -> None:
-        """Run the next stage, which waits for the message before it."""
-        self.stages[0]()
-        del self.stages[0]
+        """Wait for the message before, send the next one, and count `stages` down."""
+        raise NotImplementedError
+
+    def done(self) -> bool:
+        return not self.stages and super().done()
 
     def wait(self) -> Packed:
         while self.stages:
@@ -167,7 +161,7 @@ class Code(Reducer):
         raise NotImplementedError
 
 
-class PayloadSplit:
+class PayloadSplit(Staged):
     """A payload in two parts: vectors for a code, and small tensors and extras that are averaged exactly.
 
     Every rank tells the others whether its payload is finite. If one is not, all raise before anything is
@@ -179,6 +173,8 @@ class PayloadSplit:
     def __init__(
         self, payload: Packed, comm: Communicator, clock: Clock, code: Code | None, residual: Residual = None
     ) -> None:
+        self._arrivals: list[float] = []
+        super().__init__(self._finish, self._is_here, partial(max, self._arrivals))
         self._payload, self._clock, self._residual = payload, clock, residual
         self._most = most = Code.most if code is None else code.most
         names, views = payload.names, payload.views
@@ -215,8 +211,8 @@ class PayloadSplit:
         self._carried: ExactSlices | None = None
         self._messages: list[Pending[Any]] = []  # besides those of the code
         # On a GPU, reading the word would wait for all that is queued there.
-        on_cpu = all(flat.device.type == "cpu" for flat in (*exact, *payload.flats))
-        if code is not None and code.carries_exact and self.vectors and on_cpu:
+        elsewhere = [flat for flat in (*exact, *payload.flats) if flat.device.type != "cpu"]
+        if code is not None and code.carries_exact and self.vectors and not elsewhere:
             self._carried = ExactSlices(exact, bad, comm.size)
             self.vectors[0] = replace(self.vectors[0], exact=self._carried)
         else:
@@ -232,15 +228,14 @@ class PayloadSplit:
         self._narrow.append((vector.values, vector.residual, copy))
         return copy
 
-    def send(self, codes: Sequence[Messages], messages: int = 1) -> Staged:
-        """Send the first of the `messages` of each code, and return the mean."""
+    def send(self, codes: Sequence[Messages], messages: int = 1) -> Self:
+        """Send the first of the `messages` of each code."""
         self._checked = False
         self._sent = [(code, next(code)) for code in codes]  # what each code waits for
-        self._arrivals: list[float] = []
-        stages = [self._advance] * (messages - 1) if codes else []
-        return Staged(stages, self._finish, partial(max, self._arrivals), self._done)
+        self.stages = messages - 1 if codes else 0
+        return self
 
-    def _done(self) -> bool:
+    def _is_here(self) -> bool:
         """Whether the messages that were sent last have arrived."""
         return all(message.done() for message in (*self._messages, *(message for _, message in self._sent)))
 
@@ -260,7 +255,7 @@ class PayloadSplit:
                 )
         self._checked = True
 
-    def _advance(self) -> None:
+    def advance(self) -> None:
         """Wait for the message of each code, and let it send the next one."""
         if not self._checked:
             self._check()
@@ -271,13 +266,13 @@ class PayloadSplit:
             assert getgeneratorstate(code) == GEN_SUSPENDED, "the code has raised before"
             with suppress(StopIteration):
                 sent.append((code, code.send(tensors)))
-        self._sent = sent
+        self._sent, self.stages = sent, max(0, self.stages - 1)
 
     def _finish(self) -> Packed:
         """Wait for all messages, and return the payload with the means in it."""
-        self._advance()
+        self.advance()
         while self._sent:
-            self._advance()
+            self.advance()
         for message in self._messages:
             message.wait()
             self._arrivals.append(message.arrived())

@@ -16,7 +16,7 @@ from offbeat.base.draws import draw_whole
 from offbeat.base.packed import Packed
 from offbeat.comm.communicator import Communicator, Pending, join_messages
 from offbeat.reduce.code import Code, Messages, Residual, Vector
-from offbeat.reduce.wire import BlockCodec, CastCodec
+from offbeat.reduce.wire import WORD, BlockCodec, CastCodec
 
 _codec = functools.cache(BlockCodec)  # a codec caches its width
 _HEAD, _GROWTH = 2**18, 64  # values of the first piece of a payload; how much longer the next one is
@@ -149,16 +149,22 @@ def mean_in_two_phases(
     slices = Slices(vector.values, units * unit)
     left = None if residual is None else Slices(residual, units * unit)
     exact = vector.exact
-    head = 0 if exact is None else exact.head(units * width)
-    wire = vector.buffer("wire", (size, head + units * width), torch.uint8)
+    head, unaligned = (0, 0) if exact is None else (exact.nbytes, -units * width % WORD)
+    end = head + units * width
+    wire = vector.buffer("wire", (size, end + unaligned), torch.uint8)
     for ranks in slices.groups(apart=comm.rank):
-        _encode_slices(codec, ranks, slices, left, wire[:, head:], pieces, rngs[0])
+        values, lost = slices.read(ranks), None if left is None else left.read(ranks)
+        for inside, coded in pieces:
+            room = None if lost is None else lost[:, inside]
+            codec.encode(values[:, inside], wire[ranks, head:end][:, coded], rngs[0], room)
+        if left is not None and lost is not None:
+            left.write(ranks, lost)
     if exact is not None:
         exact.write(wire)
     parts = yield comm.exchange(list(wire))
-    others = [part[head:] for rank, part in enumerate(parts) if rank != comm.rank]
+    others = [part[head:end] for rank, part in enumerate(parts) if rank != comm.rank]
     own = slice(comm.rank, comm.rank + 1)
-    mean, row = slices.read(own).mul_(1 / size), vector.buffer("row", (head + units * width,), torch.uint8)
+    mean, row = slices.read(own).mul_(1 / size), vector.buffer("row", (end,), torch.uint8)
     if exact is not None:
         exact.reduce(parts, row)
     error = None if left is None else torch.empty_like(mean)
@@ -179,19 +185,6 @@ def mean_in_two_phases(
             values = slices.read(ranks)
             codec.decode(rows[ranks, coded.start - coded.stop :], values[:, inside])
             slices.write(ranks, values)
-
-
-def _encode_slices(
-    codec: CastCodec | BlockCodec, ranks: slice, slices: Slices, left: Slices | None, wire: Tensor,
-    pieces: Sequence[tuple[slice, slice]], rng: torch.Generator | None,
-) -> None:  # fmt: skip
-    """Encode the slices that these ranks sum, and keep the losses."""
-    values, lost = slices.read(ranks), None if left is None else left.read(ranks)
-    for inside, coded in pieces:
-        room = None if lost is None else lost[:, inside]
-        codec.encode(values[:, inside], wire[ranks, coded], rng, room)
-    if left is not None and lost is not None:
-        left.write(ranks, lost)
 
 
 class Slices:

@@ -16,7 +16,7 @@ from offbeat.comm.collective import sum_in_order
 _TILE = 2**18  # values that a CPU processes at a time, so that they stay in its cache between passes
 _GPU_TILE = 2**24
 _TINY = 2.0**-126  # the smallest scale: its inverse is finite
-_WORD = 8  # bytes
+WORD = 8  # bytes
 _WORDS = {8: torch.int8, 4: torch.int16, 3: torch.int64, 2: torch.int32}  # into which numbers are packed
 
 
@@ -44,13 +44,10 @@ class CastCodec:
         out.copy_(wire.view(self.dtype))
 
     def add(self, wires: Sequence[Tensor], out: Tensor, factor: float) -> None:
-        size = tile_size(out)
-        tile = torch.empty(min(size, out.numel()), device=out.device)
-        for wire in wires:
-            for part, some in zip(
-                torch.split(out, size), torch.split(wire.view(self.dtype), size), strict=True
-            ):
-                part.add_(tile[: len(part)].copy_(some), alpha=factor)
+        rows = torch.unflatten(out, -1, (-1, self.unit))
+        for at in _tiles(rows):
+            for wire in wires:
+                rows[at].add_(wire.view(self.dtype).view(rows.shape)[at].float(), alpha=factor)
 
 
 @dataclass(frozen=True)
@@ -116,7 +113,8 @@ class BlockCodec:
 def _tiles(rows: Tensor, copies: int = 1) -> list[Any]:
     """Return ranges of blocks, the last dimension but one, that fit a processor's cache."""
     *others, blocks, unit = rows.shape
-    size = tile_size(rows, unit * copies * math.prod(others))
+    values = _TILE if rows.device.type == "cpu" else _GPU_TILE
+    size = max(1, values // (unit * copies * math.prod(others)))
     return [(..., slice(start, start + size), slice(None)) for start in range(0, blocks, size)]
 
 
@@ -174,11 +172,6 @@ def _mask(bits: int, size: int) -> int:
     return sum(run << 8 * start for start in range(0, _WORDS[bits].itemsize, size))
 
 
-def tile_size(values: Tensor, unit: int = 1) -> int:
-    """Return how many units are processed at a time."""
-    return max(1, (_TILE if values.device.type == "cpu" else _GPU_TILE) // unit)
-
-
 class ExactSlices:
     """Short vectors that travel exactly at the head of a code's two messages, and one word from each rank.
 
@@ -189,27 +182,23 @@ class ExactSlices:
     def __init__(self, flats: Sequence[Tensor], word: int, size: int) -> None:
         self._word, self._size = word, size
         self._places: list[tuple[Tensor, int, int, int]] = []  # a vector, the length and the bytes of a slice
-        self.nbytes = _WORD
+        self.nbytes = WORD
         for flat in [flat for flat in flats if flat.numel()]:
             length = -(-flat.numel() // size)
             start, self.nbytes = self.nbytes, self.nbytes + length * flat.element_size()
             self._places.append((flat, length, start, self.nbytes))
-            self.nbytes += -self.nbytes % _WORD
-
-    def head(self, rest: int) -> int:
-        """Return the bytes before the `rest` of a message, such that whole messages are aligned."""
-        return self.nbytes + -rest % _WORD
+            self.nbytes += -self.nbytes % WORD
 
     def write(self, wire: Tensor) -> None:
         """Write what each rank gets into the rows of the wire."""
-        wire[:, :_WORD].view(torch.int64).fill_(self._word)
+        wire[:, :WORD].view(torch.int64).fill_(self._word)
         for flat, length, start, end in self._places:
             padded = torch.nn.functional.pad(flat, (0, self._size * length - flat.numel()))
             wire[:, start:end].view(flat.dtype).copy_(padded.view(self._size, length))
 
     def words(self, parts: Sequence[Tensor]) -> list[int]:
         """Return the word of each rank, from what has arrived of `write`."""
-        return torch.stack([part[:_WORD] for part in parts]).view(torch.int64).flatten().tolist()
+        return torch.stack([part[:WORD] for part in parts]).view(torch.int64).flatten().tolist()
 
     def reduce(self, parts: Sequence[Tensor], row: Tensor) -> None:
         """Write the means of this rank's slices into the row that all ranks get."""
