@@ -72,7 +72,8 @@ class ExchangeState(Part):
         in_place = self.plain and delay == 0 and not self.drift and not live.early
         self.payload = Payload(live, buffers, moments, in_place=in_place)
         self.sender: Sender = choose_sender(self.payload, self.update, self.reduce, delay, self.peers)
-        self.index, self.ledger = 0, Ledger(when, drift=self.drift)
+        self.ledger: Ledger = Ledger(when, drift=self.drift)
+        self.index = 0
         self._states: dict[str, State] = {"update": self.update.init()}
         if not isinstance(self.update, Reducer):
             self._states["reduce"] = self.sender.init()
@@ -125,9 +126,6 @@ class ExchangeState(Part):
 
     @abstractmethod
     def land(self, clock: Clock) -> None: ...
-
-    def pause(self, *, over: bool) -> None:
-        self.ledger.pause(over=over)
 
     def flush_reports(self, *, wait: bool) -> None:
         self.ledger.flush(wait=wait)

@@ -17,7 +17,7 @@ from offbeat.base.clock import Clock, State
 from offbeat.base.tensors import Live, OptimizerState
 from offbeat.comm.communicator import Communicator, Metered
 from offbeat.comm.presence import Departure
-from offbeat.engine.report import Emit, Totals
+from offbeat.engine.report import Emit, Ledger, Totals
 from offbeat.engine.round import Delay
 from offbeat.reduce import Mean, Reducer
 from offbeat.update.update import Rebase, Replace, Update
@@ -45,6 +45,7 @@ class Part:
     follows: Part | None = None  # the part that must come directly before it in the list
     outside: Metered | None = None  # carries messages that no report covers; their bytes go into the totals
     when: Schedule | None = None  # plans its rounds
+    ledger: Ledger | None = None  # holds its reports, and measures time for its schedule
     weighs: bool = False  # whether its rounds weigh workers by their samples, or it has no rounds
     sender: Sender | None = None  # what its payloads leave through
     load: int = 1  # gradients of a batch that a worker computes in each step
@@ -83,9 +84,6 @@ class Part:
 
     def follow(self, landing: Landing) -> None:
         """Another part landed among more workers than share this part's anchor: move the anchor there."""
-
-    def pause(self, *, over: bool) -> None:
-        """All workers stop making steps, to evaluate or save. Called again when that is `over`."""
 
     def shown(self) -> dict[str, Tensor]:
         """Return what `averaged()` shows in place of live parameters, by name."""
@@ -126,13 +124,14 @@ def hold_gradients(parts: Sequence[Part]) -> Iterator[None]:
 @contextmanager
 def paused(parts: Sequence[Part]) -> Iterator[None]:
     """Evaluate or save inside. Schedules that measure time do not count it."""
-    for part in parts:
-        part.pause(over=False)
+    ledgers = [part.ledger for part in parts if part.ledger is not None]
+    for ledger in ledgers:
+        ledger.pause(over=False)
     try:
         yield
     finally:
-        for part in parts:
-            part.pause(over=True)
+        for ledger in ledgers:
+            ledger.pause(over=True)
 
 
 def check_samples(samples: float, parts: Sequence[Part]) -> None:

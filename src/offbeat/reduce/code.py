@@ -170,31 +170,32 @@ class PayloadSplit(Staged):
     link, and on a busy machine, each further message costs more than its bytes.
     """
 
+    _carried: ExactSlices | None = None
+    _messages: Sequence[Pending[Any]] = ()  # besides those of the code
+
     def __init__(
         self, payload: Packed, comm: Communicator, clock: Clock, code: Code | None, residual: Residual = None
     ) -> None:
-        self._arrivals: list[float] = []
+        self._payload, self._clock, self._residual, self._arrivals = payload, clock, residual, list[float]()
         super().__init__(self._finish, self._is_here, partial(max, self._arrivals))
-        self._payload, self._clock, self._residual = payload, clock, residual
         self._most = most = Code.most if code is None else code.most
         names, views = payload.names, payload.views
         extras = [name.startswith("+") for name in names]
         coded = [not extras[i] and (code is None or code.takes(view)) for i, view in enumerate(views)]
-        self._rest = [i for i, taken in enumerate(coded) if not taken]
+        self._rest, exact = [i for i, taken in enumerate(coded) if not taken], list[Tensor]()
         if self._rest:
             self._exact = Packed.like({names[i]: views[i] for i in self._rest})
             self._exact.read([views[i] for i in self._rest])
+            exact = self._exact.flats
         for view in [views[i] for i in self._rest if extras[i]]:
             view.zero_()  # extras may be infinite
         ends = [torch.stack(torch.aminmax(flat)).tolist() for flat in payload.flats if len(flat)]
-        bad = 0  # the number, from 1, of the first tensor that cannot be sent
-        if False in [-most <= low <= high <= most for low, high in ends]:  # NaN too
-            bad = 1 + [bool((view.abs() <= most).all()) for view in views].index(False)
-        exact = self._exact.flats if self._rest else []
+        fits = False not in [-most <= low <= high <= most for low, high in ends]  # NaN does not
+        # The number, from 1, of the first tensor that cannot be sent:
+        bad = 0 if fits else 1 + [bool((view.abs() <= most).all()) for view in views].index(False)
         if self._rest:
             torch._foreach_zero_([views[i] for i in self._rest])
-        self.vectors: list[Vector] = []
-        self._narrow: list[tuple[Tensor, Tensor | None, Vector]] = []
+        self.vectors, self._narrow = list[Vector](), list[tuple[Tensor, Tensor | None, Vector]]()
         for index, flat in enumerate(payload.flats):
             spans = [
                 TensorSpan(names[i], start, start + n, views[i].shape)
@@ -208,8 +209,6 @@ class PayloadSplit(Staged):
                 self.vectors.append(vector if kept else self._convert(vector))
             elif left is not None:
                 left.zero_()
-        self._carried: ExactSlices | None = None
-        self._messages: list[Pending[Any]] = []  # besides those of the code
         # On a GPU, reading the word would wait for all that is queued there.
         elsewhere = [flat for flat in (*exact, *payload.flats) if flat.device.type != "cpu"]
         if code is not None and code.carries_exact and self.vectors and not elsewhere:

@@ -142,17 +142,16 @@ def mean_in_two_phases(
     error in its residual, in its own slice, which is not rounded again. All ranks decode the same bytes. Long
     slices are coded in pieces: while the mean of one piece is in flight, the next is summed.
     """
-    size, unit, width, residual = comm.size, codec.unit, codec.width, vector.residual
+    size, rank, unit, width = comm.size, comm.rank, codec.unit, codec.width
     units = -(-vector.values.numel() // (size * unit))
     edges = [*range(0, units, max(-(-units // _PIECES), _PIECE // unit)), units]
     pieces = [(slice(a * unit, b * unit), slice(a * width, b * width)) for a, b in itertools.pairwise(edges)]
     slices = Slices(vector.values, units * unit)
-    left = None if residual is None else Slices(residual, units * unit)
-    exact = vector.exact
+    exact, left = vector.exact, None if vector.residual is None else Slices(vector.residual, units * unit)
     head, unaligned = (0, 0) if exact is None else (exact.nbytes, -units * width % WORD)
     end = head + units * width
     wire = vector.buffer("wire", (size, end + unaligned), torch.uint8)
-    for ranks in slices.groups(apart=comm.rank):
+    for ranks in slices.groups(apart=rank):
         values, lost = slices.read(ranks), None if left is None else left.read(ranks)
         for inside, coded in pieces:
             room = None if lost is None else lost[:, inside]
@@ -162,13 +161,11 @@ def mean_in_two_phases(
     if exact is not None:
         exact.write(wire)
     parts = yield comm.exchange(list(wire))
-    others = [part[head:end] for rank, part in enumerate(parts) if rank != comm.rank]
-    own = slice(comm.rank, comm.rank + 1)
+    own, others = slice(rank, rank + 1), [part[head:end] for part in parts[:rank] + parts[rank + 1 :]]
     mean, row = slices.read(own).mul_(1 / size), vector.buffer("row", (end,), torch.uint8)
     if exact is not None:
         exact.reduce(parts, row)
-    error = None if left is None else torch.empty_like(mean)
-    messages, sent = [], 0
+    messages, sent, error = [], 0, None if left is None else torch.empty_like(mean)
     for inside, coded in pieces:
         codec.add([part[coded] for part in others], mean[0, inside], 1 / size)
         room = None if error is None else error[:, inside]

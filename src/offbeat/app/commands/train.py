@@ -35,9 +35,7 @@ def run(given: SimpleNamespace) -> int:
     """Train with one method, as the launcher of local workers or as one of torchrun's."""
     with reading():
         least, given.workers = _read_workers(given.workers, elastic=given.elastic)
-        for option in ("lighthouse", "token"):
-            if getattr(given, option) is not None and not given.elastic:
-                raise Refused(f"--{option}: add --elastic.")
+        _refuse_without_elastic(given)
     if given.elastic:
         return _run_elastic(given, least or 2)
     with reading():
@@ -74,6 +72,12 @@ def run(given: SimpleNamespace) -> int:
         return 0 if done else 130
     command = resume_command(place, given, started)
     return _show(place, setting, json=given.json) if done else _say_stopped(place, setting, command)
+
+
+def _refuse_without_elastic(given: SimpleNamespace) -> None:
+    for option in () if given.elastic else ("lighthouse", "token"):
+        if getattr(given, option) is not None:
+            raise Refused(f"--{option}: add --elastic.")
 
 
 def _read_workers(text: str | None, *, elastic: bool) -> tuple[int | None, int | None]:
