@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -12,6 +13,7 @@ from typing import Any
 from contenders import BY_NAME, CONTENDERS, DDP, FLOOR, Contender
 
 STEPS, NEAR, SPARE = 300, 1.005, 1.25
+FEW = 5  # seeds below which the table of the smaller model leaves a rule out
 SEARCHED = "medium"  # the model of the search for learning rates
 RATES = (1e-3, 2e-3, 3e-3)  # the learning rates that every rule is tried with
 HEADER = (
@@ -29,7 +31,7 @@ with AdamW, a warm-up of 40 steps, a cosine down to a tenth, and clipping at 1.
   Below 1 Gbit/s, torch DDP and `ddp()` made 10. Each block is a job and begins after a first period.
 - `300 steps`: from these seconds. `speed` is against torch DDP, `× floor` against no communication.
 - `loss`: validation loss after 300 steps, mean and deviation over seeds, in simulation, at the best learning
-  rate of the search. `against DDP` compares the same seeds.
+  rate of the search. `against DDP` compares the same seeds, with the standard error of the mean.
 - `s to DDP's loss`: seconds to 1.005 times the final loss of torch DDP. `loss at equal time`: the loss when
   1.25 times the time without communication has passed.
 - `MB per worker`: what the kernel counted on a worker's interface, for 300 steps.
@@ -104,12 +106,14 @@ class Beside:
 
     loss: float
     goal: float  # the final loss of torch DDP
+    error: float  # the standard error of loss / goal, from the differences seed by seed
     seconds: float | None  # until the loss is near the goal
     ddp_seconds: float | None  # the same of torch DDP
 
     @property
     def against(self) -> str:
-        return f"{self.loss / self.goal - 1:+.1%}"
+        share = f"{100 * (self.loss / self.goal - 1):+.1f}"
+        return f"{share} ± {100 * self.error:.1f} %" if self.error else f"{share} %"
 
     @property
     def reached(self) -> str:
@@ -128,7 +132,13 @@ def put_beside(result: Result, ddp: Result) -> Beside | None:
         return None
     same = replace(ddp, curves={seed: ddp.curves[seed] for seed in result.curves})
     loss, goal = statistics.mean(result.finals), statistics.mean(same.finals)
-    return Beside(loss, goal, result.reaches(NEAR * goal), same.reaches(NEAR * goal))
+    error = deviation([a - b for a, b in zip(result.finals, same.finals, strict=True)]) / goal
+    return Beside(loss, goal, error, result.reaches(NEAR * goal), same.reaches(NEAR * goal))
+
+
+def deviation(values: Sequence[float]) -> float:
+    """The standard error of the mean; 0 of a single value."""
+    return statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else 0.0
 
 
 def best_rate(rows: Sequence[Row], rule: str | None) -> float | None:
@@ -208,6 +218,12 @@ def summary(rows: Sequence[Row]) -> str:
     lines += by_link(rows, lambda result, ddp: f"{ddp.total() / result.total():.2f}×")
     lines += ["", "Speed against torch DDP, by link, until the loss is within 0.5 % of its last one:", ""]
     lines += by_link(rows, lambda result, ddp: b.speed if (b := put_beside(result, ddp)) else "")
+    lines += [
+        "",
+        "The same run of a model of 0.25 M parameters, at a learning rate of 0.003:",
+        "",
+        *small(rows),
+    ]
     return "\n".join(lines)
 
 
@@ -278,7 +294,30 @@ def log(rows: Sequence[Row]) -> str:
             parts.append("\n".join([f"## {link}", "", *table(found)]))
     parts.append("\n".join(["## Real runs", "", *checks(rows)]))
     parts.append("\n".join(["## Learning rates", "", *rates(rows)]))
+    parts.append("\n".join([f"## The model of 0.25 M parameters, lr {RATES[-1]:g}", "", *small(rows)]))
     return "\n\n".join(parts) + "\n"
+
+
+def small(rows: Sequence[Row]) -> list[str]:
+    """Codes of gradients and the exact mean in the smaller model, whose losses differ less between seeds."""
+    finals: dict[str, dict[int, float]] = {}
+    for row in rows:
+        if row["kind"] == "loss" and (row["size"], row["steps"], row["lr"]) == ("tiny", STEPS, RATES[-1]):
+            finals.setdefault(row["rule"], {})[row["seed"]] = row["loss"]
+    exact = finals["ddp()"]
+    lines = ["| rule | loss | against `ddp()` | seeds |", "|---" * 4 + "|"]
+    for rule, own in finals.items():
+        seeds = sorted(own.keys() & exact.keys())
+        if len(seeds) >= FEW:
+            differences = [100 * (own[seed] / exact[seed] - 1) for seed in seeds]
+            share = (
+                f"{statistics.mean(differences):+.2f} ± {deviation(differences):.2f} %"
+                if own is not exact
+                else ""
+            )
+            loss = statistics.mean(own[seed] for seed in seeds)
+            lines.append(f"| `{rule}` | {loss:.4f} | {share} | {len(seeds)} |")
+    return lines
 
 
 def read(path: Path) -> list[Row]:
