@@ -193,8 +193,8 @@ def through(values: list[float], bits: int) -> list[float]:
     """What is decoded of one block."""
     codec = BlockCodec(bits, len(values))
     wire, out = torch.zeros(codec.width, dtype=torch.uint8), torch.zeros(len(values))
-    codec.encode(torch.tensor(values), wire)
-    codec.decode(wire, out)
+    codec.encode(torch.tensor(values), codec.open(wire))
+    codec.decode(codec.open(wire), out)
     return out.tolist()
 
 
@@ -223,8 +223,8 @@ def test_the_largest_draw_stays_in_range(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(torch, "rand", lambda shape, **_: torch.full(shape, 1 - 2.0**-24))
     codec, out = BlockCodec(4, 8), torch.zeros(8)
     wire = torch.zeros(codec.width, dtype=torch.uint8)
-    codec.encode(torch.tensor([-8.0, 7, -8, 7, 0, 0, 0, 0]), wire, torch.Generator())
-    codec.decode(wire, out)
+    codec.encode(torch.tensor([-8.0, 7, -8, 7, 0, 0, 0, 0]), codec.open(wire), torch.Generator())
+    codec.decode(codec.open(wire), out)
     assert out.tolist() == [-7, 7, -7, 7, 0, 0, 0, 0]
 
 
@@ -295,8 +295,8 @@ def test_what_the_default_blocks_cost(bits: int, lost: float) -> None:
     assert block is not None
     codec = BlockCodec(bits, block)
     wire, out = torch.zeros(2**17 // block * codec.width, dtype=torch.uint8), torch.empty_like(values)
-    codec.encode(values, wire)
-    codec.decode(wire, out)
+    codec.encode(values, codec.open(wire))
+    codec.decode(codec.open(wire), out)
     assert 8 * wire.numel() / values.numel() == bits + 16 / (256 if bits == 8 else 32)
     assert 0.97 * lost < (out - values).norm() / values.norm() < lost
 

@@ -64,8 +64,8 @@ def signed(bits: int, block: int) -> Callable[[Tensor], Tensor]:
     def rounded(values: Tensor) -> Tensor:
         whole = torch.nn.functional.pad(values, (0, -values.numel() % block))
         out, wire = torch.empty_like(whole), torch.zeros(len(whole) // block * codec.width, dtype=torch.uint8)
-        codec.encode(whole, wire)
-        codec.decode(wire, out)
+        codec.encode(whole, codec.open(wire))
+        codec.decode(codec.open(wire), out)
         return out[: values.numel()]
 
     return rounded

@@ -54,8 +54,9 @@ def main() -> None:
         codec = BlockCodec(code.bits, code.block)
         rng = torch.Generator().manual_seed(0) if code.stochastic else None
         wire, out = room(codec, normal), torch.empty_like(normal)
-        encode = measure_speed(lambda c=codec, w=wire, r=rng: c.encode(normal, w, r))
-        decode = measure_speed(lambda c=codec, w=wire, o=out: c.decode(w, o))
+        opened = codec.open(wire)
+        encode = measure_speed(lambda c=codec, w=opened, r=rng: c.encode(normal, w, r))
+        decode = measure_speed(lambda c=codec, w=opened, o=out: c.decode(w, o))
         add = measure_speed(lambda c=codec, w=wire, o=out: c.add([w], o, 0.25))
         shown = f"`Quantized({code.bits}, block={code.block}{', stochastic=True' * code.stochastic})`"
         share = codec.width / codec.unit / 4

@@ -34,7 +34,7 @@ from offbeat.plan.trace import (
     split_by_workers,
 )  # fmt: skip
 from offbeat.reduce import Reducer
-from offbeat.reduce.code import list_buffers
+from offbeat.reduce.vectors import list_buffers
 from offbeat.server import PushPull
 from offbeat.server.rules import StabilityWatch
 from offbeat.simulate import simulate

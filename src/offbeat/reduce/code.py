@@ -1,14 +1,13 @@
-"""The contracts of a reducer and of a code, and the vectors that a code compresses."""
+"""The contracts of a reducer and of a code."""
 
 from __future__ import annotations
 
-from collections.abc import Generator, Hashable, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from functools import partial
 from inspect import GEN_SUSPENDED, getgeneratorstate
-from typing import Any, NamedTuple, Self
-from weakref import WeakKeyDictionary
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -18,18 +17,10 @@ from offbeat.base.clock import Clock, State
 from offbeat.base.errors import NotFinite
 from offbeat.base.packed import Packed
 from offbeat.comm.communicator import Communicator, Pending, arrived
-from offbeat.reduce.wire import ExactSlices
+from offbeat.reduce.vectors import Residual, Vector, lay_out
 
-Residual = Sequence[Tensor] | None
 Messages = Generator[Pending[list[Tensor]], list[Tensor], None]
 """A code's messages, one after the other. The generator yields each and gets back what arrives."""
-
-_buffers: WeakKeyDictionary[Packed, dict[Hashable, Tensor]] = WeakKeyDictionary()
-
-
-def list_buffers(payload: Packed) -> list[Tensor]:
-    """Return the buffers that codes keep with a payload. They are not part of a checkpoint."""
-    return list(_buffers.get(payload, {}).values())
 
 
 class Staged(Pending[Packed]):
@@ -76,34 +67,6 @@ class Reducer:
 
     def reweigh(self, state: State, factor: float) -> None:
         """The mean of a round was multiplied by `factor`, because workers had different weights."""
-
-
-class TensorSpan(NamedTuple):
-    """The place of a tensor in a vector."""
-
-    name: str
-    start: int
-    end: int
-    shape: torch.Size
-
-
-@dataclass(frozen=True)
-class Vector:
-    """One vector of a payload. Outside its `spans` it is zero and may be overwritten."""
-
-    values: Tensor
-    residual: Tensor | None  # receives what this rank failed to send
-    spans: tuple[TensorSpan, ...]
-    index: int  # of the vector in its payload
-    buffers: dict[Hashable, Tensor]
-    exact: ExactSlices | None = None  # what travels in the messages of the vector besides its values
-
-    def buffer(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Return memory that keeps its contents from round to round. It starts as zeros."""
-        key = (self.index, name, shape, dtype, self.values.device)
-        if key not in self.buffers:
-            self.buffers[key] = torch.zeros(shape, dtype=dtype, device=self.values.device)
-        return self.buffers[key]
 
 
 @dataclass(frozen=True, repr=False)
@@ -165,67 +128,39 @@ class PayloadSplit(Staged):
     """A payload in two parts: vectors for a code, and small tensors and extras that are averaged exactly.
 
     Every rank tells the others whether its payload is finite. If one is not, all raise before anything is
-    written. Vectors are float32. Without a code they keep their type and contain the small tensors as well.
-    The exact part and that word travel in the code's own messages if it carries them: on a slow or distant
-    link, and on a busy machine, each further message costs more than its bytes.
+    written. The exact part and that word travel in the code's own messages if it carries them: on a slow or
+    distant link, and on a busy machine, each further message costs more than its bytes.
     """
 
-    _carried: ExactSlices | None = None
     _messages: Sequence[Pending[Any]] = ()  # besides those of the code
 
     def __init__(
         self, payload: Packed, comm: Communicator, clock: Clock, code: Code | None, residual: Residual = None
     ) -> None:
-        self._payload, self._clock, self._residual, self._arrivals = payload, clock, residual, list[float]()
+        self._payload, self._clock, self._arrivals = payload, clock, list[float]()
         super().__init__(self._finish, self._is_here, partial(max, self._arrivals))
         self._most = most = Code.most if code is None else code.most
-        names, views = payload.names, payload.views
-        extras = [name.startswith("+") for name in names]
-        coded = [not extras[i] and (code is None or code.takes(view)) for i, view in enumerate(views)]
-        self._rest, exact = [i for i, taken in enumerate(coded) if not taken], list[Tensor]()
-        if self._rest:
-            self._exact = Packed.like({names[i]: views[i] for i in self._rest})
-            self._exact.read([views[i] for i in self._rest])
-            exact = self._exact.flats
-        for view in [views[i] for i in self._rest if extras[i]]:
+        layout = lay_out(payload, code, comm.size, residual)
+        self._layout, self.vectors = layout, layout.vectors
+        layout.exact.read(layout.rest)
+        for view in layout.extras:
             view.zero_()  # extras may be infinite
         ends = [torch.stack(torch.aminmax(flat)).tolist() for flat in payload.flats if len(flat)]
         fits = False not in [-most <= low <= high <= most for low, high in ends]  # NaN does not
         # The number, from 1, of the first tensor that cannot be sent:
-        bad = 0 if fits else 1 + [bool((view.abs() <= most).all()) for view in views].index(False)
-        if self._rest:
-            torch._foreach_zero_([views[i] for i in self._rest])
-        self.vectors, self._narrow = list[Vector](), list[tuple[Tensor, Tensor | None, Vector]]()
-        for index, flat in enumerate(payload.flats):
-            spans = [
-                TensorSpan(names[i], start, start + n, views[i].shape)
-                for i, (which, start, n) in enumerate(payload.spans)
-                if which == index and coded[i]
-            ]
-            left = None if residual is None else residual[index]
-            if spans:
-                vector = Vector(flat, left, tuple(spans), index, _buffers.setdefault(payload, {}))
-                kept = code is None or flat.dtype == torch.float32
-                self.vectors.append(vector if kept else self._convert(vector))
-            elif left is not None:
-                left.zero_()
-        # On a GPU, reading the word would wait for all that is queued there.
-        elsewhere = [flat for flat in (*exact, *payload.flats) if flat.device.type != "cpu"]
-        if code is not None and code.carries_exact and self.vectors and not elsewhere:
-            self._carried = ExactSlices(exact, bad, comm.size)
-            self.vectors[0] = replace(self.vectors[0], exact=self._carried)
+        bad = 0 if fits else 1 + [bool((view.abs() <= most).all()) for view in payload.views].index(False)
+        if layout.rest:
+            torch._foreach_zero_(layout.rest)
+        for flat, left, copy in layout.narrow:
+            copy.values.copy_(flat)
+            if left is not None and copy.residual is not None:
+                torch.sub(flat, copy.values, out=left)  # what the copy loses
+                copy.residual.zero_()
+        if layout.carried is not None:
+            layout.carried.word = bad
         else:
+            exact = layout.exact.flats
             self._messages = [comm.tell([bad]), *([comm.mean(exact)] if exact else [])]
-
-    def _convert(self, vector: Vector) -> Vector:
-        """Return a copy in float32. What it loses goes into the residual."""
-        narrow = vector.buffer("narrow", (vector.values.numel(),), torch.float32).copy_(vector.values)
-        copy = replace(vector, values=narrow)
-        if vector.residual is not None:
-            torch.sub(vector.values, narrow, out=vector.residual)
-            copy = replace(copy, residual=torch.zeros_like(narrow))
-        self._narrow.append((vector.values, vector.residual, copy))
-        return copy
 
     def send(self, codes: Sequence[Messages], messages: int = 1) -> Self:
         """Send the first of the `messages` of each code."""
@@ -240,10 +175,10 @@ class PayloadSplit(Staged):
 
     def _check(self) -> None:
         """Wait until all ranks have told whether their payload is finite."""
-        if self._carried is None:
+        if self._layout.carried is None:
             words = [words[0] for words in self._messages[0].wait()]
         else:
-            words = self._carried.words(self._sent[0][1].wait())
+            words = self._layout.carried.words(self._sent[0][1].wait())
         for rank, bad in enumerate(words):
             if bad:
                 name, step = self._payload.names[bad - 1], self._clock.step
@@ -275,14 +210,12 @@ class PayloadSplit(Staged):
         for message in self._messages:
             message.wait()
             self._arrivals.append(message.arrived())
-        for flat, left, vector in self._narrow:
-            flat.copy_(vector.values)
-            if left is not None and vector.residual is not None:
-                left.add_(vector.residual)
-        if self._rest:
-            views = self._payload.views
-            torch._foreach_copy_([views[i] for i in self._rest], self._exact.views)
-            if self._residual is not None:
-                lefts = self._payload.over(self._residual).views
-                torch._foreach_zero_([lefts[i] for i in self._rest])
+        for flat, left, copy in self._layout.narrow:
+            flat.copy_(copy.values)
+            if left is not None and copy.residual is not None:
+                left.add_(copy.residual)
+        if self._layout.rest:
+            torch._foreach_copy_(self._layout.rest, self._layout.exact.views)
+        if self._layout.lost:
+            torch._foreach_zero_(self._layout.lost)
         return self._payload

@@ -6,6 +6,7 @@ import functools
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,16 +16,19 @@ from offbeat.base.clock import Clock, State
 from offbeat.base.draws import draw_whole
 from offbeat.base.packed import Packed
 from offbeat.comm.communicator import Communicator, Pending, join_messages
-from offbeat.reduce.code import Code, Messages, Residual, Vector
+from offbeat.reduce.code import Code, Messages
+from offbeat.reduce.vectors import Residual, Vector
 from offbeat.reduce.wire import WORD, BlockCodec, CastCodec
+
+Random = torch.Generator | None
 
 _codec = functools.cache(BlockCodec)  # a codec caches its width
 _HEAD, _GROWTH = 2**18, 64  # values of the first piece of a payload; how much longer the next one is
 _NARROW = {"bfloat16": torch.bfloat16, "float16": torch.float16}
-_BLOCKS = {8: 256, 4: 32, 3: 32, 2: 32}  # values that share a scale, by bits
 _PIECES = 4  # of a slice, at most
 _PIECE = 2**17  # values of a piece, roughly, at least
 _SHORT = 2**20  # values; in a shorter vector, one more call costs more than one more slice
+_BLOCKS = {8: 256, 4: 32, 3: 32, 2: 32}  # values that share a scale, by bits
 
 
 @dataclass(frozen=True, repr=False)
@@ -133,7 +137,7 @@ def mean_in_two_phases(
     vector: Vector,
     comm: Communicator,
     codec: CastCodec | BlockCodec,
-    rngs: Sequence[torch.Generator | None] = (None, None),
+    rngs: Sequence[Random] = (None, None),
 ) -> Messages:
     """An all-to-all, a sum and an all-gather: as many bytes as an all-reduce in this codec.
 
@@ -142,46 +146,112 @@ def mean_in_two_phases(
     error in its residual, in its own slice, which is not rounded again. All ranks decode the same bytes. Long
     slices are coded in pieces: while the mean of one piece is in flight, the next is summed.
     """
-    size, rank, unit, width = comm.size, comm.rank, codec.unit, codec.width
-    units = -(-vector.values.numel() // (size * unit))
-    edges = [*range(0, units, max(-(-units // _PIECES), _PIECE // unit)), units]
-    pieces = [(slice(a * unit, b * unit), slice(a * width, b * width)) for a, b in itertools.pairwise(edges)]
-    slices = Slices(vector.values, units * unit)
-    exact, left = vector.exact, None if vector.residual is None else Slices(vector.residual, units * unit)
-    head, unaligned = (0, 0) if exact is None else (exact.nbytes, -units * width % WORD)
-    end = head + units * width
-    wire = vector.buffer("wire", (size, end + unaligned), torch.uint8)
-    for ranks in slices.groups(apart=rank):
-        values, lost = slices.read(ranks), None if left is None else left.read(ranks)
-        for inside, coded in pieces:
-            room = None if lost is None else lost[:, inside]
-            codec.encode(values[:, inside], wire[ranks, head:end][:, coded], rngs[0], room)
-        if left is not None and lost is not None:
-            left.write(ranks, lost)
-    if exact is not None:
-        exact.write(wire)
-    parts = yield comm.exchange(list(wire))
-    own, others = slice(rank, rank + 1), [part[head:end] for part in parts[:rank] + parts[rank + 1 :]]
-    mean, row = slices.read(own).mul_(1 / size), vector.buffer("row", (end,), torch.uint8)
-    if exact is not None:
-        exact.reduce(parts, row)
-    messages, sent, error = [], 0, None if left is None else torch.empty_like(mean)
-    for inside, coded in pieces:
-        codec.add([part[coded] for part in others], mean[0, inside], 1 / size)
-        room = None if error is None else error[:, inside]
-        codec.encode(mean[:, inside], row[head:][coded].unsqueeze(0), rngs[1], room)
-        messages.append(comm.gather(row[sent : head + coded.stop]))
-        sent = head + coded.stop
-    if left is not None and error is not None:
-        left.write(own, error.mul_(size))
-    for (inside, coded), message in zip(pieces, messages, strict=True):
-        rows = torch.stack((yield message))
-        if exact is not None and coded.start == 0:
-            exact.read(rows)
-        for ranks in slices.groups():
-            values = slices.read(ranks)
-            codec.decode(rows[ranks, coded.start - coded.stop :], values[:, inside])
-            slices.write(ranks, values)
+    key = (codec, comm.size, comm.rank)
+    phases = vector.plans.get(key) or vector.plans.setdefault(key, Phases(vector, comm, codec))
+    parts = yield comm.exchange(phases.encode(rngs[0]))
+    messages = phases.send_mean(parts, comm, rngs[1])
+    for piece, message in zip(phases.pieces, messages, strict=True):
+        phases.decode(piece, (yield message))
+
+
+class Piece(NamedTuple):
+    """A part of every slice."""
+
+    values: slice  # of a slice
+    coded: slice  # the bytes of these values, after the head of a wire
+    out: Sequence[Sequence[Tensor]]  # the opened bytes on the wire to each group of ranks
+    back: Sequence[Tensor]  # the opened bytes on the wire to all ranks
+
+
+class Phases:
+    """One vector's slices, and views of its wires. They stay the same from round to round."""
+
+    def __init__(self, vector: Vector, comm: Communicator, codec: CastCodec | BlockCodec) -> None:
+        self._codec, self._rank, self._exact = codec, comm.rank, vector.exact
+        size, unit, width = comm.size, codec.unit, codec.width
+        units = -(-vector.values.numel() // (size * unit))
+        slices = Slices(vector.values, units * unit)
+        left = None if vector.residual is None else Slices(vector.residual, units * unit)
+        own = slice(comm.rank, comm.rank + 1)
+        apart, self._all, self._own = slices.groups(apart=comm.rank), slices.groups(), slices.group(own)
+        self._out = [(group, None if left is None else left.group(group.ranks)) for group in apart]
+        self._left = None if left is None else left.group(own)
+        self._head, unaligned = (0, 0) if self._exact is None else (self._exact.nbytes, -units * width % WORD)
+        end = self._head + units * width
+        self._wire = vector.buffer("wire", (size, end + unaligned), torch.uint8)
+        self._chunks, self._row = list(self._wire), vector.buffer("row", (end,), torch.uint8)
+        coded, row = self._wire[:, self._head : end], self._row[self._head :].unsqueeze(0)
+        edges = [*range(0, units, max(-(-units // _PIECES), _PIECE // unit)), units]
+        self.pieces = list[Piece]()
+        for a, b in itertools.pairwise(edges):
+            at = slice(a * width, b * width)
+            out = [codec.open(coded[group.ranks, at]) for group in apart]
+            self.pieces.append(Piece(slice(a * unit, b * unit), at, out, codec.open(row[:, at])))
+
+    def encode(self, rng: Random) -> list[Tensor]:
+        """Return what each rank gets of this rank's values."""
+        for i, (group, left) in enumerate(self._out):
+            values, lost = group.read(), None if left is None else left.read()
+            for piece in self.pieces:
+                room = None if lost is None else lost[:, piece.values]
+                self._codec.encode(values[:, piece.values], piece.out[i], rng, room)
+            if left is not None and lost is not None:
+                left.write(lost)
+        if self._exact is not None:
+            self._exact.write(self._wire)
+        return self._chunks
+
+    def send_mean(
+        self, parts: Sequence[Tensor], comm: Communicator, rng: Random
+    ) -> list[Pending[list[Tensor]]]:
+        """Sum this rank's slice of all ranks' values, and send the mean, piece by piece."""
+        others = [*parts[: self._rank], *parts[self._rank + 1 :]]
+        mean, head, sent = self._own.read().mul_(1 / comm.size), self._head, 0
+        error, messages = None if self._left is None else torch.empty_like(mean), []
+        if self._exact is not None:
+            self._exact.reduce(parts, self._row)
+        for piece in self.pieces:
+            start, end = head + piece.coded.start, head + piece.coded.stop
+            self._codec.add([part[start:end] for part in others], mean[0, piece.values], 1 / comm.size)
+            room = None if error is None else error[:, piece.values]
+            self._codec.encode(mean[:, piece.values], piece.back, rng, room)
+            messages.append(comm.gather(self._row[sent:end]))
+            sent = end
+        if self._left is not None and error is not None:
+            self._left.write(error.mul_(comm.size))
+        return messages
+
+    def decode(self, piece: Piece, parts: Sequence[Tensor]) -> None:
+        """Replace the values of a piece by the mean that all ranks have sent."""
+        rows = torch.stack(list(parts))
+        if self._exact is not None and piece.coded.start == 0:
+            self._exact.read(rows)
+        for group in self._all:
+            values = group.read()
+            coded = rows[group.ranks, piece.coded.start - piece.coded.stop :]
+            self._codec.decode(self._codec.open(coded), values[:, piece.values])
+            group.write(values)
+
+
+class Group:
+    """The slices of some neighbouring ranks, as rows of a matrix."""
+
+    def __init__(self, part: Tensor, length: int, ranks: slice) -> None:
+        """`part` is the ranks' part of the vector, which may end before the last slice does."""
+        self.ranks, self._part, self._length = ranks, part, length
+        self._missing = (ranks.stop - ranks.start) * length - part.numel()
+        self._rows = None if self._missing else part.view(-1, length)
+
+    def read(self) -> Tensor:
+        """Return the rows: the vector's own memory, or a copy padded with zeros."""
+        if self._rows is not None:
+            return self._rows
+        return torch.nn.functional.pad(self._part, (0, self._missing)).view(-1, self._length)
+
+    def write(self, rows: Tensor) -> None:
+        """Copy rows into the vector, unless they are its memory."""
+        if rows is not self._rows:
+            self._part.copy_(rows.view(-1)[: self._part.numel()])
 
 
 class Slices:
@@ -195,22 +265,15 @@ class Slices:
         self._whole, rest = divmod(flat.numel(), length)
         self._all = self._whole + (rest > 0)
 
-    def groups(self, apart: int | None = None) -> list[slice]:
-        """Return ranks whose slices share a call. In a long vector, the slice of rank `apart` is left out."""
+    def groups(self, apart: int | None = None) -> list[Group]:
+        """Return groups of slices that share a call. In a long vector, the slice of rank `apart` is left
+        out."""
         edges = [0, self._whole, self._all]
         if apart is not None and (self._flat.numel() > _SHORT or apart >= self._whole):
             edges = sorted({*edges, apart, apart + 1})
         ranges = [slice(a, b) for a, b in itertools.pairwise(edges) if a < b <= self._all]
-        return [ranks for ranks in ranges if (ranks.start, ranks.stop - 1) != (apart, apart)]
+        return [self.group(ranks) for ranks in ranges if (ranks.start, ranks.stop - 1) != (apart, apart)]
 
-    def read(self, ranks: slice) -> Tensor:
-        """Return the slices as rows of a matrix: the vector's own memory, or a copy padded with zeros."""
+    def group(self, ranks: slice) -> Group:
         part = self._flat[ranks.start * self._length : ranks.stop * self._length]
-        missing = (ranks.stop - ranks.start) * self._length - part.numel()
-        return (torch.nn.functional.pad(part, (0, missing)) if missing else part).view(-1, self._length)
-
-    def write(self, ranks: slice, rows: Tensor) -> None:
-        """Copy rows into the vector, unless they are its memory."""
-        part = self._flat[ranks.start * self._length : ranks.stop * self._length]
-        if rows.data_ptr() != part.data_ptr():
-            part.copy_(rows.view(-1)[: part.numel()])
+        return Group(part, self._length, ranks)

@@ -12,7 +12,8 @@ from offbeat.base.checks import is_whole
 from offbeat.base.clock import Clock, State
 from offbeat.base.draws import draw_whole
 from offbeat.comm.communicator import Communicator
-from offbeat.reduce.code import Code, Messages, Vector
+from offbeat.reduce.code import Code, Messages
+from offbeat.reduce.vectors import Vector
 
 _WINDOW = 65536
 _GROUP = 1024  # values that share one table of levels

@@ -14,7 +14,8 @@ from offbeat.base.draws import draw_whole
 from offbeat.base.packed import Packed
 from offbeat.base.tensors import PRESENT
 from offbeat.comm.communicator import Communicator, Pending, arrived
-from offbeat.reduce.code import Code, Messages, PayloadSplit, Reducer, Vector
+from offbeat.reduce.code import Code, Messages, PayloadSplit, Reducer
+from offbeat.reduce.vectors import Vector
 
 
 @dataclass(frozen=True, repr=False)

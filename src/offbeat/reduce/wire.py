@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,30 +23,38 @@ _WORDS = {8: torch.int8, 4: torch.int16, 3: torch.int64, 2: torch.int32}  # into
 class CastCodec:
     """The wire format of vectors in a narrower floating type: `unit` values take `width` bytes.
 
-    Vectors are along the last dimension and consist of whole units. `encode` writes the values to the wire,
-    and what they lose to `left`. `decode` writes the decoded values to `out`. `add` adds the values of
-    several wires, times `factor`, to one vector, in order.
+    Vectors are along the last dimension and consist of whole units. `open` returns views of a wire's bytes,
+    which the other methods take. `encode` writes the values to the wire, and what they lose to `left`.
+    `decode` writes the decoded values to `out`. `add` adds the values of several wires' bytes, times
+    `factor`, to one vector, in order.
     """
 
     dtype: torch.dtype
 
     unit, width = 2, 4
 
+    def open(self, wire: Tensor) -> tuple[Tensor, ...]:
+        return (wire.view(self.dtype),)
+
     def encode(
-        self, values: Tensor, wire: Tensor, rng: torch.Generator | None = None, left: Tensor | None = None
+        self,
+        values: Tensor,
+        wire: Sequence[Tensor],
+        rng: torch.Generator | None = None,
+        left: Tensor | None = None,
     ) -> None:
-        narrow = wire.view(self.dtype).copy_(values)
+        narrow = wire[0].copy_(values)
         if left is not None:
             torch.sub(values, narrow, out=left)
 
-    def decode(self, wire: Tensor, out: Tensor) -> None:
-        out.copy_(wire.view(self.dtype))
+    def decode(self, wire: Sequence[Tensor], out: Tensor) -> None:
+        out.copy_(wire[0])
 
     def add(self, wires: Sequence[Tensor], out: Tensor, factor: float) -> None:
         rows = torch.unflatten(out, -1, (-1, self.unit))
-        for at in _tiles(rows):
-            for wire in wires:
-                rows[at].add_(wire.view(self.dtype).view(rows.shape)[at].float(), alpha=factor)
+        for room, *parts in _tiles(rows, *[wire.view(self.dtype).view(rows.shape) for wire in wires]):
+            for part in parts:
+                room.add_(part.float(), alpha=factor)
 
 
 @dataclass(frozen=True)
@@ -66,56 +73,62 @@ class BlockCodec:
     def width(self) -> int:
         return self.unit * self.bits // 8 + 2
 
+    def open(self, wire: Tensor) -> tuple[Tensor, ...]:
+        """Return the bytes of the numbers, in planes (see `pack`), and the scales. Blocks are along the last
+        dimension but one."""
+        blocks, planes = wire.shape[-1] // self.width, 3 if self.bits == 3 else 1
+        cut = wire.shape[-1] - 2 * blocks
+        codes = torch.unflatten(wire[..., :cut], -1, (planes, blocks, -1)).movedim(-3, 0)
+        return codes, wire[..., cut:].view(torch.bfloat16).unsqueeze(-1)
+
     def encode(
-        self, values: Tensor, wire: Tensor, rng: torch.Generator | None = None, left: Tensor | None = None
+        self,
+        values: Tensor,
+        wire: Sequence[Tensor],
+        rng: torch.Generator | None = None,
+        left: Tensor | None = None,
     ) -> None:
-        rows, (codes, scales) = torch.unflatten(values, -1, (-1, self.unit)), self._open(wire)
-        losses = None if left is None else torch.unflatten(left, -1, (-1, self.unit))
+        rows, (codes, scales) = torch.unflatten(values, -1, (-1, self.unit)), wire
+        losses = () if left is None else (torch.unflatten(left, -1, (-1, self.unit)),)
         scale = find_scales(rows, self.bits, at_random=rng is not None)
-        scales.copy_(scale.squeeze(-1))
-        inverse = scale.reciprocal()
-        for at in _tiles(rows):
-            part = rows[at]
-            numbers = torch.mul(part, inverse[at])
+        scales.copy_(scale)
+        for part, room, own, inverse, *lost in _tiles(rows, codes, scale, scale.reciprocal(), *losses):
+            numbers = torch.mul(part, inverse)
             if rng is None:
                 numbers.round_()
             else:
                 numbers.add_(torch.rand(numbers.shape, generator=rng, device=numbers.device)).floor_()
                 numbers.clamp_(max=2 ** (self.bits - 1) - 1)  # the addition may have rounded up
-            if losses is not None:
-                torch.addcmul(part, numbers, scale[at], value=-1, out=losses[at])
-            pack(numbers.to(torch.int8), codes[at], self.bits)
+            for loss in lost:
+                torch.addcmul(part, numbers, own, value=-1, out=loss)
+            pack(numbers.to(torch.int8), room, self.bits)
 
-    def decode(self, wire: Tensor, out: Tensor) -> None:
-        rows, (codes, scales) = torch.unflatten(out, -1, (-1, self.unit)), self._open(wire)
-        factors = scales.float().unsqueeze(-1)
-        for at in _tiles(rows):
-            torch.mul(unpack(codes[at], self.bits), factors[at], out=rows[at])
+    def decode(self, wire: Sequence[Tensor], out: Tensor) -> None:
+        codes, scales = wire
+        rows = torch.unflatten(out, -1, (-1, self.unit))
+        for room, part, factors in _tiles(rows, codes, scales.float()):
+            torch.mul(unpack(part, self.bits), factors, out=room)
 
     def add(self, wires: Sequence[Tensor], out: Tensor, factor: float) -> None:
         rows, (codes, scales) = (
             torch.unflatten(out, -1, (-1, self.unit)),
-            self._open(torch.stack(list(wires))),
+            self.open(torch.stack(list(wires))),
         )
-        factors = scales.float().mul_(factor).unsqueeze(-1)
-        for at in _tiles(rows, len(wires)):
-            for numbers, own in zip(unpack(codes[at], self.bits), factors[at], strict=True):
-                rows[at].addcmul_(numbers, own)
-
-    def _open(self, wire: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the bytes of the numbers, in planes (see `pack`), and the scales."""
-        blocks, planes = wire.shape[-1] // self.width, 3 if self.bits == 3 else 1
-        cut = wire.shape[-1] - 2 * blocks
-        codes = torch.unflatten(wire[..., :cut], -1, (planes, blocks, -1)).movedim(-3, 0)
-        return codes, wire[..., cut:].view(torch.bfloat16)
+        for room, part, factors in _tiles(rows, codes, scales.float().mul_(factor), copies=len(wires)):
+            for numbers, own in zip(unpack(part, self.bits), factors, strict=True):
+                room.addcmul_(numbers, own)
 
 
-def _tiles(rows: Tensor, copies: int = 1) -> list[Any]:
-    """Return ranges of blocks, the last dimension but one, that fit a processor's cache."""
-    *others, blocks, unit = rows.shape
+def _tiles(rows: Tensor, *others: Tensor, copies: int = 1) -> Iterator[Sequence[Tensor]]:
+    """Yield these tensors in ranges of blocks, their last dimension but one, that fit a processor's cache."""
+    *outer, blocks, unit = rows.shape
     values = _TILE if rows.device.type == "cpu" else _GPU_TILE
-    size = max(1, values // (unit * copies * math.prod(others)))
-    return [(..., slice(start, start + size), slice(None)) for start in range(0, blocks, size)]
+    size = max(1, values // (unit * copies * math.prod(outer)))
+    if blocks <= size:
+        yield rows, *others
+        return
+    for start in range(0, blocks, size):
+        yield [part.narrow(-2, start, min(size, blocks - start)) for part in (rows, *others)]
 
 
 def find_scales(rows: Tensor, bits: int, *, at_random: bool) -> Tensor:
@@ -145,8 +158,9 @@ def pack(numbers: Tensor, planes: Tensor, bits: int) -> None:
     words = numbers.add_(2 ** (bits - 1)).view(_WORDS[bits])
     for size in _sizes(bits):
         words.bitwise_or_(words >> (8 - bits) * size).bitwise_and_(_mask(bits, 2 * size))
-    for i, plane in enumerate(planes):
-        plane.copy_(words >> 8 * i)
+    planes[0].copy_(words)
+    for i in range(1, len(planes)):
+        planes[i].copy_(words >> 8 * i)
 
 
 def unpack(planes: Tensor, bits: int) -> Tensor:
@@ -154,8 +168,8 @@ def unpack(planes: Tensor, bits: int) -> Tensor:
     if bits == 8:
         return planes[0].view(torch.int8)
     words = planes[0].to(_WORDS[bits])
-    for i, plane in enumerate(planes[1:], start=1):
-        words.bitwise_or_(plane.to(words.dtype) << 8 * i)
+    for i in range(1, len(planes)):
+        words.bitwise_or_(planes[i].to(words.dtype) << 8 * i)
     for size in reversed(_sizes(bits)):
         words.bitwise_or_(words << (8 - bits) * size).bitwise_and_(_mask(bits, size))
     return words.view(torch.int8).sub_(2 ** (bits - 1))
@@ -179,8 +193,8 @@ class ExactSlices:
     Everything is aligned to words.
     """
 
-    def __init__(self, flats: Sequence[Tensor], word: int, size: int) -> None:
-        self._word, self._size = word, size
+    def __init__(self, flats: Sequence[Tensor], size: int) -> None:
+        self.word, self._size = 0, size
         self._places: list[tuple[Tensor, int, int, int]] = []  # a vector, the length and the bytes of a slice
         self.nbytes = WORD
         for flat in [flat for flat in flats if flat.numel()]:
@@ -191,7 +205,7 @@ class ExactSlices:
 
     def write(self, wire: Tensor) -> None:
         """Write what each rank gets into the rows of the wire."""
-        wire[:, :WORD].view(torch.int64).fill_(self._word)
+        wire[:, :WORD].view(torch.int64).fill_(self.word)
         for flat, length, start, end in self._places:
             padded = torch.nn.functional.pad(flat, (0, self._size * length - flat.numel()))
             wire[:, start:end].view(flat.dtype).copy_(padded.view(self._size, length))
@@ -203,7 +217,7 @@ class ExactSlices:
     def reduce(self, parts: Sequence[Tensor], row: Tensor) -> None:
         """Write the means of this rank's slices into the row that all ranks get."""
         for flat, _, start, end in self._places:
-            total = sum_in_order([part[start:end].view(flat.dtype) for part in parts])
+            total = sum_in_order(torch.stack([part[start:end] for part in parts]).view(flat.dtype).unbind())
             row[start:end].view(flat.dtype).copy_(total.mul_(1 / self._size))
 
     def read(self, rows: Tensor) -> None:
