@@ -16,7 +16,7 @@ from offbeat.base.checks import is_whole
 from offbeat.base.clock import Clock, State
 from offbeat.base.errors import NotFinite
 from offbeat.base.packed import Packed
-from offbeat.comm.communicator import Communicator, Pending, arrived
+from offbeat.comm.communicator import Communicator, Pending, arrived, join_messages
 from offbeat.reduce.vectors import Residual, Vector, lay_out
 
 Messages = Generator[Pending[list[Tensor]], list[Tensor], None]
@@ -155,7 +155,6 @@ class PayloadSplit(Staged):
             copy.values.copy_(flat)
             if left is not None and copy.residual is not None:
                 torch.sub(flat, copy.values, out=left)  # what the copy loses
-                copy.residual.zero_()
         if layout.carried is not None:
             layout.carried.word = bad
         else:
@@ -181,6 +180,8 @@ class PayloadSplit(Staged):
             words = self._layout.carried.words(self._sent[0][1].wait())
         for rank, bad in enumerate(words):
             if bad:
+                # The next round uses the memory of these messages again.
+                join_messages([*self._messages, *(message for _, message in self._sent)]).wait()
                 name, step = self._payload.names[bad - 1], self._clock.step
                 raise NotFinite(
                     f"Round {self._clock.round} (step {step}): {name!r} on rank {rank} has a value that is "

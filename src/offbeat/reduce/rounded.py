@@ -20,8 +20,6 @@ from offbeat.reduce.code import Code, Messages
 from offbeat.reduce.vectors import Residual, Vector
 from offbeat.reduce.wire import WORD, BlockCodec, CastCodec
 
-Random = torch.Generator | None
-
 _codec = functools.cache(BlockCodec)  # a codec caches its width
 _HEAD, _GROWTH = 2**18, 64  # values of the first piece of a payload; how much longer the next one is
 _NARROW = {"bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -137,7 +135,7 @@ def mean_in_two_phases(
     vector: Vector,
     comm: Communicator,
     codec: CastCodec | BlockCodec,
-    rngs: Sequence[Random] = (None, None),
+    rngs: Sequence[torch.Generator | None] = (None, None),
 ) -> Messages:
     """An all-to-all, a sum and an all-gather: as many bytes as an all-reduce in this codec.
 
@@ -147,7 +145,9 @@ def mean_in_two_phases(
     slices are coded in pieces: while the mean of one piece is in flight, the next is summed.
     """
     key = (codec, comm.size, comm.rank)
-    phases = vector.plans.get(key) or vector.plans.setdefault(key, Phases(vector, comm, codec))
+    if key not in vector.plans:
+        vector.plans[key] = Phases(vector, comm, codec)
+    phases: Phases = vector.plans[key]
     parts = yield comm.exchange(phases.encode(rngs[0]))
     messages = phases.send_mean(parts, comm, rngs[1])
     for piece, message in zip(phases.pieces, messages, strict=True):
@@ -188,7 +188,7 @@ class Phases:
             out = [codec.open(coded[group.ranks, at]) for group in apart]
             self.pieces.append(Piece(slice(a * unit, b * unit), at, out, codec.open(row[:, at])))
 
-    def encode(self, rng: Random) -> list[Tensor]:
+    def encode(self, rng: torch.Generator | None) -> list[Tensor]:
         """Return what each rank gets of this rank's values."""
         for i, (group, left) in enumerate(self._out):
             values, lost = group.read(), None if left is None else left.read()
@@ -202,7 +202,7 @@ class Phases:
         return self._chunks
 
     def send_mean(
-        self, parts: Sequence[Tensor], comm: Communicator, rng: Random
+        self, parts: Sequence[Tensor], comm: Communicator, rng: torch.Generator | None
     ) -> list[Pending[list[Tensor]]]:
         """Sum this rank's slice of all ranks' values, and send the mean, piece by piece."""
         others = [*parts[: self._rank], *parts[self._rank + 1 :]]

@@ -24,9 +24,9 @@ class CastCodec:
     """The wire format of vectors in a narrower floating type: `unit` values take `width` bytes.
 
     Vectors are along the last dimension and consist of whole units. `open` returns views of a wire's bytes,
-    which the other methods take. `encode` writes the values to the wire, and what they lose to `left`.
-    `decode` writes the decoded values to `out`. `add` adds the values of several wires' bytes, times
-    `factor`, to one vector, in order.
+    for `encode` and `decode`. `encode` writes the values to the wire, and what they lose to `left`. `decode`
+    writes the decoded values to `out`. `add` adds the values of several wires, times `factor`, to one vector,
+    in order.
     """
 
     dtype: torch.dtype
@@ -110,10 +110,8 @@ class BlockCodec:
             torch.mul(unpack(part, self.bits), factors, out=room)
 
     def add(self, wires: Sequence[Tensor], out: Tensor, factor: float) -> None:
-        rows, (codes, scales) = (
-            torch.unflatten(out, -1, (-1, self.unit)),
-            self.open(torch.stack(list(wires))),
-        )
+        rows = torch.unflatten(out, -1, (-1, self.unit))
+        codes, scales = self.open(torch.stack(list(wires)))
         for room, part, factors in _tiles(rows, codes, scales.float().mul_(factor), copies=len(wires)):
             for numbers, own in zip(unpack(part, self.bits), factors, strict=True):
                 room.addcmul_(numbers, own)

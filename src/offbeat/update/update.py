@@ -28,7 +28,7 @@ class Update:
     sends: ClassVar[Literal["weights", "displacements"]] = "weights"  # a lossy code would round weights
     weighs: ClassVar[bool] = True  # whether its rule holds for a weighted mean
     guards: ClassVar[bool] = True  # whether a worker can be left out of a round
-    rated: ClassVar[bool] = False  # whether its rule depends on the learning rates, which are then compared
+    rated: ClassVar[bool] = False  # whether its rule depends on the learning rates
 
     def init(self) -> State:
         return {}

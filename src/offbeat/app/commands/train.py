@@ -75,8 +75,8 @@ def run(given: SimpleNamespace) -> int:
 
 
 def _refuse_without_elastic(given: SimpleNamespace) -> None:
-    for option in () if given.elastic else ("lighthouse", "token"):
-        if getattr(given, option) is not None:
+    for option in ("lighthouse", "token"):
+        if not given.elastic and getattr(given, option) is not None:
             raise Refused(f"--{option}: add --elastic.")
 
 
