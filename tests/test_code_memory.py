@@ -96,6 +96,35 @@ def test_buffers_outlast_another_code() -> None:
     assert offbeat.simulate(worker, 2) == [[1, 2, 3, 4]] * 2
 
 
+@dataclass(frozen=True, repr=False)
+class Scratch(offbeat.Code):
+    """Sends half of the values, and uses a buffer for something else."""
+
+    def carry(self, vector: Vector, comm: Communicator, clock: Clock, state: State) -> Messages:
+        assert vector.residual is not None
+        for name in ("values", "residual", "narrow", "lost"):
+            vector.buffer(name, tuple(vector.values.shape), torch.float32).fill_(99.0)
+        torch.mul(vector.values, 0.5, out=vector.residual)
+        (mean,) = yield comm.mean([vector.values * 0.5])
+        vector.values.copy_(mean)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_buffers_of_a_code_are_its_own(dtype: torch.dtype) -> None:
+    """What is kept: 1/2, then half of 1 + 1/2, and half of 1 + 3/4."""
+
+    def worker(comm: Communicator) -> tuple[list[float], float]:
+        room, fed, heard = Packed.like({"x": torch.zeros(2048, dtype=dtype)}), ErrorFeedback(Scratch()), []
+        state = fed.init()
+        for round in range(3):
+            room.read([torch.ones(2048, dtype=dtype)])
+            mean = fed.start(room, comm, Clock(round + 1, round, 0.1), state).wait()
+            heard.append(float(mean.flats[0].mean()))
+        return heard, float(state["residual"][0].mean())
+
+    assert offbeat.simulate(worker, 2) == [([0.5, 0.75, 0.875], 0.875)] * 2
+
+
 def test_a_layout_is_that_of_the_code() -> None:
     """Tensors of 1 500 values are coded at first, and exact afterwards."""
 

@@ -33,7 +33,8 @@ SETTINGS = {  # task, optimizer and steps
     "bytes, AdamW": ("bytes", "AdamW", 200),
 }
 FEEDBACK = [f"ErrorFeedback(Quantized({bits}))" for bits in (4, 3, 2)]
-CODES = ["Mean()", "Mean('bfloat16')", *FEEDBACK, "Quantized(4)", "Quantized(2)"]
+HALF = [f"ErrorFeedback(Quantized({bits}), decay=0.5)" for bits in (4, 3, 2)]
+CODES = ["Mean()", "Mean('bfloat16')", *FEEDBACK, *HALF, "Quantized(4)", "Quantized(2)"]
 METHODS = [
     "ddp(reduce={})",
     "local_sgd(every=4, reduce={})",

@@ -13,7 +13,7 @@ from typing import Any
 from contenders import BY_NAME, CONTENDERS, DDP, FLOOR, Contender
 
 STEPS, SPARE = 300, 1.25
-NEAR, NEARBY = 1.005, 1.01  # times the loss of torch DDP; seeds resolve about 0.5 %
+NEAR, NEARBY = 1.005, 1.01  # times the loss of torch DDP
 FEW = 5  # seeds below which the table of the smaller model leaves a rule out
 SEARCHED = "medium"  # the model of the search for learning rates
 RATES = (1e-3, 2e-3, 3e-3)  # the learning rates that every rule is tried with
@@ -300,7 +300,7 @@ def log(rows: Sequence[Row]) -> str:
 
 
 def small(rows: Sequence[Row]) -> list[str]:
-    """Codes of gradients and the exact mean in the smaller model, whose losses differ less between seeds."""
+    """Rules of the smaller model with enough seeds, beside the exact mean with the same seeds."""
     finals: dict[str, dict[int, float]] = {}
     for row in rows:
         if row["kind"] == "loss" and (row["size"], row["steps"], row["lr"]) == ("tiny", STEPS, RATES[-1]):

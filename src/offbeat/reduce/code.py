@@ -180,7 +180,7 @@ class PayloadSplit(Staged):
             words = self._layout.carried.words(self._sent[0][1].wait())
         for rank, bad in enumerate(words):
             if bad:
-                # The next round uses the memory of these messages again.
+                # The next round reuses their memory, so all must have arrived.
                 join_messages([*self._messages, *(message for _, message in self._sent)]).wait()
                 name, step = self._payload.names[bad - 1], self._clock.step
                 raise NotFinite(

@@ -63,8 +63,15 @@ class PayloadLayout:
     Vectors are float32. Without a code they keep their type and contain the small tensors as well.
     """
 
-    def __init__(self, payload: Packed, code: Coded | None, size: int, residual: tuple[Tensor, ...]) -> None:
-        self.code, self.size, self.residual = code, size, residual
+    def __init__(
+        self,
+        payload: Packed,
+        code: Coded | None,
+        size: int,
+        residual: tuple[Tensor, ...],
+        key: tuple[object, ...],
+    ) -> None:
+        self.key, self.residual = key, residual  # kept, so that its ids stay its own
         names, views, lefts = payload.names, payload.views, payload.over(residual).views if residual else []
         extras = [name.startswith("+") for name in names]
         coded = [not extras[i] and (code is None or code.takes(view)) for i, view in enumerate(views)]
@@ -96,8 +103,9 @@ class PayloadLayout:
     def _convert(self, vector: Vector) -> Vector:
         """Return a vector for a copy in float32."""
         shape, left = (vector.values.numel(),), vector.residual
-        values = vector.buffer("narrow", shape, torch.float32)
-        lost = None if left is None else vector.buffer("lost", shape, torch.float32)
+        # Names that a code is unlikely to give to buffers of its own.
+        values = vector.buffer("float32 values", shape, torch.float32)
+        lost = None if left is None else vector.buffer("float32 residual", shape, torch.float32)
         copy = replace(vector, values=values, residual=lost)
         self.narrow.append((vector.values, left, copy))
         return copy
@@ -110,12 +118,9 @@ _layouts: WeakKeyDictionary[Packed, PayloadLayout] = WeakKeyDictionary()
 def lay_out(payload: Packed, code: Coded | None, size: int, residual: Residual) -> PayloadLayout:
     """Return the layout of the last round, unless the code, the ranks or the residual have changed."""
     layout, left = _layouts.get(payload), tuple(residual or ())
-    if layout is None or (layout.code, layout.size, *map(id, layout.residual)) != (
-        code,
-        size,
-        *map(id, left),
-    ):
-        layout = _layouts[payload] = PayloadLayout(payload, code, size, left)
+    key = (code, size, *map(id, left))
+    if layout is None or layout.key != key:
+        layout = _layouts[payload] = PayloadLayout(payload, code, size, left, key)
     return layout
 
 
