@@ -7,10 +7,11 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
+from test_codes import CODES, payload
 from torch import Tensor
 
 import offbeat
-from offbeat import Clock, ErrorFeedback, LowRank, Mean, Quantized, RandomBlock, TopK
+from offbeat import Clock, ErrorFeedback, Quantized, TopK
 from offbeat.base.clock import State
 from offbeat.base.packed import Packed
 from offbeat.comm.collective import SUM, Collective
@@ -19,26 +20,6 @@ from offbeat.reduce.code import Messages
 from offbeat.reduce.rounded import mean_in_two_phases
 from offbeat.reduce.vectors import Vector
 from offbeat.reduce.wire import BlockCodec
-
-CODES = [
-    Mean("bfloat16"),
-    Quantized(8),
-    Quantized(4),
-    Quantized(3, stochastic=True),
-    TopK(8),
-    RandomBlock(8),
-    LowRank(2),
-]
-SHAPES = {"first": (70, 40), "bias": (40,), "second": (1500,), "+buffer": (50,)}
-
-
-def given(rank: int, round: int, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
-    g = torch.Generator().manual_seed(100 * rank + round)
-    return {name: torch.randn(shape, generator=g).to(dtype) for name, shape in SHAPES.items()}
-
-
-def make_room(dtype: torch.dtype) -> Packed:
-    return Packed.like(given(0, 0, dtype))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
@@ -50,20 +31,20 @@ def test_a_kept_payload_is_like_a_new_one(code: offbeat.Code, dtype: torch.dtype
         fed, pairs, heard = ErrorFeedback(code), comm.split([[0, 1], [2, 3]]), list[Tensor]()
         state = fed.init()
         for round, peers in enumerate([comm, comm, pairs, comm, comm]):
-            payload = room()
-            payload.read(list(given(comm.rank, round, dtype).values()))
+            sent = room()
+            sent.read(list(payload(comm.rank, round, dtype).values()))
             if round == 4:
                 state["residual"][0] = state["residual"][0].clone()  # in the same list
-            arrived = fed.start(payload, peers, Clock(round + 1, round, 0.1), state).wait()
+            arrived = fed.start(sent, peers, Clock(round + 1, round, 0.1), state).wait()
             heard += [view.clone() for view in arrived.views] + [left.clone() for left in state["residual"]]
         return heard
 
     def keep(comm: Communicator) -> list[Tensor]:
-        room = make_room(dtype)
+        room = Packed.like(payload(0, 0, dtype))
         return work(comm, lambda: room)
 
     def renew(comm: Communicator) -> list[Tensor]:
-        return work(comm, lambda: make_room(dtype))
+        return work(comm, lambda: Packed.like(payload(0, 0, dtype)))
 
     for kept, new in zip(offbeat.simulate(keep, 4), offbeat.simulate(renew, 4), strict=True):
         assert [torch.equal(a, b) for a, b in zip(kept, new, strict=True)] == [True] * len(new)

@@ -131,12 +131,12 @@ def put_beside(result: Result, ddp: Result) -> Beside | None:
         return None
     same = replace(ddp, curves={seed: ddp.curves[seed] for seed in result.curves})
     loss, goal = statistics.mean(result.finals), statistics.mean(same.finals)
-    error = deviation([a - b for a, b in zip(result.finals, same.finals, strict=True)]) / goal
+    error = standard_error([a - b for a, b in zip(result.finals, same.finals, strict=True)]) / goal
     mine, theirs = ({near: one.reaches(near * goal) for near in (NEAR, NEARBY)} for one in (result, same))
     return Beside(loss, goal, error, mine, theirs)
 
 
-def deviation(values: Sequence[float]) -> float:
+def standard_error(values: Sequence[float]) -> float:
     """The standard error of the mean; 0 of a single value."""
     return statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else 0.0
 
@@ -312,7 +312,7 @@ def small(rows: Sequence[Row]) -> list[str]:
         if len(seeds) >= FEW:
             differences = [100 * (own[seed] / exact[seed] - 1) for seed in seeds]
             share = (
-                f"{statistics.mean(differences):+.2f} ± {deviation(differences):.2f} %"
+                f"{statistics.mean(differences):+.2f} ± {standard_error(differences):.2f} %"
                 if own is not exact
                 else ""
             )

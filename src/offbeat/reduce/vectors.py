@@ -102,11 +102,8 @@ class PayloadLayout:
 
     def _convert(self, vector: Vector) -> Vector:
         """Return a vector for a copy in float32."""
-        shape, left = (vector.values.numel(),), vector.residual
-        # Names that a code is unlikely to give to buffers of its own.
-        values = vector.buffer("float32 values", shape, torch.float32)
-        lost = None if left is None else vector.buffer("float32 residual", shape, torch.float32)
-        copy = replace(vector, values=values, residual=lost)
+        values, left = torch.zeros_like(vector.values, dtype=torch.float32), vector.residual
+        copy = replace(vector, values=values, residual=None if left is None else torch.zeros_like(values))
         self.narrow.append((vector.values, left, copy))
         return copy
 
@@ -126,5 +123,8 @@ def lay_out(payload: Packed, code: Coded | None, size: int, residual: Residual) 
 
 def list_buffers(payload: Packed) -> list[Tensor]:
     """Return the buffers that codes keep with a payload. They are not part of a checkpoint."""
-    layout = _layouts.get(payload)
-    return [*_buffers.get(payload, {}).values(), *(layout.exact.flats if layout is not None else ())]
+    found, layout = list(_buffers.get(payload, {}).values()), _layouts.get(payload)
+    if layout is not None:
+        copies = [tensor for *_, copy in layout.narrow for tensor in (copy.values, copy.residual)]
+        found += [*layout.exact.flats, *[tensor for tensor in copies if tensor is not None]]
+    return found
