@@ -87,7 +87,7 @@ OWN_CODES = [
 CODES = [
     *OWN_CODES,
     "ddp(reduce=Quantized(8, block=8, least=1))",
-    "ddp(reduce=ErrorFeedback(Quantized(4, block=8, stochastic=True, least=1)))",
+    "ddp(reduce=ErrorFeedback(Quantized(4, block=8, stochastic=True, least=1), limit=0.25))",
     "local_sgd(every=3, reduce=Mean('bfloat16', least=1))",
     "local_sgd(every=3, delay=2, reduce=ErrorFeedback(Mean('float16', least=1)))",
     "local_sgd(every=3, delay='round', reduce=ErrorFeedback(Quantized(4, block=8, least=1)))",

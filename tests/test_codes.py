@@ -344,7 +344,7 @@ def test_error_feedback_loses_nothing_over_a_long_run(code: offbeat.Code, dtype:
     workers, rounds = 3, 40
 
     def worker(comm: offbeat.Communicator) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        feedback = ErrorFeedback(code)
+        feedback = ErrorFeedback(code, limit=1e9)
         state = feedback.init()
         given = [payload(comm.rank, round, dtype) for round in range(rounds)]
         heard = reduce(comm, feedback, given, state)
@@ -378,6 +378,47 @@ def test_decay_forgets() -> None:
         return state["residual"][0]
 
     assert 1.75 in offbeat.simulate(worker, 2)[0].tolist()
+
+
+def test_losses_longer_than_the_payload_are_shortened() -> None:
+    """Tensor by tensor: "a" keeps 3/4 of the length of its payload, "b" all, "zero" has no payload to fit."""
+    given = {"a": torch.tensor([4.0, 0, 0, 0]), "b": torch.full((4,), 8.0), "zero": torch.zeros(4)}
+    lost = {"a": torch.full((4,), 6.0), "b": torch.full((4,), 6.0), "zero": torch.tensor([0.0, 6, 0, 0])}
+    sent = {"a": torch.tensor([4.75, 0.75, 0.75, 0.75]), "b": torch.full((4,), 11.0), "zero": lost["zero"] / 2}
+    code = Quantized(8, block=8, least=1)
+
+    def worker(comm: offbeat.Communicator) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        room, fed = Packed.like(given), ErrorFeedback(code, decay=0.5, limit=0.75)
+        room.read(list(lost.values()))
+        state = {**fed.init(), "residual": [flat.clone() for flat in room.flats]}
+        (heard,) = reduce(comm, fed, [given], state)
+        (expected,) = reduce(comm, code, [sent])
+        return heard, expected
+
+    for heard, expected in offbeat.simulate(worker, 2):
+        assert all(torch.equal(heard[name], expected[name]) for name in given)
+
+
+@pytest.mark.parametrize("code", CODES, ids=str)
+def test_the_loss_of_one_huge_payload_does_not_bury_the_next(code: offbeat.Code) -> None:
+    """By default, if the code rounds values. Other codes keep everything, as with a large limit."""
+
+    def second(limit: float | None) -> dict[str, Tensor]:
+        def worker(comm: offbeat.Communicator) -> dict[str, Tensor]:
+            spike = 1000 if comm.rank == 1 else 1
+            given = {name: spike * tensor for name, tensor in payload(comm.rank, 0).items()}
+            return reduce(comm, ErrorFeedback(code, limit=limit), [given, payload(comm.rank, 1)])[1]
+
+        return offbeat.simulate(worker, 2)[0]
+
+    usual, limited, unlimited = second(None), second(1.0), second(1e9)
+    exact = mean_of([payload(rank, 1) for rank in range(2)])
+    rounds = isinstance(code, Quantized | Mean)
+    for name in ("first", "second", "third"):
+        assert torch.equal(usual[name], (limited if rounds else unlimited)[name])
+        if isinstance(code, Quantized):
+            errors = [float((found[name] - exact[name]).norm()) for found in (usual, unlimited)]
+            assert errors[0] < 2 * float(exact[name].norm()) < errors[1]
 
 
 def test_bytes_by_hand() -> None:
@@ -760,6 +801,12 @@ def test_the_exact_mean_carries_infinities() -> None:
             lambda: ErrorFeedback(LowRank(2), decay=0),
             ValueError,
             "ErrorFeedback(code=LowRank(rank=2, seed=0), decay=0): decay must be above 0 and at most 1.",
+        ),
+        (
+            lambda: ErrorFeedback(LowRank(2), limit=0),
+            ValueError,
+            "ErrorFeedback(code=LowRank(rank=2, seed=0), decay=1.0, limit=0): limit must be a positive number, "
+            "or None for the code's own.",
         ),
         (
             lambda: offbeat.Detached(LowRank(2), lam=2),

@@ -4,7 +4,8 @@
 
 Four simulated workers train the byte GPT of benchmarks/peers with exact means. In every step, each code also
 averages the same gradients, and a copy of AdamW's moments follows its means. Prints the mean over the steps
-from a third of the run on, for the update m/(√v + ε) and for the mean itself.
+from a third of the run on, for the update m/(√v + ε) and for the mean itself, and how much longer than usual
+the longest gradient of a worker was.
 """
 
 from __future__ import annotations
@@ -24,8 +25,10 @@ from offbeat.tasks import Task, bytes_task
 WORKERS, BATCH, LR, WARMUP, CLIP = 4, 8, 3e-3, 40, 1.0
 BETAS, EPSILON = (0.9, 0.95), 1e-8
 FEEDBACK = [f"ErrorFeedback(Quantized({bits}))" for bits in (4, 3, 2)]
+UNLIMITED = [f"ErrorFeedback(Quantized({bits}), limit=1e9)" for bits in (4, 3, 2)]
 HALF = [f"ErrorFeedback(Quantized({bits}), decay=0.5)" for bits in (4, 3, 2)]
-CODES = ["Mean('bfloat16')", "Quantized(8)", *FEEDBACK, *HALF, *[f"Quantized({bits})" for bits in (4, 3, 2)]]
+ALONE = [f"Quantized({bits})" for bits in (4, 3, 2)]
+CODES = ["Mean('bfloat16')", "Quantized(8)", *FEEDBACK, *UNLIMITED, *HALF, *ALONE]
 
 
 @dataclass
@@ -74,8 +77,9 @@ class Shadow:
         self.rows.append((cosine, *lengths))
 
 
-def train(comm: offbeat.Communicator, task: Task, steps: int) -> list[tuple[float, ...]]:
-    """Train with exact means, and return each code's means over the later steps."""
+def train(comm: offbeat.Communicator, task: Task, steps: int) -> tuple[list[tuple[float, ...]], list[float]]:
+    """Train with exact means. Return each code's means over the later steps, and the lengths of this worker's
+    gradients in all steps."""
     torch.manual_seed(0)
     model = task.model()
     parameters = dict(model.named_parameters())
@@ -84,10 +88,12 @@ def train(comm: offbeat.Communicator, task: Task, steps: int) -> list[tuple[floa
     exact, moments = Packed.like(parameters), Moments()
     reducers = [offbeat.method(f"ddp(reduce={code})").arguments["reduce"] for code in CODES]
     shadows = [Shadow(reducer, Packed.like(parameters)) for reducer in reducers]
+    lengths = []
     for step in range(steps):
         task.loss(model, next(batches)).backward()
         own = [p.grad for p in parameters.values() if p.grad is not None]
         exact.read(own)
+        lengths.append(float(exact.flats[0].norm()))
         mean = comm.mean(exact.flats).wait()[0]
         update = moments.update(mean)
         for shadow in shadows:
@@ -98,7 +104,7 @@ def train(comm: offbeat.Communicator, task: Task, steps: int) -> list[tuple[floa
             group["lr"] = LR * min(1.0, (step + 1) / WARMUP)
         optimizer.step()
         optimizer.zero_grad()
-    return [tuple(torch.tensor(shadow.rows[steps // 3 :]).mean(0).tolist()) for shadow in shadows]
+    return [tuple(torch.tensor(shadow.rows[steps // 3 :]).mean(0).tolist()) for shadow in shadows], lengths
 
 
 def main() -> None:
@@ -111,12 +117,16 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     task = bytes_task(args.model, data=args.data, seed=0)
-    rows = offbeat.simulate(lambda comm: train(comm, task, args.steps), WORKERS)[0]
+    answers = offbeat.simulate(lambda comm: train(comm, task, args.steps), WORKERS)
+    lengths = torch.tensor([own for _, own in answers])
+    longest = int(lengths.amax(0).argmax())
+    ratio = float(lengths.max() / lengths.median())
     print(
-        f"torch {torch.__version__}, Python {platform.python_version()}, {args.model}, {args.steps} steps\n"
+        f"torch {torch.__version__}, Python {platform.python_version()}, {args.model}, {args.steps} steps\n\n"
+        f"The longest gradient, in step {longest + 1}, was {ratio:.0f} times as long as the median.\n"
     )
     print("| reducer | cosine of the update | its length | error of the mean |\n|---|---|---|---|")
-    for code, (cosine, length, error) in zip(CODES, rows, strict=True):
+    for code, (cosine, length, error) in zip(CODES, answers[0][0], strict=True):
         print(f"| `{code}` | {cosine:.4f} | {length:.3f} | {error:.3f} |")
 
 

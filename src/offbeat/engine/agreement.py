@@ -22,7 +22,7 @@ from offbeat.base.tensors import clean_names, local, trainable
 from offbeat.comm.communicator import Communicator, Pending
 from offbeat.engine.extras import Buffers
 
-FORMAT = 8  # of checkpoints. Raise it also when a default changes: the recorded call does not show it.
+FORMAT = 9  # of checkpoints. Raise it also when a default changes: the recorded call does not show it.
 OWN = "shard"  # entries under this key of a part's state may have other shapes on other ranks
 _SHARED = ("planned", "round", "began", "in_air", "step")  # numbers that are equal on all ranks
 _PIECE = 2**15  # values per pass of a checksum: few enough to stay in the cache

@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from functools import partial
 from inspect import GEN_SUSPENDED, getgeneratorstate
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -83,6 +83,7 @@ class Code(Reducer):
     messages = 1  # sent one after the other; a round spreads them over its delay
     carries_exact = False  # its `carry` sends `Vector.exact` too, at the head of an exchange and a gather
     most = 3.4028234663852886e38  # the largest magnitude it can send
+    limit: ClassVar[float | None] = None  # of `ErrorFeedback`, unless given
 
     def __init_subclass__(cls) -> None:
         if "carry" in vars(cls) and "carries_exact" not in vars(cls):

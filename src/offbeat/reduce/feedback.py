@@ -2,30 +2,40 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
+from offbeat.base.checks import is_number
 from offbeat.base.clock import Clock, State
 from offbeat.base.packed import Packed
 from offbeat.comm.communicator import Communicator, Pending
 from offbeat.reduce.code import Code, Reducer
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class ErrorFeedback(Reducer):
     """A code whose losses each rank keeps and adds to its next payload.
 
         e ← decay·e + payload        q = code(e)        e ← e − q
 
-    q is this rank's part of the mean. With decay=1 and equal weights nothing is ever lost: the sum of all q
-    plus the kept e is the sum of all payloads. Smaller `decay` forgets old losses faster.
+    q is this rank's part of the mean. With decay=1, equal weights and no limit, nothing is ever lost: the sum
+    of all q plus the kept e is the sum of all payloads. Smaller `decay` forgets old losses faster.
+
+    With `limit`, the e of a tensor is shortened to `limit` times the length of the tensor's payload before
+    the two are added, unless that payload is zero. So what is lost of one huge gradient does not bury the
+    next ones. The default is 1 for `Quantized` and `Mean(dtype)`, whose losses are usually much shorter than
+    a payload. The other codes have no limit, because their losses are longer. A large `limit`, such as 1e9,
+    keeps everything.
 
         offbeat.local_sgd(model, optimizer, reduce=ErrorFeedback(TopK(64)))
     """
 
     code: Code
     decay: float = 1.0
+    limit: float | None = None
 
     lossy = remembers = True
 
@@ -33,11 +43,20 @@ class ErrorFeedback(Reducer):
         check_code(self.code, "ErrorFeedback")
         if not 0 < self.decay <= 1:
             raise ValueError(f"{self!r}: decay must be above 0 and at most 1.")
+        if self.limit is not None and (not is_number(self.limit) or not self.limit > 0):
+            raise ValueError(f"{self!r}: limit must be a positive number, or None for the code's own.")
+
+    def __repr__(self) -> str:
+        limit = "" if self.limit is None else f", limit={self.limit}"
+        return f"ErrorFeedback(code={self.code!r}, decay={self.decay}{limit})"
 
     def init(self) -> State:
         return {"residual": None, "factor": 1.0, "code": self.code.init()}
 
     def start(self, payload: Packed, comm: Communicator, clock: Clock, state: State) -> Pending[Packed]:
+        limit = self.code.limit if self.limit is None else self.limit
+        if state["residual"] is not None and limit is not None:
+            shorten(payload.over(state["residual"]).views, payload.views, limit)
         return feed(self.code, self.decay, payload, comm, clock, state)
 
     def reweigh(self, state: State, factor: float) -> None:
@@ -45,6 +64,15 @@ class ErrorFeedback(Reducer):
         for left in (state["residual"] or ()) if factor != state["factor"] else ():
             left.mul_(state["factor"] / factor)
         state["factor"] = factor
+
+
+def shorten(tensors: Sequence[Tensor], others: Sequence[Tensor], limit: float) -> None:
+    """Scale each tensor that is longer than `limit` times the other one to that length, unless that is 0."""
+    norms = [norm.double() for norm in torch._foreach_norm([*tensors, *others])]
+    lengths = torch.stack(norms).tolist()
+    for tensor, length, other in zip(tensors, lengths, lengths[len(tensors) :], strict=False):
+        if length > limit * other > 0:
+            tensor.mul_(limit * other / length)
 
 
 def feed(
