@@ -33,8 +33,9 @@ SETTINGS = {  # task, optimizer and steps
     "bytes, AdamW": ("bytes", "AdamW", 200),
 }
 FEEDBACK = [f"ErrorFeedback(Quantized({bits}))" for bits in (4, 3, 2)]
-HALF = [f"ErrorFeedback(Quantized({bits}), decay=0.5)" for bits in (4, 3, 2)]
-CODES = ["Mean()", "Mean('bfloat16')", *FEEDBACK, *HALF, "Quantized(4)", "Quantized(2)"]
+UNLIMITED = [f"ErrorFeedback(Quantized({bits}), limit=1e9)" for bits in (4, 3, 2)]
+HALF = [f"ErrorFeedback(Quantized({bits}), decay=0.5, limit=1e9)" for bits in (4, 3, 2)]
+CODES = ["Mean()", "Mean('bfloat16')", *FEEDBACK, *UNLIMITED, *HALF, "Quantized(4)", "Quantized(2)"]
 METHODS = [
     "ddp(reduce={})",
     "local_sgd(every=4, reduce={})",
@@ -49,6 +50,7 @@ PLAN = [
     ("bytes, AdamW", METHODS[1], [CODES[0], *FEEDBACK]),
     ("bytes, AdamW", METHODS[2], [CODES[0], FEEDBACK[0]]),
     ("digits, SGD", METHODS[0], CODES[5:]),
+    ("bytes, AdamW", METHODS[0], UNLIMITED),
 ]
 
 

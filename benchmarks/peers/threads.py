@@ -23,7 +23,7 @@ from training import WORKERS, Setting
 
 from offbeat.lab import Lab
 
-NAMES = (FLOOR, DDP, "`ddp()`", f"`ddp({FOUR_BITS})`", "`ddp(reduce=ErrorFeedback(Quantized(2)))`")
+NAMES = (FLOOR, DDP, "`ddp()`", f"`ddp({FOUR_BITS})`", "`ddp(reduce=ErrorFeedback(Quantized(2), limit=1e9))`")
 TICK = 10.0  # milliseconds; the kernel counts in hundredths of a second
 
 

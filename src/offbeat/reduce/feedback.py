@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -24,11 +25,12 @@ class ErrorFeedback(Reducer):
     q is this rank's part of the mean. With decay=1, equal weights and no limit, nothing is ever lost: the sum
     of all q plus the kept e is the sum of all payloads. Smaller `decay` forgets old losses faster.
 
-    With `limit`, the e of a tensor is shortened to `limit` times the length of the tensor's payload before
-    the two are added, unless that payload is zero. So what is lost of one huge gradient does not bury the
-    next ones. The default is 1 for `Quantized` and `Mean(dtype)`, whose losses are usually much shorter than
-    a payload. The other codes have no limit, because their losses are longer. A large `limit`, such as 1e9,
-    keeps everything.
+    With `limit` and K workers, the e of a tensor is first shortened to limit·√K times the length of the
+    tensor's payload, unless that payload is zero. The mean contains 1/K of e, and the mean of independent
+    payloads is 1/√K as long as one. So what one worker has lost is at most `limit` times as long as the mean,
+    and one huge gradient does not bury the next ones. The default is 0.5 for `Quantized` and `Mean(dtype)`,
+    whose losses are usually shorter. Other codes keep more than a payload and have no limit. A large `limit`,
+    such as 1e9, keeps everything.
 
         offbeat.local_sgd(model, optimizer, reduce=ErrorFeedback(TopK(64)))
     """
@@ -56,7 +58,8 @@ class ErrorFeedback(Reducer):
     def start(self, payload: Packed, comm: Communicator, clock: Clock, state: State) -> Pending[Packed]:
         limit = self.code.limit if self.limit is None else self.limit
         if state["residual"] is not None and limit is not None:
-            shorten(payload.over(state["residual"]).views, payload.views, limit)
+            kept = payload.over(state["residual"]).views
+            shorten(kept, payload.views, limit * math.sqrt(comm.size))
         return feed(self.code, self.decay, payload, comm, clock, state)
 
     def reweigh(self, state: State, factor: float) -> None:
@@ -67,7 +70,7 @@ class ErrorFeedback(Reducer):
 
 
 def shorten(tensors: Sequence[Tensor], others: Sequence[Tensor], limit: float) -> None:
-    """Scale each tensor that is longer than `limit` times the other one to that length, unless that is 0."""
+    """Scale each tensor that is longer than `limit` times the other one to that length, unless it is 0."""
     norms = [norm.double() for norm in torch._foreach_norm([*tensors, *others])]
     lengths = torch.stack(norms).tolist()
     for tensor, length, other in zip(tensors, lengths, lengths[len(tensors) :], strict=False):
