@@ -835,9 +835,13 @@ def test_weights_themselves_are_not_rounded() -> None:
         "rounded; send the difference from an anchor, with update=Outer(SGD(lr=1)), which also averages.",
     ):
         offbeat.Exchange(params, when=every, reduce=code)
-    for update in (offbeat.Correct(), offbeat.Overlap(), offbeat.Gossip(offbeat.SGD(0.5))):
-        with pytest.raises(ValueError, match="the weights themselves would be rounded"):
-            offbeat.Exchange(params, when=every, reduce=code, update=update)
+    with pytest.raises(ValueError, match="the weights themselves would be rounded"):
+        offbeat.Exchange(params, when=every, reduce=code, update=offbeat.Correct())
+    for name in ("noloco", "overlap_local_sgd"):
+        update = {"noloco": "Gossip", "overlap_local_sgd": "Overlap"}[name]
+        why = f"{update} accepts no lossy code, because it sends the weights themselves"
+        with says(ValueError, f"reduce=LowRank(rank=2, seed=0): {why}: leave reduce out."):
+            offbeat.method(name).but(every=2, reduce=code)(net, torch.optim.SGD(net.parameters(), lr=0.1))
     with says(ValueError, "reduce=TwoLevel(): workers get different results: use it for grads(model) only."):
         offbeat.Exchange(params, when=every, reduce=TwoLevel(), update=offbeat.Outer(offbeat.SGD(1.0)))
     detached = offbeat.Detached(code)

@@ -88,8 +88,16 @@ REFUSED = {
     "qsr": "qsr needs alpha=.",
     "post_local_sgd(every=4)": "post_local_sgd needs switch=.",
     "hierarchical()": "hierarchical needs nodes=.",
-    "local_sgd(every=Every())": "Every() missing 1 required positional argument: 'steps'.",
-    "local_sgd(every=Every(3, step=2))": "Every() got an unexpected keyword argument 'step'.",
+    "local_sgd(every=Every())": "Every needs steps=.",
+    "local_sgd(every=Every(offset=2, stps=3))": (
+        "Every has no argument 'stps' (did you mean 'steps'?); it takes steps, offset, skip."
+    ),
+    "local_sgd(every=Every(3, steps=2))": "steps= is given twice.",
+    "local_sgd(every=Every(3, 2, 1, 0))": "Every takes steps, offset, skip, but 4 values are given.",
+    "local_sgd(every=8, reduce=Mean('bfloat16', 8))": "Mean takes dtype, but 2 values are given.",
+    "ddp(reduce=ErrorFeedback(Quantized(4), limits=1))": (
+        "ErrorFeedback has no argument 'limits' (did you mean 'limit'?); it takes code, decay, limit."
+    ),
 }
 
 

@@ -213,6 +213,9 @@ def check_reducer(reduce: Reducer | None, update: Update, live: Live) -> Reducer
         return chosen
     if not chosen.agrees:
         raise ValueError(f"reduce={chosen!r}: workers get different results: use it for grads(model) only.")
+    if chosen.lossy and update.sends == "weights" and update.anchors == "own":
+        why = f"{type(update).__name__} accepts no lossy code, because it sends the weights themselves"
+        raise ValueError(f"reduce={chosen!r}: {why}: leave reduce out.")
     if chosen.lossy and update.sends == "weights":
         raise ValueError(
             f"reduce={chosen!r} with update={update!r}: the weights themselves would be rounded; send the "

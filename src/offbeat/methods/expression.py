@@ -13,7 +13,7 @@ from torch import nn
 
 from offbeat import methods, reduce
 from offbeat import when as schedule
-from offbeat.base.errors import show, suggest
+from offbeat.base.errors import BadArgument, show, suggest
 from offbeat.engine.synchronizer import Synchronizer
 from offbeat.methods.parts import Optimizers, check_names, check_numbers
 from offbeat.server import rules
@@ -46,7 +46,10 @@ class Call:
         return f"{self.name}({', '.join(f'{name}={brief(value)}' for name, value in self.arguments.items())})"
 
     def __call__(self, model: nn.Module, optimizer: Optimizers, **group: Any) -> Synchronizer:
-        sync: Synchronizer = getattr(methods, self.name)(model, optimizer, **self.arguments, **group)
+        try:
+            sync: Synchronizer = getattr(methods, self.name)(model, optimizer, **self.arguments, **group)
+        except BadArgument as error:  # of the method: the command line has other options of the same name
+            raise ValueError(str(error)) from error
         return sync
 
     def takes(self, argument: str) -> bool:
@@ -130,6 +133,20 @@ def _read_keywords(call: ast.Call) -> dict[str, Any]:
     return found
 
 
+def _read_call(name: str, args: list[Any], given: dict[str, Any]) -> Any:
+    """Return the value, such as `Every(8)`, once its arguments have been checked like those of a method."""
+    known = inspect.signature(VALUES[name]).parameters
+    ordered = [key for key, p in known.items() if p.kind is not p.KEYWORD_ONLY]
+    if len(args) > len(ordered):
+        raise TypeError(f"{name} takes {', '.join(ordered)}, but {len(args)} values are given.")
+    placed = dict(zip(ordered, args, strict=False))
+    if twice := placed.keys() & given.keys():
+        raise TypeError(f"{min(twice)}= is given twice.")
+    check_names(name, {key: p.default for key, p in known.items()}, placed | given)
+    check_numbers(name, {key: p.annotation for key, p in known.items()}, placed | given)
+    return VALUES[name](*args, **given)
+
+
 def _read_value(node: ast.expr) -> Any:
     match node:
         case ast.Constant(value=int() | float() as number):
@@ -144,9 +161,6 @@ def _read_value(node: ast.expr) -> Any:
         case ast.Tuple() | ast.List():
             return tuple(map(_read_value, node.elts))
         case ast.Call(func=ast.Name(id=name)) if name in VALUES:
-            args, given = [_read_value(arg) for arg in node.args], _read_keywords(node)
-            kinds = {key: p.annotation for key, p in inspect.signature(VALUES[name]).parameters.items()}
-            check_numbers(name, kinds, dict(zip(kinds, args, strict=False)) | given)
-            return VALUES[name](*args, **given)
+            return _read_call(name, [_read_value(arg) for arg in node.args], _read_keywords(node))
     names = ", ".join(sorted(VALUES))
     raise TypeError(f"{show(ast.unparse(node), 80)} is not supported; use numbers, strings and {names}.")
