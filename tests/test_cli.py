@@ -128,12 +128,17 @@ def test_methods_as_a_table_and_as_json(capsys: pytest.CaptureFixture[str]) -> N
     (entry,) = json.loads(out)
     assert (code, err, entry["name"]) == (0, "", "noloco")
     assert entry["lines"][0]["among"] == "Pairs()"
+    assert outcome(capsys, "methods", "diloco(every=3)") == outcome(capsys, "methods", "diloco")
 
 
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
         (["methods", "nope"], "There is no method 'nope': name one of a2sgd, adacomm, adaptive,"),
+        (
+            ["methods", "torch_ddp"],
+            "torch_ddp is torch's own DDP, which only `train` and `compare` run: use ddp.\n",
+        ),
         (["mehtods"], "No such command 'mehtods'."),
         (["methods", "--jsn"], "No such option: --jsn"),
     ],

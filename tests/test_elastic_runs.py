@@ -20,6 +20,7 @@ from offbeat.app.runs import folder as folders
 from offbeat.app.runs.elastic import saved_steps
 from offbeat.app.runs.presence import Presence, list_presence
 from offbeat.app.runs.seats import count_taken, take_seat
+from offbeat.app.runs.setting import Setting
 from offbeat.app.runs.summary import Logged, read
 from offbeat.base.errors import OffbeatError
 
@@ -84,6 +85,11 @@ def test_alive_and_counted_are_two_things(tmp_path: Path) -> None:
     assert '"presence": [{"name": "worker-0"' in render([read(tmp_path)])
 
 
+def test_steps_are_written_as_in_other_titles() -> None:
+    setting = Setting(method="diloco()", workers=6, steps=6000)
+    assert command.write_title(setting, 2) == "digits, 2 to 6 workers, 6,000 steps"
+
+
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
@@ -93,7 +99,8 @@ def test_alive_and_counted_are_two_things(tmp_path: Path) -> None:
         (["--lighthouse", "http://a:1"], "--lighthouse: add --elastic."),
         (["--token", "secret"], "--token: add --elastic."),
         (["--elastic", "--token", "/dev/null"], "--token '/dev/null': the file is empty"),
-        (["--elastic", "--token", "missing"], "No such file or directory: 'missing'"),
+        (["--elastic", "--token", "missing"], "offbeat: --token 'missing': there is no such file.\n"),
+        (["--elastic", "--token", "."], "offbeat: --token '.': is a directory.\n"),
         (["--elastic", "--resume"], "--resume: there is no run in 'run'"),
         (["--elastic", "--link", "1mbit"], "--link: not with --elastic"),
     ],
@@ -105,9 +112,47 @@ def test_bad_words(call: Call, words: list[str], sentence: str) -> None:  # noqa
     assert not (Path("run") / folders.SETTING).exists()
 
 
-def test_join_says_what_its_address_is(call: Call, tmp_path: Path) -> None:  # noqa: F811
-    code, _, error = call("join", "http://127.0.0.1:29510")
-    assert (code, "as `offbeat train --elastic` prints it" in error) == (2, True)
+@pytest.mark.parametrize(
+    ("expression", "sentence"),
+    [
+        (
+            "ddp",
+            "ddp() cannot go on without a worker: a worker that joins would have to receive the optimizers "
+            "of another one: use a method that sends parameters, such as diloco.",
+        ),
+        ("torch_ddp", "torch_ddp() cannot go on without a worker: use a method such as diloco."),
+        (
+            "streaming_diloco(every=4, fragments=2, delay=2)",
+            "delay=2 with --elastic: each round must land before the next one begins, 2 steps later: choose "
+            "a smaller delay or fewer fragments.",
+        ),
+    ],
+)
+def test_a_method_that_needs_every_worker_is_refused_at_once(
+    call: Call,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+    expression: str,
+    sentence: str,
+) -> None:
+    monkeypatch.setattr(command, "_light", None)  # no lighthouse is started
+    code, out, error = call(
+        "train", expression, "--elastic", "--workers", "3", "--model", "tiny", "--out", "run"
+    )
+    assert (code, out, error) == (2, "", f"offbeat: --elastic: {sentence}\n")
+    assert not Path("run").exists()
+
+
+@pytest.mark.parametrize("place", ["", ":29510", ":abc/run", ":99999/run", ":0/run"])
+def test_join_says_what_its_address_is(call: Call, place: str) -> None:  # noqa: F811
+    code, _, error = call("join", f"http://127.0.0.1{place}")
+    assert (code, error.startswith(f"offbeat: join http://127.0.0.1{place}: the address is that of")) == (
+        2,
+        True,
+    )
+    assert "as `offbeat train --elastic` prints it" in error
+
+
+def test_join_needs_a_run(call: Call, tmp_path: Path) -> None:  # noqa: F811
     code, _, error = call("join", f"http://127.0.0.1:29510{tmp_path}")
     assert (code, "does not describe a run" in error) == (2, True)
 

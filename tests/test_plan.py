@@ -568,5 +568,5 @@ def test_a_cluster_from_a_file(tmp_path: Path) -> None:
     assert read(path, Cluster) == Cluster(8, Constant(0.5))
     assert read(path, Job) is None
     path.write_text("ours = (")
-    with pytest.raises(ValueError, match=r"mine\.py: cannot be read"):
+    with pytest.raises(ValueError, match=r"mine\.py'\): this file cannot be read"):
         read(path, Cluster)

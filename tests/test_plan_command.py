@@ -148,7 +148,8 @@ def test_a_cluster_file_that_raises_is_told_in_a_sentence(
     (tmp_path / "mine.py").write_text("cluster = Cluster(4)\n")
     code, out, err = outcome(capsys, "ddp()", "--cluster", str(tmp_path / "mine.py"))
     assert (code, out) == (2, "")
-    assert err.endswith("mine.py: cannot be read (NameError: name 'Cluster' is not defined).\n")
+    assert err.startswith("offbeat: --cluster '")
+    assert err.endswith("mine.py': this file cannot be read (NameError: name 'Cluster' is not defined).\n")
 
 
 def test_without_methods_there_are_some(capsys: pytest.CaptureFixture[str]) -> None:
@@ -277,6 +278,14 @@ def test_steps_of_a_recording(capsys: pytest.CaptureFixture[str], tmp_path: Path
     options = ("--workers", "1", "--parameters", "1M", "--link", "1gbit", "--steps", "10")
     answer = told(capsys, "ddp()", *options, "--recorded", str(path))
     assert answer["predictions"][0]["seconds"] == pytest.approx(2.0)
+    gone = str(tmp_path / "gone.json")
+    _, _, err = outcome(capsys, "ddp()", *options, "--recorded", gone)
+    assert err == f"offbeat: --recorded {gone!r}: there is no such file.\n"
+    path.write_text("[1.0]")
+    _, _, err = outcome(capsys, "ddp()", *options, "--recorded", str(path))
+    assert err.startswith(
+        f"offbeat: --recorded {str(path)!r}: this is not a list of seconds for every worker ("
+    )
 
 
 NONSENSE = [
@@ -309,7 +318,15 @@ NONSENSE = [
     (("--lr=-1",), "--lr -1.0: must be a positive number."),
     (("--warmup=-1",), "--warmup -1: warmup must be shorter than steps."),
     (("--straggler", "often"), "--straggler 'often': write rank=1,delay=300ms,every=4"),
-    (("--cluster", "nowhere.py"), "nowhere.py: cannot be read"),
+    (("--cluster", "nowhere.py"), "offbeat: --cluster 'nowhere.py': there is no such file.\n"),
+    (
+        ("ddp()", "torch_ddp"),
+        "offbeat: torch_ddp is torch's own DDP, which only `train` and `compare` run: use ddp.\n",
+    ),
+    (
+        ("wagma(every=4, reduce=Quantized(8))",),
+        "reduce=Quantized(bits=8, block=256, stochastic=False, seed=0): a lossy code would round the weights",
+    ),
     (("--measure",), "--measure needs either --task or --script."),
     (("--task", "digits"), "--task needs --measure."),
     (("--model", "tiny", "--batch", "4"), "--model and --batch need --measure."),

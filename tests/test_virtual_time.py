@@ -399,5 +399,5 @@ def test_a_file_that_is_no_recording(tmp_path: Path) -> None:
     path = tmp_path / "steps.json"
     path.write_text("[0.1, 0.2]")
     reason = "this is not a list of seconds for every worker ('float' object is not iterable)"
-    with says(ValueError, f"{path}: {reason}."):
+    with says(ValueError, f"Recorded.read(path={str(path)!r}): {reason}."):
         Recorded.read(path)

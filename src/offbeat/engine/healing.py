@@ -45,7 +45,8 @@ def check_elastic(parts: Sequence[Part], everyone: Changing) -> None:
     exchanges = [part for part in parts if isinstance(part, Exchange)]
     reason = why_unshared(parts)
     if reason is None and all(part.live.early for part in exchanges):
-        reason = "a worker that joins would have to receive the optimizers of another one"
+        reason = "a worker that joins would have to receive the optimizers of another one: "
+        reason += "use a method that sends parameters, such as diloco"
     for part in parts:
         odd = isinstance(part, Exchange) and (
             not isinstance(part.peers, World) or not part.reduce.agrees or isinstance(part.update, Reducer)

@@ -116,7 +116,8 @@ def read(path: str | PathLike[str], kind: type[T]) -> T | None:
     try:
         found = runpy.run_path(str(path))
     except Exception as error:  # the file is the user's, and may raise anything
-        raise ValueError(f"{path}: cannot be read ({type(error).__name__}: {error}).") from error
+        reason = f"this file cannot be read ({type(error).__name__}: {error})."
+        raise BadArgument("path", str(path), reason, call="read") from error
     return next((value for value in found.values() if isinstance(value, kind)), None)
 
 

@@ -123,7 +123,8 @@ class Recorded(Compute):
             rows = json.loads(Path(path).read_text())
             return cls(tuple(tuple(float(time) for time in row) for row in rows))
         except (TypeError, json.JSONDecodeError) as error:
-            raise ValueError(f"{path}: this is not a list of seconds for every worker ({error}).") from None
+            reason = f"this is not a list of seconds for every worker ({error})."
+            raise BadArgument("path", str(path), reason, call="Recorded.read") from None
 
     def write(self, path: str | PathLike[str]) -> None:
         """Write a file for `read`."""

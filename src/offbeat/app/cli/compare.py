@@ -64,7 +64,8 @@ def compare(
         offbeat compare ddp 'slowmo(every=12)' --workers 16 --simulate --compute 50ms --link 1gbit,5ms
     """
     given = SimpleNamespace(**locals())
-    options.check_names(methods)
+    options.check_names(methods, torch_ddp=True)
+    options.check_once(methods)
     with waiting("loading torch", quiet=quiet):
         from offbeat.app.commands.compare import run
 
@@ -106,6 +107,7 @@ def study(
     """
     given = SimpleNamespace(**locals())
     options.check_names(methods)
+    options.check_once(methods)
     with waiting("loading torch", quiet=quiet):
         from offbeat.app.commands.study import run
 

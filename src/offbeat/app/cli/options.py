@@ -50,6 +50,9 @@ Token = Annotated[
 Out = Annotated[Path | None, typer.Option(help="Folder for logs and report.html; runs/... by default.")]
 
 
+TORCH_DDP_ONLY = "torch_ddp is torch's own DDP, which only `train` and `compare` run: use ddp."
+
+
 def list_names() -> list[str]:
     """The names of all methods."""
     from offbeat.app.commands.catalogue import read_catalogue
@@ -62,13 +65,26 @@ def complete_name(incomplete: str) -> list[str]:
     return [name for name in list_names() if name.startswith(incomplete)]
 
 
-def check_names(methods: Sequence[str | None]) -> None:
+def name_of(method: str) -> str:
+    """The name of a method that is written as a call, or as the name alone."""
+    return method.partition("(")[0].strip()
+
+
+def check_names(methods: Sequence[str], *, torch_ddp: bool = False) -> None:
     """Refuse a misspelled method before torch is loaded, which takes seconds."""
     names = [*list_names(), "torch_ddp"]
-    for text in filter(None, methods):
-        name = text.partition("(")[0].strip()
+    for name in map(name_of, methods):
         if name.isidentifier() and name not in names:
             raise Refused(f"There is no method {name!r}{suggest(name, names)}; `offbeat methods` lists them.")
+        if name == "torch_ddp" and not torch_ddp:
+            raise Refused(TORCH_DDP_ONLY)
+
+
+def check_once(methods: Sequence[str]) -> None:
+    """Refuse a method that is given twice: a comparison shows it once."""
+    calls = [method.strip() if "(" in method else f"{method.strip()}()" for method in methods]
+    if twice := next((call for call in calls if calls.count(call) > 1), None):
+        raise Refused(f"{twice} is given twice: leave one out.")
 
 
 # Arguments with other options.
@@ -105,8 +121,12 @@ def reading(option: str = "", value: object = None) -> Iterator[None]:
     except (ValueError, TypeError) as error:
         raise Refused(f"{typed}: {error}" if option else str(error)) from error
     except OSError as error:
+        reason = error.strerror or str(error)
+        if option:
+            reason = "there is no such file" if isinstance(error, FileNotFoundError) else reason.lower()
+            raise Refused(f"{typed}: {reason}.") from error
         where = f": {error.filename!r}" if error.filename else ""
-        raise Refused(f"{error.strerror or error}{where}.") from error
+        raise Refused(f"{reason}{where}.") from error
 
 
 @contextmanager
@@ -115,6 +135,6 @@ def about(method: str) -> Iterator[None]:
     try:
         yield
     except (ValueError, TypeError) as error:
-        if isinstance(error, BadArgument) or method.partition("(")[0].strip() in str(error):
+        if isinstance(error, BadArgument) or name_of(method) in str(error):
             raise
         raise ValueError(f"{method}: {error}") from error

@@ -78,7 +78,7 @@ def train(
     given = SimpleNamespace(**locals())
     if resume and method and checkpoint_dir is None and Path(method).is_dir():
         raise options.Refused(f"--resume takes no value: name the folder with --checkpoint-dir {method}.")
-    options.check_names([method])
+    options.check_names([method] if method else [], torch_ddp=True)
     with waiting("loading torch", quiet=quiet):
         from offbeat.app.commands.train import run
 

@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,11 +26,14 @@ from offbeat.app.runs import folder as folders
 from offbeat.app.runs.elastic import ElasticLoop, saved_steps
 from offbeat.app.runs.presence import shares
 from offbeat.app.runs.seats import count_taken, take_seat
-from offbeat.app.runs.setting import Setting, check
+from offbeat.app.runs.setting import TORCH_DDP, Setting, check
 from offbeat.app.runs.summary import read
 from offbeat.app.runs.tied import end_with_launcher
 from offbeat.base.errors import OffbeatError, RunFinished
+from offbeat.elastic import Elastic
 from offbeat.elastic.lighthouse import load_torchft
+from offbeat.methods.expression import method
+from offbeat.tasks import Task
 
 LOOK = 0.2  # seconds between looks at the workers
 AFTER = 10.0  # seconds after the end of a run in which a worker that is late may end by itself
@@ -52,6 +55,7 @@ def train(given: SimpleNamespace, setting: Setting, place: Path, least: int) -> 
                 raise Refused("--elastic: without torchrun; start workers on other terminals with join.")
             task = setting.find_task(folders.cache_of(place))
             full = check(setting, task)
+            _check_method(full, task, least)
             stack.enter_context(folders.lock(place))
             lighthouse = given.lighthouse or stack.enter_context(_light())
             began = time.time() - (_cut_logs(place) if given.resume else 0.0)
@@ -71,11 +75,17 @@ def train(given: SimpleNamespace, setting: Setting, place: Path, least: int) -> 
     if given.json:
         show.print_json({name: [alive, counted] for name, alive, counted in shares(trained)})
         return 0
-    show_table([trained], f"{full.task}, {least} to {full.workers} workers, {full.steps} steps")
+    show_table([trained], write_title(full, least))
     columns = {"worker": "fold", "alive": "right", "counted in rounds": "right"}
     show.print_table(show.console(), "who was there", columns, shares(trained))
     show.say(show.console(), f"logs: {place}; the model: {place / folders.MODEL}")
     return 0
+
+
+def write_title(setting: Setting, least: int) -> str:
+    """The title of a run's table: the task, the fewest workers and the most, and the steps."""
+    workers, steps = show.count(setting.workers, "worker"), show.count(setting.steps, "step")
+    return f"{setting.task}, {least} to {workers}, {steps}"
 
 
 def least_of(place: Path) -> int:
@@ -85,10 +95,25 @@ def least_of(place: Path) -> int:
 
 def _read_token(path: Path | None) -> str | None:
     """The secret in a file: on the command line, other users of the machine could read it."""
-    token = None if path is None else path.read_text().strip()
-    if token == "":
-        raise Refused(f"--token {str(path)!r}: the file is empty: write a secret into it.")
+    if path is None:
+        return None
+    with reading("--token", str(path)):
+        token = path.read_text().strip()
+        if not token:
+            raise ValueError("the file is empty: write a secret into it.")
     return token
+
+
+def _check_method(setting: Setting, task: Task, least: int) -> None:
+    """Build the method as each worker does, which connects to nothing: not all can go on without a worker."""
+    group, model = Elastic("http://127.0.0.1:1", least=least), task.model()
+    if setting.method == TORCH_DDP:
+        raise Refused("--elastic: torch_ddp() cannot go on without a worker: use a method such as diloco.")
+    try:
+        method(setting.method)(model, setting.optimizer_of(task, model), group=group)
+    except ValueError as error:
+        reason = str(error).replace(f"group={group!r}: the method", setting.method)
+        raise Refused(f"--elastic: {reason.replace(f'group={group!r}', '--elastic')}") from error
 
 
 def _cut_logs(place: Path) -> float:
@@ -162,13 +187,7 @@ def _watch(crew: list[subprocess.Popen[bytes]], place: Path, setting: Setting, w
 def join(url: str, *, token: Path | None, quiet: bool = False, tied: bool = False, load: bool = False) -> int:
     """Train as one more worker of an elastic run. One that finds nobody else loads the last checkpoint."""
     with reading():
-        parts = urlsplit(url)
-        if parts.scheme != "http" or not parts.port or len(parts.path) < 2:
-            raise Refused(
-                f"join {url}: the address is that of the lighthouse and the folder of the run, as "
-                "`offbeat train --elastic` prints it: http://127.0.0.1:29510/home/me/runs/mine"
-            )
-        place = Path(unquote(parts.path))
+        place = _read_address(url)
         setting, origin = folders.setting_of(place), folders.origin_of(place)
         if "elastic" not in origin:
             raise Refused(f"join {url}: the run in {str(place)!r} was not started with --elastic.")
@@ -197,6 +216,18 @@ def join(url: str, *, token: Path | None, quiet: bool = False, tied: bool = Fals
         except RunFinished:
             return _say_finished(place)
     return 0
+
+
+def _read_address(url: str) -> Path:
+    """The folder in the address that `offbeat train --elastic` has printed."""
+    with suppress(ValueError):  # of a port that is not a number, for example
+        parts = urlsplit(url)
+        if parts.scheme == "http" and parts.port and len(parts.path) > 1:
+            return Path(unquote(parts.path))
+    raise Refused(
+        f"join {url}: the address is that of the lighthouse and the folder of the run, as "
+        "`offbeat train --elastic` prints it: http://127.0.0.1:29510/home/me/runs/mine"
+    )
 
 
 def _end_with_run(place: Path, loop: ElasticLoop) -> None:

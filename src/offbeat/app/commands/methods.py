@@ -6,7 +6,7 @@ from typing import Any
 
 from rich.console import Console
 
-from offbeat.app.cli.options import Refused
+from offbeat.app.cli.options import TORCH_DDP_ONLY, Refused, name_of
 from offbeat.app.cli.waiting import waiting
 from offbeat.app.commands import show
 from offbeat.app.commands.catalogue import read_catalogue
@@ -25,6 +25,10 @@ def run(given: SimpleNamespace) -> int:
     """Print the families, one method, or the table of what every method consists of."""
     catalogue = read_catalogue()
     sections = {name: about for family in catalogue["families"].values() for name, about in family.items()}
+    if given.name is not None:
+        given.name = name_of(given.name)  # also of a call, such as 'diloco(every=3)'
+    if given.name == "torch_ddp":
+        raise Refused(TORCH_DDP_ONLY)
     if given.name is not None and given.name not in sections:
         names = ", ".join(sorted(sections))
         raise Refused(

@@ -115,7 +115,10 @@ def _read_file(path: Path | None, context: typer.Context) -> tuple[Job | None, C
     """The Job and the Cluster that a Python file defines. Options that contradict the file are refused."""
     if path is None:
         return None, None
-    job, cluster = read(path, Job), read(path, Cluster)
+    if not path.exists():
+        raise BadArgument("cluster", str(path), "there is no such file.")
+    with reading("--cluster", str(path)):
+        job, cluster = read(path, Job), read(path, Cluster)
     if job is None and cluster is None:
         raise ValueError(f"{path} defines neither a Cluster nor a Job.")
     panels = [*([CLUSTER, MEASURE] if cluster else []), *([JOB] if job else [])]
@@ -174,7 +177,8 @@ def _cluster_of(given: SimpleNamespace, found: Found) -> Cluster:
 def _compute_of(given: SimpleNamespace, found: Found) -> Compute | None:
     compute: Compute | None = found.compute
     if given.recorded is not None:
-        compute = Recorded.read(given.recorded)
+        with reading("--recorded", str(given.recorded)):
+            compute = Recorded.read(given.recorded)
     elif given.step is not None:
         with reading("--step", given.step):
             compute = constant = Constant(parse_seconds(given.step))

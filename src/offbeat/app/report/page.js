@@ -384,13 +384,13 @@ function drawCurves() {
 
 function drawOrigin() {
   const s = data.setting, count = new Set(data.runs.map(run => run.seed)).size;
-  const link = s.link ? `, ${s.link}` : "";
+  const link = s.link ? `, ${s.link}` : "", steps = s.steps.toLocaleString("en");
   if (data.curves.length) s.workers = [...new Set(data.runs.map(run => run.workers))].join(", ");
   byId("title").textContent = data.curves.length ? `A study of ${data.curves.length} curves on ${s.task}` : `${methods.length} method${methods.length === 1 ? "" : "s"} on ${s.task}${link}`;
   const place = { processes: s.link ? "processes on one machine, an emulated link" : "processes on one machine", netns: "network namespaces with shaped links", simulation: "a simulation in virtual time" }[s.where];
-  byId("subtitle").textContent = `${s.workers} worker${s.workers === 1 ? "" : "s"}, ${data.curves.length ? "" : s.steps + " "}steps of ${s.batch} ${s.unit === "bytes" ? "windows" : s.unit} each, ${number(s.parameters, 4)} parameters, ${count} seed${count === 1 ? "" : "s"}; ${place}.`;
+  byId("subtitle").textContent = `${s.workers} worker${s.workers === 1 ? "" : "s"}, ${data.curves.length ? "" : steps + " "}steps of ${s.batch} ${s.unit === "bytes" ? "windows" : s.unit} each, ${number(s.parameters, 4)} parameters, ${count} seed${count === 1 ? "" : "s"}; ${place}.`;
   byId("commands").replaceChildren(...data.commands.map(command => html("pre", { class: "mono" }, command)));
-  const facts = { started: s.started, offbeat: s.offbeat, torch: s.torch, python: s.python, system: `${s.system}, ${s.cores} cores`, data: s.data ?? "built in", model: `${s.model ?? "the task's default"}, ${number(s.parameters, 4)} parameters`, batch: `${s.batch} ${s.unit === "bytes" ? "windows" : s.unit} per worker and step, ${data.curves.length ? "" : `${s.batch * s.workers} in all, `}${data.curves.length ? "several lengths" : `${s.steps} steps`}`, "learning rate": [...new Set(data.rows.flatMap(row => row.rates.map(rate => rate[0])))].join(", ") + " at its peak: a linear warm-up, then a cosine down to a tenth", optimizer: s.optimizer ?? "the task's", link: s.link ?? "none", straggler: s.straggler.join("; ") || "none" };
+  const facts = { started: s.started, offbeat: s.offbeat, torch: s.torch, python: s.python, system: `${s.system}, ${s.cores} cores`, data: s.data ?? "built in", model: `${s.model ?? "the task's default"}, ${number(s.parameters, 4)} parameters`, batch: `${s.batch} ${s.unit === "bytes" ? "windows" : s.unit} per worker and step, ${data.curves.length ? "" : `${s.batch * s.workers} in all, `}${data.curves.length ? "several lengths" : `${steps} steps`}`, "learning rate": [...new Set(data.rows.flatMap(row => row.rates.map(rate => rate[0])))].join(", ") + " at its peak: a linear warm-up, then a cosine down to a tenth", optimizer: s.optimizer ?? "the task's", link: s.link ?? "none", straggler: s.straggler.join("; ") || "none" };
   byId("versions").replaceChildren(html("tbody", {}, ...Object.entries(facts).map(([key, value]) => html("tr", {}, html("td", {}, key), html("td", {}, String(value))))));
 }
 

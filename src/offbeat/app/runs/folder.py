@@ -71,20 +71,30 @@ def _describe(optimizer: Optimizer) -> str:
 def prepare_all(place: Path, runs: Mapping[str, tuple[Setting, Task]]) -> list[Path]:
     """Prepare a folder for each named run that has none. Refuse a folder that holds another run."""
     new = {name: run for name, run in runs.items() if not (place / name / SETTING).exists()}
-    if any(setting_of(place / name) != setting for name, (setting, _) in runs.items() if name not in new):
+    if not all(holds(place / name, setting) for name, (setting, _) in runs.items() if name not in new):
         raise BadArgument("out", str(place), "this folder holds other runs; name another one.")
     for name, (setting, task) in new.items():
         prepare(place / name, setting, task)
     return [place / name for name in runs]
 
 
+def holds(folder: Path, setting: Setting) -> bool:
+    """Whether there is a run of this setting in the folder."""
+    return (folder / SETTING).exists() and setting_of(folder) == setting
+
+
 @contextmanager
 def lock(folder: Path) -> Iterator[None]:
     """Keep other processes out of this folder. The system releases the lock if this process is killed."""
     if folder.exists() and not folder.is_dir():
-        raise NotADirectoryError(0, "Name a folder, not a file", str(folder))
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / ".lock").open("w") as file:
+        raise BadArgument("out", str(folder), "name a folder, not a file.")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        opened = (folder / ".lock").open("w")
+    except OSError as error:
+        reason = f"this folder cannot be made or written ({error.strerror})."
+        raise BadArgument("out", str(folder), reason) from error
+    with opened as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:

@@ -119,7 +119,7 @@ def unfinished(runs: Sequence[Logged]) -> list[str]:
         if not run.complete:
             step = min(max((entry["step"] for entry in rank), default=0) for rank in run.ranks)
             rate = f", lr {run.setting.lr:g}" if many and run.setting.lr is not None else ""
-            found.append(f"{label}{rate}, seed {run.setting.seed} ({step} of {run.setting.steps} steps)")
+            found.append(f"{label}{rate}, seed {run.setting.seed} ({step:,} of {run.setting.steps:,} steps)")
     return found
 
 
