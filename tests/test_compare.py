@@ -112,7 +112,7 @@ def test_a_comparison_goes_on_where_it_was_ended(
     assert simulated(capsys, tmp_path / "runs") == whole
     assert {path: path.stat().st_mtime_ns for path in kept} == before
     code, _, error = call(
-        capsys, "compare", *METHODS, *SMALL, "--simulate", "--lr", "0.5", "--out", str(tmp_path / "runs")
+        capsys, "compare", *METHODS, *SMALL, "--simulate", "--batch", "8", "--out", str(tmp_path / "runs")
     )
     assert code == 2
     assert error.endswith("this folder holds other runs; name another one.\n")
@@ -170,10 +170,26 @@ def test_a_search_of_rates_goes_on_and_report_shows_the_same(
     assert (code, error) == (0, "offbeat: 18 runs: 3 methods × 3 rates × 2 seeds; 12 of them are done\n")
     assert {path: path.stat().st_mtime_ns for path in stamps} == stamps, "a wider search keeps what is there"
     assert re.search(r"┃ +lr ┃", text)
-    assert "best at the first or last rate, so others may be better: " in text
+    assert "best at the first or the last rate, so another rate may be better: " in text
     code, _, error = call(capsys, *words, "--lr", "0.01")
     assert (code, error) == (0, ""), "a single rate is no search"
-    assert (tmp_path / "runs" / "00-ddp-seed0").exists()
+    assert (tmp_path / "runs" / "00-ddp-lr0.01-seed0").exists()
+
+
+@pytest.mark.parametrize("first", [(), ("--lr", "0.03")], ids=["the rate of the task", "one rate"])
+def test_more_rates_keep_the_runs_of_one(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, first: tuple[str, ...]
+) -> None:
+    words = ["compare", "ddp", *SMALL, "--simulate", "--out", str(tmp_path), "--json"]
+    assert call(capsys, *words, *first)[0] == 0
+    (log,) = tmp_path.glob("*/rank-0.jsonl")
+    rate, stamp = json.loads((log.parent / "setting.json").read_text())["lr"], log.stat().st_mtime_ns
+    rates = ["--lr", f"{rate / 2!r},{rate!r}"]
+    code, text, error = call(capsys, *words, *rates)
+    assert (code, error) == (0, "offbeat: 2 runs: 1 method × 2 rates; 1 of them is done\n")
+    assert [lr for lr, _ in json.loads(text)[0]["rates"]] == [rate / 2, rate]
+    assert (len(list(tmp_path.glob("*/rank-0.jsonl"))), log.stat().st_mtime_ns) == (2, stamp)
+    assert call(capsys, *words, *rates, "--quiet") == (0, text, ""), "nothing is said"
 
 
 @pytest.mark.slow
@@ -382,6 +398,16 @@ def test_bad_input_is_one_sentence(
     [
         (["compare", "local_sgd(evry=8)"], "method('local_sgd(evry=8)'): local_sgd has no argument 'evry'"),
         (["compare", "nope()"], "There is no method 'nope'; `offbeat methods` lists them."),
+        (["compare", "ddp", "local_sgd", "ddp()"], "ddp() is given twice: leave one out.\n"),
+        (["study", "local_sgd", "local_sgd"], "local_sgd() is given twice: leave one out.\n"),
+        (
+            ["study", "torch_ddp"],
+            "torch_ddp is torch's own DDP, which only `train` and `compare` run: use ddp.\n",
+        ),
+        (
+            ["train", "wagma(every=4, reduce=Quantized(8))", "--model", "tiny"],
+            "reduce=Quantized(bits=8, block=256, stochastic=False, seed=0): a lossy code would round the",
+        ),
         (["compare", "ddp", "--netns", "--simulate"], "--netns and --simulate exclude each other."),
         (["compare", "ddp", "--seeds", "0"], "--seeds 0: must be at least 1."),
         (

@@ -43,11 +43,11 @@ def run(given: SimpleNamespace) -> int:
         )  # fmt: skip
         place = given.out or Path("runs") / f"compare-{time.strftime('%Y%m%d-%H%M%S')}"
         with waiting("preparing the runs", quiet=given.quiet):
-            runs = _runs(first, list(dict.fromkeys(given.methods)), rates, given.seeds, place)
+            runs = _runs(first, given.methods, rates, given.seeds, place)
         with folders.lock(place):
             prepared = folders.prepare_all(place, runs)
     missing = [folder for folder in prepared if not folders.finished(folder)]
-    if len(rates) > 1:
+    if len(rates) > 1 and not given.quiet:
         _announce(len(prepared), len(missing), len(rates), given.seeds)
     if missing and not _launch(missing, place, quiet=given.quiet, verbose=given.verbose):
         return 130
@@ -98,8 +98,10 @@ def _runs(
             setting = replace(first, method=method, seed=seed, lr=lr)
             with about(method):
                 full = check(setting, found) if seed == 0 and lr == rates[0] else setting.fill(found)
-            rate = f"-lr{lr!r}" if len(rates) > 1 else ""
-            runs[f"{number:02d}-{folders.slug(full.method)}{rate}-seed{seed}"] = full, found
+            name = f"{number:02d}-{folders.slug(full.method)}"
+            usual = f"{name}-seed{seed}"  # the name of a run at the task's own rate
+            as_usual = lr is None or folders.holds(place / usual, full)
+            runs[usual if as_usual else f"{name}-lr{lr!r}-seed{seed}"] = full, found
     return runs
 
 
@@ -107,8 +109,9 @@ def _announce(runs: int, missing: int, rates: int, seeds: int) -> None:
     """Say how many runs a search takes before they start."""
     factors = [show.count(runs // (rates * seeds), "method"), show.count(rates, "rate")]
     factors += [show.count(seeds, "seed")] if seeds > 1 else []
-    done = f"; {runs - missing} of them are done" if missing < runs else ""
-    print(f"offbeat: {show.count(runs, 'run')}: {' × '.join(factors)}{done}", file=sys.stderr)
+    done = runs - missing
+    told = f"; {done} of them {'is' if done == 1 else 'are'} done" if done else ""
+    print(f"offbeat: {show.count(runs, 'run')}: {' × '.join(factors)}{told}", file=sys.stderr)
 
 
 def _parse_rates(text: str) -> list[float]:

@@ -77,7 +77,7 @@ def show_table(runs: Sequence[Logged], title: str, *, to_loss: float | None = No
     lines = [f"unfinished: {text}" for text in unfinished(runs)]
     ends = [row.method for row in rows if row.rates[1:] and row.lr in (row.rates[0][0], row.rates[-1][0])]
     if ends:
-        lines.append(f"best at the first or last rate, so others may be better: {', '.join(ends)}")
+        lines.append(f"best at the first or the last rate, so another rate may be better: {', '.join(ends)}")
     for line in [*lines, verdict(rows, reference_of(runs), to_loss=to_loss)]:
         if line:
             show.say(console, line)
