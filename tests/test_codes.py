@@ -807,10 +807,26 @@ def test_the_exact_mean_carries_infinities() -> None:
             "ErrorFeedback(code=LowRank(rank=2, seed=0), decay=0): decay must be above 0 and at most 1.",
         ),
         (
+            lambda: ErrorFeedback(LowRank(2), decay=True),
+            ValueError,
+            "ErrorFeedback(code=LowRank(rank=2, seed=0), decay=True): decay must be above 0 and at most 1.",
+        ),
+        (
+            lambda: ErrorFeedback(LowRank(2), decay="1"),
+            ValueError,
+            "ErrorFeedback(code=LowRank(rank=2, seed=0), decay='1'): decay must be above 0 and at most 1.",
+        ),
+        (
             lambda: ErrorFeedback(LowRank(2), limit=0),
             ValueError,
             "ErrorFeedback(code=LowRank(rank=2, seed=0), decay=1.0, limit=0): limit must be a positive "
-            "number, or None for the code's own.",
+            "number, such as 1e9 to keep everything, or None for the code's own.",
+        ),
+        (
+            lambda: ErrorFeedback(LowRank(2), limit=float("inf")),
+            ValueError,
+            "ErrorFeedback(code=LowRank(rank=2, seed=0), decay=1.0, limit=inf): limit must be a positive "
+            "number, such as 1e9 to keep everything, or None for the code's own.",
         ),
         (
             lambda: offbeat.Detached(LowRank(2), lam=2),

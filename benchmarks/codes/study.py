@@ -1,56 +1,58 @@
-"""How much loss codes cost: the same training with and without them, seed by seed, in simulation.
+"""How much loss codes cost: the same training with and without them, seed by seed.
 
     python benchmarks/codes/study.py --data tinyshakespeare.txt
     python benchmarks/codes/study.py                               # only prints the table
 
-Four workers. A run with a code starts from the same weights and sees the same batches as the run without one.
-Appends one line per run to study.jsonl beside this file, skips what is there already, and prints the table:
-the mean difference to the exact mean over the seeds, with its standard error.
+Four workers, simulated except for `ddp_hook`. A run with a code starts from the same weights and sees the
+same batches as the run without one. Appends one line per run to study.jsonl beside this file, skips what is
+there already, and prints the table: the mean difference to the exact mean over the seeds, with its standard
+error.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import statistics
+import tempfile
 import time
-from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 import offbeat
-from offbeat.tasks import Task, bytes_task, digits_task
 from offbeat.tasks import bytes as text
+from offbeat.tasks import bytes_task, digits_task
 
 RESULTS = Path(__file__).parent / "study.jsonl"
 WORKERS = 4
 WINDOWS = 1024  # held-out windows of text; 64 would add noise
-SETTINGS = {  # task, optimizer and steps
-    "digits, SGD": ("digits", "SGD", 200),
-    "bytes, AdamW": ("bytes", "AdamW", 200),
+DIGITS, BYTES, LOW = "digits, SGD 0.05", "bytes, AdamW 0.003", "bytes, AdamW 0.001"
+SETTINGS = {  # task, optimizer, learning rate and steps
+    DIGITS: ("digits", "SGD", 0.05, 200),
+    BYTES: ("bytes", "AdamW", 0.003, 200),
+    LOW: ("bytes", "AdamW", 0.001, 400),
 }
 FEEDBACK = [f"ErrorFeedback(Quantized({bits}))" for bits in (4, 3, 2)]
-UNLIMITED = [f"ErrorFeedback(Quantized({bits}), limit=1e9)" for bits in (4, 3, 2)]
-HALF = [f"ErrorFeedback(Quantized({bits}), decay=0.5, limit=1e9)" for bits in (4, 3, 2)]
-CODES = ["Mean()", "Mean('bfloat16')", *FEEDBACK, *UNLIMITED, *HALF, "Quantized(4)", "Quantized(2)"]
-METHODS = [
-    "ddp(reduce={})",
-    "local_sgd(every=4, reduce={})",
-    "diloco(every=16, lr=1.0, momentum=0.3, reduce={})",
-]
-# What is run: a setting, a method and its codes. What answers most comes first.
+HALF = [f"ErrorFeedback(Quantized({bits}), decay=0.5)" for bits in (4, 3, 2)]
+CODES = ["Mean()", "Mean('bfloat16')", *FEEDBACK, *HALF, "Quantized(4)", "Quantized(2)"]
+DDP, LOCAL, HOOK = "ddp(reduce={})", "local_sgd(every=4, reduce={})", "ddp_hook({})"
+# What is run: a setting, a method, its codes, and the number of seeds. What answers most comes first.
 PLAN = [
-    ("digits, SGD", METHODS[0], [CODES[0], *FEEDBACK]),
-    ("bytes, AdamW", METHODS[0], CODES[:3]),
-    ("bytes, AdamW", METHODS[0], FEEDBACK[1:]),
-    ("digits, SGD", METHODS[1], [CODES[0], *FEEDBACK]),
-    ("bytes, AdamW", METHODS[1], [CODES[0], *FEEDBACK]),
-    ("bytes, AdamW", METHODS[2], [CODES[0], FEEDBACK[0]]),
-    ("digits, SGD", METHODS[0], CODES[5:]),
-    ("bytes, AdamW", METHODS[0], UNLIMITED),
+    (LOW, DDP, [CODES[0], *FEEDBACK[:2], HALF[0]], 8),
+    (LOW, DDP, [CODES[1], FEEDBACK[2], *HALF[1:], *CODES[-2:]], 5),
+    (LOW, HOOK, [CODES[0], FEEDBACK[0], HALF[0]], 5),
+    (LOW, LOCAL, [CODES[0], *FEEDBACK, *HALF], 5),
+    (DIGITS, DDP, [CODES[0], FEEDBACK[0]], 20),
+    (DIGITS, DDP, [*FEEDBACK[1:], *HALF, *CODES[-2:]], 10),
+    (DIGITS, LOCAL, [CODES[0], *FEEDBACK, *HALF], 5),
+    (BYTES, DDP, CODES[:5], 5),
 ]
 
 
@@ -61,37 +63,88 @@ def rate(step: int, steps: int, warmup: int = 40) -> float:
     return 0.55 + 0.45 * math.cos(math.pi * (step - warmup) / (steps - warmup))
 
 
-def build_optimizer(model: nn.Module, name: str) -> torch.optim.Optimizer:
+def build_optimizer(model: nn.Module, name: str, lr: float) -> torch.optim.Optimizer:
     if name == "AdamW":
-        return torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.95), weight_decay=0.1)
-    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+        return torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.1)
+    return torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
 
 
-def worker(comm: offbeat.Communicator, task: Task, expression: str, seed: int, name: str, steps: int) -> dict:
-    model = task.model()
-    optimizer = build_optimizer(model, name)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: rate(step, steps))
-    batches = task.batches(comm.rank, comm.size, task.batch_size, seed)
-    sync = offbeat.method(expression)(model, optimizer, group=comm)
-    for _ in range(steps):
-        task.loss(model, next(batches)).backward()
-        sync.step(lambda: (nn.utils.clip_grad_norm_(model.parameters(), 1.0), optimizer.step()))
-        optimizer.zero_grad()
-        scheduler.step()
-    sent = sync.totals.bytes_sent
-    sync.finish()
-    return {"loss": task.evaluate(model) if comm.rank == 0 else 0.0, "megabytes": sent / 1e6}
+@dataclass(frozen=True)
+class Training:
+    """What the workers of a run have in common."""
+
+    setting: str
+    expression: str
+    seed: int
+    data: str | None
+
+    def train(self, rank: int, comm: offbeat.Communicator | None) -> dict:
+        """What one worker does. Without a communicator, `DistributedDataParallel` trains with our hook."""
+        kind, name, lr, steps = SETTINGS[self.setting]
+        text.EVALUATED = WINDOWS
+        torch.set_num_threads(1)
+        torch.manual_seed(self.seed)
+        digits = kind == "digits"
+        task = (
+            digits_task(seed=self.seed)
+            if digits
+            else bytes_task("tiny", data=self.data, context=32, seed=self.seed)
+        )
+        model = task.model()
+        optimizer = build_optimizer(model, name, lr)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: rate(step, steps))
+        batches = task.batches(rank, WORKERS, task.batch_size, self.seed)
+
+        def local() -> None:
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+
+        if comm is None:
+            hook = offbeat.ddp_hook(find_reducer(self.expression))
+            trained: nn.Module = DistributedDataParallel(model)
+            trained.register_comm_hook(None, hook)
+            step = local
+        else:
+            sync = offbeat.method(self.expression)(model, optimizer, group=comm)
+            trained, step = model, lambda: sync.step(local)
+        for _ in range(steps):
+            task.loss(trained, next(batches)).backward()
+            step()
+            optimizer.zero_grad()
+            scheduler.step()
+        sent = hook.sent if comm is None else sync.totals.bytes_sent
+        if comm is not None:
+            sync.finish()
+        return {"loss": task.evaluate(model) if rank == 0 else 0.0, "megabytes": sent / 1e6}
+
+
+def find_reducer(expression: str) -> offbeat.Reducer:
+    """The reducer in `ddp_hook(...)`."""
+    inside = expression.removeprefix("ddp_hook(").removesuffix(")")
+    return offbeat.method(f"ddp(reduce={inside})").arguments["reduce"]
+
+
+def train_for_real(rank: int, training: Training, folder: str) -> None:
+    """One process of a run over gloo. Rank 0 writes its result to a file."""
+    dist.init_process_group(
+        "gloo", store=dist.FileStore(f"{folder}/store", WORKERS), rank=rank, world_size=WORKERS
+    )
+    result = training.train(rank, None)
+    if rank == 0:
+        Path(folder, "result").write_text(json.dumps(result))
+    dist.destroy_process_group()
 
 
 def run(setting: str, expression: str, seed: int, data: str | None) -> dict:
-    kind, optimizer, steps = SETTINGS[setting]
-    task = (
-        digits_task(seed=seed) if kind == "digits" else bytes_task("tiny", data=data, context=32, seed=seed)
-    )
-    torch.manual_seed(seed)
+    training = Training(setting, expression, seed, data)
     start = time.perf_counter()
-    result = offbeat.simulate(lambda comm: worker(comm, task, expression, seed, optimizer, steps), WORKERS)[0]
-    row = {"setting": setting, "method": expression, "seed": seed, "steps": steps, **result}
+    if expression.startswith("ddp_hook"):  # torch's DDP is not simulated
+        with tempfile.TemporaryDirectory() as folder:
+            torch.multiprocessing.spawn(train_for_real, (training, folder), WORKERS)
+            result = json.loads(Path(folder, "result").read_text())
+    else:
+        result = offbeat.simulate(lambda comm: training.train(comm.rank, comm), WORKERS)[0]
+    row = {"setting": setting, "method": expression, "seed": seed, "steps": SETTINGS[setting][-1], **result}
     return {**row, "seconds": round(time.perf_counter() - start, 1)}
 
 
@@ -113,13 +166,11 @@ def table(rows: list[dict]) -> str:
 
 def cells() -> list[tuple[str, str, str]]:
     """Setting, method and code of each line of the table."""
-    planned = [(setting, method, code) for setting, method, codes in PLAN for code in codes]
-    order: list[Callable[[tuple[str, str, str]], int]] = [
-        lambda cell: list(SETTINGS).index(cell[0]),
-        lambda cell: METHODS.index(cell[1]),
-        lambda cell: CODES.index(cell[2]),
-    ]
-    return sorted(planned, key=lambda cell: [place(cell) for place in order])
+    planned = [(setting, method, code) for setting, method, codes, _ in PLAN for code in codes]
+    settings, methods = list(SETTINGS), [DDP, LOCAL, HOOK]
+    return sorted(
+        planned, key=lambda cell: (settings.index(cell[0]), methods.index(cell[1]), CODES.index(cell[2]))
+    )
 
 
 def difference(pairs: list[tuple[dict, dict]]) -> str:
@@ -134,26 +185,25 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--data", help="a text file; nothing is run without it")
-    parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--only", default="", help="run only the methods that contain this")
     args = parser.parse_args()
-    torch.set_num_threads(1)
-    text.EVALUATED = WINDOWS
-    rows = [json.loads(line) for line in RESULTS.read_text().splitlines()] if RESULTS.exists() else []
-    done = {(row["setting"], row["method"], row["seed"]) for row in rows}
-    todo = [
-        (setting, method.format(code), seed)
-        for setting, method, codes in PLAN
-        for seed in range(args.seeds)
-        for code in codes
-    ]
-    for setting, expression, seed in todo if args.data else []:
-        if (setting, expression, seed) not in done and args.only in expression:
-            rows.append(run(setting, expression, seed, args.data))
-            with RESULTS.open("a") as file:
-                file.write(json.dumps(rows[-1]) + "\n")
-            print(rows[-1], flush=True)
-    print(table(rows))
+    for setting, method, codes, seeds in PLAN if args.data else []:
+        for seed, code in itertools.product(range(seeds), codes):
+            expression = method.format(code)
+            if args.only in expression and (setting, expression, seed) not in done(read()):
+                row = run(setting, expression, seed, args.data)
+                with RESULTS.open("a") as file:
+                    file.write(json.dumps(row) + "\n")
+                print(row, flush=True)
+    print(table(read()))
+
+
+def read() -> list[dict]:
+    return [json.loads(line) for line in RESULTS.read_text().splitlines()] if RESULTS.exists() else []
+
+
+def done(rows: list[dict]) -> set[tuple[str, str, int]]:
+    return {(row["setting"], row["method"], row["seed"]) for row in rows}
 
 
 if __name__ == "__main__":

@@ -25,12 +25,10 @@ class ErrorFeedback(Reducer):
     q is this rank's part of the mean. With decay=1, equal weights and no limit, nothing is ever lost: the sum
     of all q plus the kept e is the sum of all payloads. Smaller `decay` forgets old losses faster.
 
-    With `limit` and K workers, the e of a tensor is first shortened to limit·√K times the length of the
-    tensor's payload, unless that payload is zero. The mean contains 1/K of e, and the mean of independent
-    payloads is 1/√K as long as one. So what one worker has lost is at most `limit` times as long as the mean,
-    and one huge gradient does not bury the next ones. The default is 0.5 for `Quantized` and `Mean(dtype)`,
-    whose losses are usually shorter. Other codes keep more than a payload and have no limit. A large `limit`,
-    such as 1e9, keeps everything.
+    With `limit` and K workers, the e of each tensor is first shortened to limit·√K times the norm of the
+    tensor's payload, unless that payload is zero. So the loss of one huge gradient does not drown the next
+    ones. `limit=None` is the code's own: 0.5 for `Quantized` and `Mean(dtype)`, whose e is usually shorter,
+    and none for other codes, whose e is usually longer than a payload. To keep everything, pass 1e9.
 
         offbeat.local_sgd(model, optimizer, reduce=ErrorFeedback(TopK(64)))
     """
@@ -43,14 +41,17 @@ class ErrorFeedback(Reducer):
 
     def __post_init__(self) -> None:
         check_code(self.code, "ErrorFeedback")
-        if not 0 < self.decay <= 1:
+        if not is_number(self.decay) or not 0 < self.decay <= 1:
             raise ValueError(f"{self!r}: decay must be above 0 and at most 1.")
-        if self.limit is not None and (not is_number(self.limit) or not self.limit > 0):
-            raise ValueError(f"{self!r}: limit must be a positive number, or None for the code's own.")
+        if self.limit is not None and (not is_number(self.limit) or not 0 < self.limit < math.inf):
+            raise ValueError(
+                f"{self!r}: limit must be a positive number, such as 1e9 to keep everything, or None for the "
+                "code's own."
+            )
 
     def __repr__(self) -> str:
         limit = "" if self.limit is None else f", limit={self.limit}"
-        return f"ErrorFeedback(code={self.code!r}, decay={self.decay}{limit})"
+        return f"ErrorFeedback(code={self.code!r}, decay={self.decay!r}{limit})"
 
     def init(self) -> State:
         return {"residual": None, "factor": 1.0, "code": self.code.init()}
