@@ -310,7 +310,7 @@ def test_the_drift_of_gossip_is_told_to_everyone_only_if_it_decides() -> None:
         (
             "local_sgd(every=Adaptive(start=4))",
             "method('local_sgd(every=Adaptive(start=4))'): "
-            "Adaptive() missing 1 required positional argument: 'sample'.",
+            "Adaptive needs sample=.",
         ),
         (
             "adaptive(sample=0)",
