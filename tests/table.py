@@ -332,6 +332,22 @@ LAWS = [
         "local_sgd(every=3, reduce=ErrorFeedback(RandomBlock(2, least=1)))",
         options={**FLOATS, "finish": False},
     ),
+    # What error feedback keeps by default depends on the code and on what is sent.
+    Law(
+        "ddp(reduce=ErrorFeedback(Quantized(2, block=8, least=1)))",
+        "ddp(reduce=ErrorFeedback(Quantized(2, block=8, least=1), decay=0.5))",
+        options=FLOATS,
+    ),
+    Law(
+        "local_sgd(every=3, reduce=ErrorFeedback(Quantized(2, block=8, least=1)))",
+        "local_sgd(every=3, reduce=ErrorFeedback(Quantized(2, block=8, least=1), decay=1.0))",
+        options=FLOATS,
+    ),
+    Law(
+        "ddp(reduce=ErrorFeedback(RandomBlock(2, least=1)))",
+        "ddp(reduce=ErrorFeedback(RandomBlock(2, least=1), decay=1.0))",
+        options=FLOATS,
+    ),
     # One worker's two means are everybody's.
     Law("a2sgd(every=3)", "ddp()", options={"workers": 1, **FLOATS}),
     # A message in flight for no time at all corrects by exactly what averaging would have changed.

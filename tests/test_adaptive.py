@@ -309,8 +309,7 @@ def test_the_drift_of_gossip_is_told_to_everyone_only_if_it_decides() -> None:
         ("adacomm(start=4)", "method('adacomm(start=4)'): adacomm needs interval=."),
         (
             "local_sgd(every=Adaptive(start=4))",
-            "method('local_sgd(every=Adaptive(start=4))'): "
-            "Adaptive needs sample=.",
+            "method('local_sgd(every=Adaptive(start=4))'): Adaptive needs sample=.",
         ),
         (
             "adaptive(sample=0)",

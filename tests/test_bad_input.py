@@ -152,7 +152,7 @@ BAD: list[tuple[str, Callable[..., Any], dict[str, Any], type[Exception], str]] 
         build,
         {"every": 3, "delay": 2, "gain": 0.5, "reduce": offbeat.ErrorFeedback(offbeat.Quantized(8))},
         ValueError,
-        "reduce=ErrorFeedback(code=Quantized(bits=8, block=256, stochastic=False, seed=0), decay=1.0) with "
+        "reduce=ErrorFeedback(code=Quantized(bits=8, block=256, stochastic=False, seed=0)) with "
         "update=Rebase(gain=0.5): values that were not sent would be kept by the worker and by the residual, "
         "and sent twice; use gain=1.0, or leave out the feedback.",
     ),

@@ -819,13 +819,13 @@ def test_the_exact_mean_carries_infinities() -> None:
         (
             lambda: ErrorFeedback(LowRank(2), limit=0),
             ValueError,
-            "ErrorFeedback(code=LowRank(rank=2, seed=0), decay=1.0, limit=0): limit must be a positive "
+            "ErrorFeedback(code=LowRank(rank=2, seed=0), limit=0): limit must be a positive "
             "number, such as 1e9 to keep everything, or None for the code's own.",
         ),
         (
             lambda: ErrorFeedback(LowRank(2), limit=float("inf")),
             ValueError,
-            "ErrorFeedback(code=LowRank(rank=2, seed=0), decay=1.0, limit=inf): limit must be a positive "
+            "ErrorFeedback(code=LowRank(rank=2, seed=0), limit=inf): limit must be a positive "
             "number, such as 1e9 to keep everything, or None for the code's own.",
         ),
         (

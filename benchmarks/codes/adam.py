@@ -25,10 +25,10 @@ from offbeat.tasks import Task, bytes_task
 WORKERS, BATCH, LR, WARMUP, CLIP = 4, 8, 3e-3, 40, 1.0
 BETAS, EPSILON = (0.9, 0.95), 1e-8
 FEEDBACK = [f"ErrorFeedback(Quantized({bits}))" for bits in (4, 3, 2)]
-UNLIMITED = [f"ErrorFeedback(Quantized({bits}), limit=1e9)" for bits in (4, 3, 2)]
-HALF = [f"ErrorFeedback(Quantized({bits}), decay=0.5)" for bits in (4, 3, 2)]
+WHOLE = [f"ErrorFeedback(Quantized({bits}), decay=1.0)" for bits in (4, 3, 2)]
+UNLIMITED = [f"ErrorFeedback(Quantized({bits}), decay=1.0, limit=1e9)" for bits in (4, 3, 2)]
 ALONE = [f"Quantized({bits})" for bits in (4, 3, 2)]
-CODES = ["Mean('bfloat16')", "Quantized(8)", *FEEDBACK, *UNLIMITED, *HALF, *ALONE]
+CODES = ["Mean('bfloat16')", "Quantized(8)", *FEEDBACK, *WHOLE, *UNLIMITED, *ALONE]
 
 
 @dataclass
@@ -86,7 +86,8 @@ def train(comm: offbeat.Communicator, task: Task, steps: int) -> tuple[list[tupl
     optimizer = torch.optim.AdamW(parameters.values(), lr=LR, betas=BETAS, eps=EPSILON, weight_decay=0.1)
     batches = task.batches(comm.rank, WORKERS, BATCH, 0)
     exact, moments = Packed.like(parameters), Moments()
-    reducers = [offbeat.method(f"ddp(reduce={code})").arguments["reduce"] for code in CODES]
+    given = [offbeat.method(f"ddp(reduce={code})").arguments["reduce"] for code in CODES]
+    reducers = [reducer.for_gradients() for reducer in given]
     shadows = [Shadow(reducer, Packed.like(parameters)) for reducer in reducers]
     lengths = []
     for step in range(steps):

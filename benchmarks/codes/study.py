@@ -40,19 +40,21 @@ SETTINGS = {  # task, optimizer, learning rate and steps
     LOW: ("bytes", "AdamW", 0.001, 400),
 }
 FEEDBACK = [f"ErrorFeedback(Quantized({bits}))" for bits in (4, 3, 2)]
-HALF = [f"ErrorFeedback(Quantized({bits}), decay=0.5)" for bits in (4, 3, 2)]
-CODES = ["Mean()", "Mean('bfloat16')", *FEEDBACK, *HALF, "Quantized(4)", "Quantized(2)"]
+HALF, WHOLE = (
+    [f"ErrorFeedback(Quantized({bits}), decay={decay})" for bits in (4, 3, 2)] for decay in (0.5, 1.0)
+)
+CODES = ["Mean()", "Mean('bfloat16')", *FEEDBACK, *HALF, *WHOLE, "Quantized(4)", "Quantized(2)"]
 DDP, LOCAL, HOOK = "ddp(reduce={})", "local_sgd(every=4, reduce={})", "ddp_hook({})"
 # What is run: a setting, a method, its codes, and the number of seeds. What answers most comes first.
 PLAN = [
-    (LOW, DDP, [CODES[0], *FEEDBACK[:2], HALF[0]], 8),
-    (LOW, DDP, [CODES[1], FEEDBACK[2], *HALF[1:], *CODES[-2:]], 5),
-    (LOW, HOOK, [CODES[0], FEEDBACK[0], HALF[0]], 5),
+    (LOW, DDP, [CODES[0], FEEDBACK[0], *WHOLE[:2]], 8),
+    (LOW, DDP, [CODES[1], *FEEDBACK[1:], WHOLE[2], *CODES[-2:]], 5),
+    (LOW, HOOK, [CODES[0], FEEDBACK[0]], 5),
     (LOW, LOCAL, [CODES[0], *FEEDBACK, *HALF], 5),
-    (DIGITS, DDP, [CODES[0], FEEDBACK[0]], 20),
-    (DIGITS, DDP, [*FEEDBACK[1:], *HALF, *CODES[-2:]], 10),
+    (DIGITS, DDP, [CODES[0], FEEDBACK[0], WHOLE[0]], 20),
+    (DIGITS, DDP, [*FEEDBACK[1:], *WHOLE[1:], *CODES[-2:]], 10),
     (DIGITS, LOCAL, [CODES[0], *FEEDBACK, *HALF], 5),
-    (BYTES, DDP, CODES[:5], 5),
+    (BYTES, DDP, [*CODES[:2], *FEEDBACK], 5),
 ]
 
 

@@ -46,7 +46,7 @@ class Hook:
     ) -> None:
         if not isinstance(reducer, Reducer):
             raise TypeError(f"ddp_hook({reducer!r}): pass a reducer, such as Quantized(8).")
-        self.reducer = reducer
+        self.reducer = reducer.for_gradients()
         self.error: Exception | None = None
         self.__name__ = self.__qualname__ = repr(self)  # torch looks at them
         # Never the communicator of a synchronizer: two threads on one would mix their messages.

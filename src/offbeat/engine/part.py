@@ -210,7 +210,7 @@ def check_reducer(reduce: Reducer | None, update: Update, live: Live) -> Reducer
     if isinstance(live, OptimizerState) and chosen != Mean():
         raise ValueError(f"reduce={chosen!r} with {live!r}: moments are sent exactly; leave reduce out.")
     if live.early:
-        return chosen
+        return chosen.for_gradients()
     if not chosen.agrees:
         raise ValueError(f"reduce={chosen!r}: workers get different results: use it for grads(model) only.")
     if chosen.lossy and update.sends == "weights" and update.anchors == "own":

@@ -65,6 +65,10 @@ class Reducer:
         needs more than one message returns a `Staged`."""
         raise NotImplementedError
 
+    def for_gradients(self) -> Reducer:
+        """Return the reducer to use for gradients. Defaults may differ from those for other payloads."""
+        return self
+
     def reweigh(self, state: State, factor: float) -> None:
         """The mean of a round was multiplied by `factor`, because workers had different weights."""
 
@@ -84,6 +88,7 @@ class Code(Reducer):
     carries_exact = False  # its `carry` sends `Vector.exact` too, at the head of an exchange and a gather
     most = 3.4028234663852886e38  # the largest magnitude it can send
     limit: ClassVar[float | None] = None  # of `ErrorFeedback`, unless given
+    gradient_decay: ClassVar[float] = 1.0  # of `ErrorFeedback` for gradients, unless given
 
     def __init_subclass__(cls) -> None:
         if "carry" in vars(cls) and "carries_exact" not in vars(cls):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -23,7 +23,9 @@ class ErrorFeedback(Reducer):
         e ← decay·e + payload        q = code(e)        e ← e − q
 
     q is this rank's part of the mean. With decay=1, equal weights and no limit, nothing is ever lost: the sum
-    of all q plus the kept e is the sum of all payloads. Smaller `decay` forgets old losses faster.
+    of all q plus the kept e is the sum of all payloads. Smaller `decay` forgets old losses faster. By default
+    it is 1, but 0.5 for gradients through `Quantized` and `Mean(dtype)`: gradients are noisy, so that a small
+    error of each mean is worth more than sums without any.
 
     With `limit` and K workers, the e of each tensor is first shortened to limit·√K times the norm of the
     tensor's payload, unless that payload is zero. So the loss of one huge gradient does not drown the next
@@ -34,14 +36,14 @@ class ErrorFeedback(Reducer):
     """
 
     code: Code
-    decay: float = 1.0
+    decay: float | None = None
     limit: float | None = None
 
     lossy = remembers = True
 
     def __post_init__(self) -> None:
         check_code(self.code, "ErrorFeedback")
-        if not is_number(self.decay) or not 0 < self.decay <= 1:
+        if self.decay is not None and (not is_number(self.decay) or not 0 < self.decay <= 1):
             raise ValueError(f"{self!r}: decay must be above 0 and at most 1.")
         if self.limit is not None and (not is_number(self.limit) or not 0 < self.limit < math.inf):
             raise ValueError(
@@ -50,8 +52,11 @@ class ErrorFeedback(Reducer):
             )
 
     def __repr__(self) -> str:
-        limit = "" if self.limit is None else f", limit={self.limit}"
-        return f"ErrorFeedback(code={self.code!r}, decay={self.decay!r}{limit})"
+        given = [f"{name}={value!r}" for name, value in vars(self).items() if value is not None]
+        return f"ErrorFeedback({', '.join(given)})"
+
+    def for_gradients(self) -> ErrorFeedback:
+        return self if self.decay is not None else replace(self, decay=self.code.gradient_decay)
 
     def init(self) -> State:
         return {"residual": None, "factor": 1.0, "code": self.code.init()}
@@ -61,7 +66,7 @@ class ErrorFeedback(Reducer):
         if state["residual"] is not None and limit is not None:
             kept = payload.over(state["residual"]).views
             shorten(kept, payload.views, limit * math.sqrt(comm.size))
-        return feed(self.code, self.decay, payload, comm, clock, state)
+        return feed(self.code, 1.0 if self.decay is None else self.decay, payload, comm, clock, state)
 
     def reweigh(self, state: State, factor: float) -> None:
         """Scale the residual, so that it keeps its weight in a mean that is multiplied by `factor`."""

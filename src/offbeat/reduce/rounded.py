@@ -40,7 +40,7 @@ class Mean(Code):
 
     dtype: str | torch.dtype | None = None
 
-    messages, carries_exact, limit = 2, True, 0.5  # in half precision
+    messages, carries_exact, limit, gradient_decay = 2, True, 0.5, 0.5  # in half precision
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -106,7 +106,7 @@ class Quantized(Code):
     stochastic: bool = False
     seed: int = 0
 
-    messages, carries_exact, limit = 2, True, 0.5
+    messages, carries_exact, limit, gradient_decay = 2, True, 0.5, 0.5
     most = 2.0**127  # so that the numbers next to it are finite too
 
     def __post_init__(self) -> None:
