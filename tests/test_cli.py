@@ -172,8 +172,8 @@ def test_without_the_extra_one_command_installs_it(
     monkeypatch.setitem(sys.modules, "typer", None)
     with pytest.raises(SystemExit, match="2"):
         main()
-    sentence = "offbeat: the command line is an extra: pip install 'offbeat[cli]'\n"
-    assert capsys.readouterr() == ("", sentence)
+    remedy = "pip install -c constraints.txt '.[cli]' in Offbeat's folder"
+    assert capsys.readouterr() == ("", f"offbeat: the command line is an extra: {remedy}\n")
 
 
 def test_completion_knows_the_commands(

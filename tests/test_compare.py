@@ -297,6 +297,18 @@ def test_a_study_is_a_grid_that_goes_on(capsys: pytest.CaptureFixture[str], tmp_
     assert '"name": "local_sgd, 2 workers"' in (tmp_path / "grid" / "report.html").read_text()
 
 
+def test_the_default_folder_of_a_study_holds_one_study(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = ["study", "local_sgd", "--model", "tiny", "--workers", "1", "--every", "2", "--samples"]
+    assert call(capsys, *words, "64")[0] == 0
+    code, _, error = call(capsys, *words, "96")
+    assert code == 2
+    sentence = "'runs/study' holds a study with other settings; name another folder with --out."
+    assert error == f"offbeat: {sentence}\n"
+
+
 def broken_zip(place: Path) -> str:
     (place / "broken.zip").write_bytes(b"no zip at all")
     return str(place / "broken.zip")
@@ -416,6 +428,7 @@ def test_bad_input_is_one_sentence(
         ),
         (["compare", "torch_ddp", "--simulate"], "torch_ddp cannot be simulated: leave it out"),
         (["compare", "ddp", "--simulate", "--compute", "soon"], "--compute 'soon': a time is a number"),
+        (["compare", "ddp", "--simulate", "--compute", "0"], "--compute '0': must be longer than 0."),
         (["compare", "ddp", "--compute", "5ms"], "--compute needs --simulate: real steps take the time"),
         (["compare", "ddp", "--compute", "5ms", "--netns"], "--compute needs --simulate: real steps take"),
         (

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import warm
 from test_elastic import (  # noqa: F401
     A,
     Counting,
@@ -334,3 +335,19 @@ def test_nobody_waits_for_the_drift_of_a_worker_that_is_lost(joining: list[int])
 
     assert offbeat.simulate(worker, 2 + len(joining))[:2] == [[(0, True), (1, False)]] * 2
     assert not waits
+
+
+@pytest.mark.parametrize("after", [0.1, 0.9, 1.3])
+def test_a_process_ends_cleanly_while_it_looks_for_a_lighthouse(after: float) -> None:
+    """A call that returns while Python ends would abort the process."""
+    code = f"""
+import threading, time
+from offbeat.elastic import lighthouse
+lighthouse._PATIENCE = 1.0
+client = lighthouse.Lighthouse("http://127.0.0.1:1", "worker")
+threading.Thread(target=client.quorum, args=("store", {{}}), daemon=True).start()
+time.sleep({after})
+"""
+    done = warm.run("-c", code)
+    assert done.returncode == 0
+    assert "FATAL" not in done.stderr

@@ -228,6 +228,9 @@ def test_a_run_whose_workers_are_all_lost_is_resumed(tmp_path: Path) -> None:
         address = json.loads((folder / folders.ORIGIN).read_text())["elastic"]["lighthouse"]
         stranger = started("join", f"{address}{folder}")
         assert "the run has a token: add --token" in stranger.communicate(timeout=60)[1]
+        (tmp_path / "other").write_text("another secret\n")
+        stranger = started("join", f"{address}{folder}", "--token", str(tmp_path / "other"))
+        assert stranger.communicate(timeout=60)[1].endswith("/other': the run has another one.\n")
     finally:
         end_all(command)
         command.communicate(timeout=60)

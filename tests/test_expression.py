@@ -95,6 +95,9 @@ REFUSED = {
     "local_sgd(every=Every(3, steps=2))": "steps= is given twice.",
     "local_sgd(every=Every(3, 2, 1, 0))": "Every takes steps, offset, skip, but 4 values are given.",
     "local_sgd(every=8, reduce=Mean('bfloat16', 8))": "Mean takes dtype, but 2 values are given.",
+    "local_sgd(every=Every)": "write Every with brackets, such as Every(...).",
+    "ddp(reduce=Quantised(4))": "there is no Quantised (did you mean 'Quantized'?).",
+    "local_sgd(every=Evry)": "there is no Evry (did you mean 'Every'?).",
     "ddp(reduce=ErrorFeedback(Quantized(4), limits=1))": (
         "ErrorFeedback has no argument 'limits' (did you mean 'limit'?); it takes code, decay, limit."
     ),
@@ -115,7 +118,6 @@ NOT_UNDERSTOOD = {
     "local_sgd(every=Schedule())": "Schedule()",
     "local_sgd(every=ddp())": "ddp()",
     "local_sgd(every=eight)": "eight",
-    "local_sgd(every=Every)": "Every",
     "local_sgd(every=offbeat.Every(8))": "offbeat.Every(8)",
     "local_sgd(every=Every(8).steps)": "Every(8).steps",
     "local_sgd(every=lambda: 8)": "lambda: 8",

@@ -179,8 +179,8 @@ def test_without_lightning_the_extra_is_named() -> None:
     hidden = "import sys\nfor name in 'lightning', 'lightning_fabric': sys.modules[name] = None\n"
     done = warm.run("-c", hidden + "import offbeat.integrations.lightning")
     assert done.stderr.splitlines()[-1] == (
-        "ImportError: offbeat.integrations.lightning needs Lightning: install it with pip install "
-        "'offbeat[lightning]'."
+        "ImportError: offbeat.integrations.lightning needs Lightning: pip install -c constraints.txt "
+        "'.[lightning]' in Offbeat's folder."
     )
 
 

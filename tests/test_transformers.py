@@ -520,7 +520,8 @@ def test_without_transformers_it_names_the_extra() -> None:
         code = MISSING.replace('"transformers"', f'"{missing}"')
         done = frameworks.alone("-c", code)
         assert done.stderr.splitlines()[-1] == (
-            f"ImportError: offbeat.integrations.{missing} needs {missing}: pip install 'offbeat[{missing}]'."
+            f"ImportError: offbeat.integrations.{missing} needs {missing}: pip install -c constraints.txt "
+            f"'.[{missing}]' in Offbeat's folder."
         )
 
 

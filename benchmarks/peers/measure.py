@@ -73,7 +73,7 @@ def timing(setting: Setting, link: str, names: list[str], *, blocks: int, steps:
     need_lab()
     with Lab(WORKERS, rate=link) as lab:
         for block in range(blocks):
-            for contender in chosen(names):
+            for contender in (one for one in chosen(names) if not one.pace):
                 row: Row = {"kind": "timing", "link": link, "contender": contender.name, "block": block}
                 if known(row):
                     continue
@@ -100,7 +100,7 @@ def real(setting: Setting, link: str, names: list[str]) -> None:
     need_lab()
     for contender in chosen(names):
         rate = report.best_rate(report.read(RESULTS), contender.losses) or setting.lr
-        mine = replace(setting, lr=rate)
+        mine = replace(setting, lr=rate, steps=contender.steps)
         row: Row = {"kind": "real", "link": link, "contender": contender.name, **common(mine)}
         if known(row):
             continue
@@ -124,17 +124,18 @@ def real(setting: Setting, link: str, names: list[str]) -> None:
 
 def loss(setting: Setting, names: list[str], *, seeds: int | None = None, first: int = 0) -> None:
     """Whole runs in simulation: with several seeds, at the best rate of the search."""
-    wanted: dict[str, int] = {}
+    wanted: dict[tuple[str, int], int] = {}
     for contender in chosen(names):
         if contender.losses:
-            wanted[contender.losses] = max(wanted.get(contender.losses, 0), contender.seeds)
+            run = (contender.losses, contender.steps)
+            wanted[run] = max(wanted.get(run, 0), contender.seeds)
     for seed in range(first, seeds or max(wanted.values(), default=0)):
-        for rule, most in wanted.items():
+        for (rule, steps), most in wanted.items():
             if seed < (seeds or most):
                 rate = report.best_rate(report.read(RESULTS), rule)
                 if rate is None:
                     raise SystemExit(f"No learning rate of {rule} is known yet: run.py search.")
-                simulate(replace(setting, lr=rate, seed=seed), rule)
+                simulate(replace(setting, lr=rate, steps=steps, seed=seed), rule)
 
 
 def search(setting: Setting, names: list[str]) -> None:

@@ -10,15 +10,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from contenders import BY_NAME, CONTENDERS, DDP, FLOOR, Contender
+from contenders import BY_NAME, CONTENDERS, DDP, FLOOR, STEPS, Contender
 
-STEPS, SPARE = 300, 1.25
+SPARE = 1.25
 NEAR, NEARBY = 1.005, 1.01  # times the loss of torch DDP
 FEW = 5  # seeds below which the table of the smaller model leaves a rule out
 SEARCHED = "medium"  # the model of the search for learning rates
 RATES = (1e-3, 2e-3, 3e-3)  # the learning rates that every rule is tried with
 HEADER = (
-    "| contender | s per step | ± | speed | {steps} steps | × floor | loss | ± | seeds | against DDP "
+    "| contender | s per step | ± | speed | seconds | × floor | loss | ± | seeds | against DDP "
     "| s to DDP's loss + 0.5 % | + 1 % | loss at equal time | MB per worker |"
 )
 
@@ -30,12 +30,15 @@ with AdamW, a warm-up of 40 steps, a cosine down to a tenth, and clipping at 1.
 
 - `s per step`: the median over blocks of 20 steps that the contenders took in turn, and half of the range.
   Below 1 Gbit/s, torch DDP and `ddp()` made 10. Each block is a job and begins after a first period.
-- `300 steps`: from these seconds. `speed` is against torch DDP, `× floor` against no communication.
-- `loss`: validation loss after 300 steps, mean and deviation over seeds, in simulation, at the best learning
+- `seconds`: of a whole run, from these. `speed` is against torch DDP, `× floor` against no communication.
+- `loss`: validation loss at the end, mean and deviation over seeds, in simulation, at the best learning
   rate of the search. `against DDP` compares the same seeds, with the standard error of the mean.
 - `s to DDP's loss`: seconds to 1.005 and 1.01 times the final loss of torch DDP, on the mean of the seeds.
   `loss at equal time`: the loss when 1.25 times the time without communication has passed.
-- `MB per worker`: what the kernel counted on a worker's interface, for 300 steps.
+- `MB per worker`: what the kernel counted on a worker's interface, for a whole run.
+
+A whole run has 300 steps, unless the contender's name says another number. Its schedule then has that many
+steps too, and its learning rate is the best one of the search with 300.
 """.strip()
 
 Row = dict[str, Any]
@@ -59,15 +62,16 @@ class Result:
     def spread(self) -> float:
         return (max(self.seconds) - min(self.seconds)) / 2
 
-    def total(self, steps: float = STEPS) -> float:
-        """Seconds of that many steps; the first may be steps of torch DDP."""
+    def total(self, steps: float | None = None) -> float:
+        """Seconds of that many steps, or of a whole run; the first may be steps of torch DDP."""
+        steps = self.contender.steps if steps is None else steps
         first = min(steps, self.contender.start)
         return first * self.ddp[0] + (steps - first) * self.step
 
     @property
     def megabytes(self) -> float:
         first = self.contender.start
-        return (first * self.ddp[1] + (STEPS - first) * self.bytes) / 1e6
+        return (first * self.ddp[1] + (self.contender.steps - first) * self.bytes) / 1e6
 
     @property
     def finals(self) -> list[float]:
@@ -149,7 +153,7 @@ def best_rate(rows: Sequence[Row], rule: str | None) -> float | None:
     """
     losses: dict[float, dict[int, float]] = {}
     for row in rows:
-        if row["kind"] == "loss" and (row["rule"], row["size"]) == (rule, SEARCHED):
+        if row["kind"] == "loss" and (row["rule"], row["size"], row["steps"]) == (rule, SEARCHED, STEPS):
             losses.setdefault(row["lr"], {})[row["seed"]] = row["loss"]
     tried = {rate: seeds for rate, seeds in losses.items() if 0 in seeds}
     if not set(RATES) <= tried.keys():
@@ -163,13 +167,13 @@ def best_rate(rows: Sequence[Row], rule: str | None) -> float | None:
 def results(rows: Sequence[Row], link: str) -> dict[str, Result]:
     found: dict[str, Result] = {}
     for contender in CONTENDERS:
-        wanted = {"kind": "timing", "link": link, "contender": contender.name}
+        wanted = {"kind": "timing", "link": link, "contender": contender.pace or contender.name}
         timed = [row for row in rows if all(row.get(key) == value for key, value in wanted.items())]
         runs = [
             row
             for row in rows
             if row["kind"] == "loss"
-            and (row["rule"], row["size"], row["steps"]) == (contender.losses, "medium", STEPS)
+            and (row["rule"], row["size"], row["steps"]) == (contender.losses, "medium", contender.steps)
             and row["lr"] == best_rate(rows, contender.losses)
         ]
         if timed:
@@ -183,7 +187,7 @@ def results(rows: Sequence[Row], link: str) -> dict[str, Result]:
 
 def table(found: dict[str, Result]) -> list[str]:
     ddp, floor = found[DDP], found[FLOOR]
-    lines = [HEADER.format(steps=STEPS), "|---" * 14 + "|"]
+    lines = [HEADER, "|---" * 14 + "|"]
     for name, result in found.items():
         total = result.total()
         times = f"{result.step:.3f} | {result.spread:.3f} | {ddp.total() / total:.2f}× | {total:.0f} s "
@@ -203,7 +207,7 @@ def summary(rows: Sequence[Row]) -> str:
     """What docs/benchmarks.md shows: time and loss at 50 Mbit/s, and the speed on all links."""
     found = results(rows, "50mbit")
     lines = [
-        "| contender | 300 steps | speed | × floor | loss | against DDP, seeds "
+        "| contender | seconds | speed | × floor | loss | against DDP, seeds "
         "| s to DDP's loss + 0.5 % | + 1 % | MB per worker |",
         "|---" * 9 + "|",
     ]
@@ -216,7 +220,7 @@ def summary(rows: Sequence[Row]) -> str:
         speed = f"{total:.0f} s | {ddp.total() / total:.2f}× | {total / floor.total():.2f}"
         lines.append(f"| {name} | {speed} | {' | '.join(told)} | {result.megabytes:.0f} |")
     lines += ["", "Speed against torch DDP, by link, for as many steps:", ""]
-    lines += by_link(rows, lambda result, ddp: f"{ddp.total() / result.total():.2f}×")
+    lines += by_link(rows, lambda r, ddp: "" if r.contender.pace else f"{ddp.total() / r.total():.2f}×")
     lines += ["", "Speed against torch DDP, by link, until the loss is within 1 % of its last one:", ""]
     lines += by_link(rows, lambda result, ddp: b.speed(NEARBY) if (b := put_beside(result, ddp)) else "")
     lines += [
@@ -273,7 +277,8 @@ def checks(rows: Sequence[Row]) -> list[str]:
 
 def rates(rows: Sequence[Row]) -> list[str]:
     """The search: the loss with the first seed, by learning rate."""
-    searched = [row for row in rows if row["kind"] == "loss" and (row["size"], row["seed"]) == (SEARCHED, 0)]
+    kind = ("loss", SEARCHED, STEPS, 0)
+    searched = [r for r in rows if (r["kind"], r.get("size"), r["steps"], r.get("seed")) == kind]
     tried = sorted({row["lr"] for row in searched})
     lines = [
         "| rule | " + " | ".join(f"{rate:g}" for rate in tried) + " | best |",

@@ -51,7 +51,6 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("contenders", nargs="*", help="parts of names; all contenders if none is given")
     parser.add_argument("--data", help="a text file; the standard library's source if not given")
     parser.add_argument("--link", action="append", choices=LINKS, help="a rate; can be given several times")
-    parser.add_argument("--steps", type=int, default=300, help="steps of a whole run")
     parser.add_argument("--size", default="medium", help="the model")
     parser.add_argument("--lr", type=float, default=3e-3, help="for contenders without a search")
     parser.add_argument("--blocks", type=int, default=2, help="how often each contender is timed")
@@ -72,7 +71,7 @@ def main() -> None:
 
     measure.RESULTS = args.results or measure.RESULTS
     data = str(Path(args.data).resolve()) if args.data else None
-    setting = Setting(size=args.size, data=data, steps=args.steps, lr=args.lr)
+    setting = Setting(size=args.size, data=data, lr=args.lr)
     names, everything = args.contenders, args.command == "all"
     if everything or args.command == "search":
         measure.search(setting, names)

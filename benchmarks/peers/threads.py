@@ -17,13 +17,13 @@ from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
 
-from contenders import BY_NAME, DDP, FLOOR, FOUR_BITS
+from contenders import BY_NAME, DDP, FLOOR, FOUR, TWO
 from measure import HERE, run_in, told
 from training import WORKERS, Setting
 
 from offbeat.lab import Lab
 
-NAMES = (FLOOR, DDP, "`ddp()`", f"`ddp({FOUR_BITS})`", "`ddp(reduce=ErrorFeedback(Quantized(2), limit=1e9))`")
+NAMES = (FLOOR, DDP, "`ddp()`", FOUR.name, TWO.name)
 TICK = 10.0  # milliseconds; the kernel counts in hundredths of a second
 
 

@@ -85,3 +85,12 @@ def suggest(word: str, known: Iterable[str]) -> str:
     """
     near = get_close_matches(word, list(known), n=1, cutoff=0.8)
     return f" (did you mean {near[0]!r}?)" if near else ""
+
+
+def install(extra: str) -> str:
+    """The end of a sentence about something that is not installed.
+
+    >>> install("cli")
+    "pip install -c constraints.txt '.[cli]' in Offbeat's folder."
+    """
+    return f"pip install -c constraints.txt '.[{extra}]' in Offbeat's folder."

@@ -163,7 +163,7 @@ class Elastic(Gathering):
             return None
         if not hmac.compare_digest(proof.encode(), self._prove(name, address, told).encode()):
             if name not in self._strangers and len(self._strangers) < _NAMED:
-                logger.warning("%s asks to take part with another token: it is ignored.", name)
+                logger.warning("%s has another token than this worker: they ignore each other.", name)
                 self._strangers.add(name)
             return None
         try:

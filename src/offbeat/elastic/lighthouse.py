@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import atexit
 import importlib.util
 import json
 import logging
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
-from offbeat.base.errors import RunFinished
+from offbeat.base.errors import RunFinished, install
 from offbeat.elastic.decision import FINISHED
 
 T = TypeVar("T")
@@ -33,7 +35,7 @@ def load_torchft() -> ModuleType:
     path = next((file for folder in folders for file in Path(folder).glob("_torchft.*")), None)
     own = None if path is None else importlib.util.spec_from_file_location("torchft._torchft", path)
     if own is None or own.loader is None:
-        raise ImportError("offbeat.Elastic needs torchft: pip install 'offbeat[elastic]'.")
+        raise ImportError(f"offbeat.Elastic needs torchft: {install('elastic')}")
     os.environ.setdefault("RUST_LOG", "warn")  # it prints every request otherwise
     module = importlib.util.module_from_spec(own)
     own.loader.exec_module(module)
@@ -43,10 +45,14 @@ def load_torchft() -> ModuleType:
 class Lighthouse:
     """One worker's connection to a lighthouse. A lighthouse that is gone is waited for."""
 
+    _all: ClassVar[weakref.WeakSet[Lighthouse]] = weakref.WeakSet()
+
     def __init__(self, address: str, name: str) -> None:
         self.address, self.name = address, name
         self._torchft, self._clients = load_torchft(), dict[str, Any]()
         self._closed, self._silent = threading.Event(), False
+        self._brief: set[str] = set()  # calls that return soon, and have not
+        self._all.add(self)
         threading.Thread(target=self._beat, name="offbeat-alive", daemon=True).start()
 
     def quorum(self, store: str, data: dict[str, Any]) -> list[tuple[str, str, dict[str, Any]]]:
@@ -67,16 +73,33 @@ class Lighthouse:
     def close(self) -> None:
         self._closed.set()
 
+    @classmethod
+    def close_all(cls) -> None:
+        """Wait for calls that soon return: if one does while Python ends, the process is aborted.
+
+        A quorum for which the lighthouse waits for others may take minutes, and is not waited for.
+        """
+        deadline = time.monotonic() + _PATIENCE + _PAUSE
+        for one in list(cls._all):
+            one.close()
+            while one._brief and time.monotonic() < deadline:
+                time.sleep(0.01)
+
     def _beat(self) -> None:
         while not self._closed.wait(_BEAT):
             self._call("heartbeat", lambda client: client.heartbeat(self.name, timedelta(seconds=_PATIENCE)))
 
     def _call(self, kind: str, call: Callable[[Any], T]) -> T | None:
         """Make a call, each kind on a client of its own. None if it failed, after a pause."""
+        if self._closed.is_set():
+            return None
         try:
+            self._brief.add(kind)
             if kind not in self._clients:
                 patience = timedelta(seconds=_PATIENCE)
                 self._clients[kind] = self._torchft.LighthouseClient(self.address, patience)
+            if kind == "quorum":
+                self._brief.discard(kind)
             result = call(self._clients[kind])
         except TimeoutError:
             return None  # the others are not here yet
@@ -85,12 +108,17 @@ class Lighthouse:
                 logger.warning("The lighthouse at %s does not answer; trying again: %s", self.address, error)
             self._silent = True
             self._clients.pop(kind, None)
-            time.sleep(_PAUSE)
+            self._closed.wait(_PAUSE)
             return None
+        finally:
+            self._brief.discard(kind)
         if self._silent:
             self._silent = False
             logger.info("The lighthouse at %s answers again.", self.address)
         return result
+
+
+atexit.register(Lighthouse.close_all)
 
 
 def _read(data: Any) -> dict[str, Any] | None:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from offbeat import methods
+from offbeat.base.errors import install
 from offbeat.engine.synchronizer import Synchronizer
 from offbeat.integrations.optimizers import check_steps
 from offbeat.methods.expression import Call
@@ -28,9 +29,7 @@ def _find() -> tuple[str, str]:
     for trainer, fabric in names:
         if find_spec(fabric.split(".")[0]) is not None:
             return trainer, fabric
-    raise ImportError(
-        "offbeat.integrations.lightning needs Lightning: install it with pip install 'offbeat[lightning]'."
-    )
+    raise ImportError(f"offbeat.integrations.lightning needs Lightning: {install('lightning')}")
 
 
 TRAINER, FABRIC = _find()

@@ -162,5 +162,9 @@ def _read_value(node: ast.expr) -> Any:
             return tuple(map(_read_value, node.elts))
         case ast.Call(func=ast.Name(id=name)) if name in VALUES:
             return _read_call(name, [_read_value(arg) for arg in node.args], _read_keywords(node))
+        case ast.Name(id=name) if name in VALUES:
+            raise TypeError(f"write {name} with brackets, such as {name}(...).")
+        case ast.Call(func=ast.Name(id=name)) | ast.Name(id=name) if meant := suggest(name, VALUES):
+            raise TypeError(f"there is no {name}{meant}.")
     names = ", ".join(sorted(VALUES))
     raise TypeError(f"{show(ast.unparse(node), 80)} is not supported; use numbers, strings and {names}.")

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from offbeat.base.errors import BadArgument
+from offbeat.base.errors import BadArgument, install
 from offbeat.tasks.album import FilePath, open_album
 from offbeat.tasks.task import Batch, Batches, Task, cross_entropy, find_size, heavy_ball, predict_all, shard
 
@@ -118,7 +118,7 @@ def load_digits() -> tuple[Tensor, Tensor]:
     try:
         from sklearn import datasets  # type: ignore[import-untyped]
     except ImportError:
-        raise ValueError("digits_task needs scikit-learn: pip install 'offbeat[cli]'.") from None
+        raise ValueError(f"digits_task needs scikit-learn: {install('cli')}") from None
     digits = datasets.load_digits()
     order = torch.randperm(len(digits.target), generator=torch.Generator().manual_seed(0), device="cpu")
     shades = torch.tensor(digits.images, dtype=torch.float32, device="cpu") * (255 / 16)

@@ -40,7 +40,8 @@ def main() -> None:
         import rich  # noqa: F401
         import typer  # noqa: F401
     except ImportError:
-        sys.stderr.write("offbeat: the command line is an extra: pip install 'offbeat[cli]'\n")
+        remedy = "pip install -c constraints.txt '.[cli]' in Offbeat's folder"
+        sys.stderr.write(f"offbeat: the command line is an extra: {remedy}\n")
         sys.exit(2)
     from offbeat.app.cli.app import run
 

@@ -81,6 +81,8 @@ def _check(given: SimpleNamespace) -> None:
         raise Refused("--compute needs --simulate: real steps take the time that they take.")
     if given.netns and (reason := unavailable()):
         raise Refused(f"--netns: {reason}")
+    if given.compute is not None and parse_seconds(given.compute, "compute") == 0:
+        raise BadArgument("compute", given.compute, "must be longer than 0.")
     check_whole("seeds", given.seeds, 1, 1000)
     check_loss(given.to_loss)
 

@@ -1,6 +1,8 @@
 """`offbeat train --elastic` and `offbeat join`: workers that come and go."""
 
+import hashlib
 import os
+import secrets
 import shlex
 import signal
 import subprocess
@@ -50,7 +52,7 @@ def train(given: SimpleNamespace, setting: Setting, place: Path, least: int) -> 
             for option in ("link", "straggler", "tensorboard"):
                 if getattr(given, option):
                     raise Refused(f"--{option}: not with --elastic.")
-            _read_token(given.token)
+            secret = _read_token(given.token)
             if "RANK" in os.environ:
                 raise Refused("--elastic: without torchrun; start workers on other terminals with join.")
             task = setting.find_task(folders.cache_of(place))
@@ -59,7 +61,7 @@ def train(given: SimpleNamespace, setting: Setting, place: Path, least: int) -> 
             stack.enter_context(folders.lock(place))
             lighthouse = given.lighthouse or stack.enter_context(_light())
             began = time.time() - (_cut_logs(place) if given.resume else 0.0)
-            elastic = {"lighthouse": lighthouse, "least": least, "began": began, "token": bool(given.token)}
+            elastic = {"lighthouse": lighthouse, "least": least, "began": began, "token": _digest(secret)}
             folders.prepare(place, full, task, elastic=elastic)
         url = lighthouse.rstrip("/") + quote(str(place.resolve()))
         words = [url, *(["--token", str(given.token.resolve())] if given.token else [])]
@@ -102,6 +104,24 @@ def _read_token(path: Path | None) -> str | None:
         if not token:
             raise ValueError("the file is empty: write a secret into it.")
     return token
+
+
+def _digest(secret: str | None, salt: str | None = None) -> list[str] | None:
+    """A salt and a digest that tells whether a worker has this token, but not what it is. None for none."""
+    if secret is None:
+        return None
+    salt = salt or secrets.token_hex(16)
+    return [salt, hashlib.scrypt(secret.encode(), salt=salt.encode(), n=2**14, r=8, p=1).hex()]
+
+
+def _check_token(given: Path | None, secret: str | None, wanted: list[str] | None, url: str) -> None:
+    """Refuse a worker whose token is not that of the run: it would take a seat, and then wait for nobody."""
+    if wanted is not None and secret is None:
+        raise Refused(f"join {url}: the run has a token: add --token and the file that holds it.")
+    if wanted is None and secret is not None:
+        raise Refused(f"--token {str(given)!r}: the run has none: leave it out.")
+    if wanted is not None and _digest(secret, wanted[0]) != wanted:
+        raise Refused(f"--token {str(given)!r}: the run has another one.")
 
 
 def _check_method(setting: Setting, task: Task, least: int) -> None:
@@ -193,13 +213,8 @@ def join(url: str, *, token: Path | None, quiet: bool = False, tied: bool = Fals
             raise Refused(f"join {url}: the run in {str(place)!r} was not started with --elastic.")
         if folders.finished(place):
             return _say_finished(place)
-        secret, wanted = _read_token(token), bool(origin["elastic"].get("token"))
-        if wanted != (token is not None):
-            raise Refused(
-                f"join {url}: the run has a token: add --token and the file that holds it."
-                if wanted
-                else f"--token {str(token)!r}: the run has none: leave it out."
-            )
+        secret = _read_token(token)
+        _check_token(token, secret, origin["elastic"]["token"], url)
         task = setting.find_task(folders.cache_of(place))
     if tied:
         threading.Thread(target=end_with_launcher, name="offbeat-tied", daemon=True).start()

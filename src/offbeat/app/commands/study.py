@@ -2,6 +2,7 @@
 
 import statistics
 import sys
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from itertools import product
@@ -10,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from offbeat.app.cli import saying
-from offbeat.app.cli.options import about, reading
+from offbeat.app.cli.options import Refused, about, reading
 from offbeat.app.cli.waiting import waiting
 from offbeat.app.commands import show
 from offbeat.app.commands.progress import track
@@ -49,12 +50,22 @@ def run(given: SimpleNamespace) -> int:
     with ExitStack() as stack:
         with reading():
             stack.enter_context(folders.lock(place))
-            prepared = folders.prepare_all(place, runs)
+            prepared = _prepare(place, runs, given.out)
         stack.enter_context(saying("stopped; repeat the command to run the rest"))
         _launch(prepared, quiet=given.quiet, verbose=given.verbose)
     named = [(method, every) for _, method, every in cells.values()]
     _show(named, [read(folder) for folder in prepared], place / "report.html", json=given.json)
     return 0
+
+
+def _prepare(place: Path, runs: Mapping[str, tuple[Setting, Task]], out: Path | None) -> list[Path]:
+    try:
+        return folders.prepare_all(place, runs)
+    except BadArgument as error:
+        if out is not None:
+            raise
+        reason = f"{str(place)!r} holds a study with other settings; name another folder with --out."
+        raise Refused(reason) from error
 
 
 def _launch(prepared: list[Path], *, quiet: bool, verbose: bool) -> None:
