@@ -344,7 +344,7 @@ def test_error_feedback_loses_nothing_over_a_long_run(code: offbeat.Code, dtype:
     workers, rounds = 3, 40
 
     def worker(comm: offbeat.Communicator) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        feedback = ErrorFeedback(code, limit=1e9)
+        feedback = ErrorFeedback(code)
         state = feedback.init()
         given = [payload(comm.rank, round, dtype) for round in range(rounds)]
         heard = reduce(comm, feedback, given, state)
@@ -404,25 +404,42 @@ def test_losses_longer_than_the_payload_are_shortened() -> None:
 
 
 @pytest.mark.parametrize("code", CODES, ids=str)
-def test_the_loss_of_one_huge_payload_does_not_bury_the_next(code: offbeat.Code) -> None:
-    """By default, if the code rounds values. Other codes keep everything, as with a large limit."""
+def test_the_loss_of_one_huge_gradient_does_not_bury_the_next(code: offbeat.Code) -> None:
+    """By default, if the code rounds values. Other payloads, and other codes, keep everything."""
 
-    def second(limit: float | None) -> dict[str, Tensor]:
+    def second(feedback: offbeat.Reducer) -> dict[str, Tensor]:
         def worker(comm: offbeat.Communicator) -> dict[str, Tensor]:
             spike = 1000 if comm.rank == 1 else 1
             given = {name: spike * tensor for name, tensor in payload(comm.rank, 0).items()}
-            return reduce(comm, ErrorFeedback(code, limit=limit), [given, payload(comm.rank, 1)])[1]
+            return reduce(comm, feedback, [given, payload(comm.rank, 1)])[1]
 
         return offbeat.simulate(worker, 2)[0]
 
-    usual, limited, unlimited = second(None), second(0.5), second(1e9)
+    usual, unlimited = second(ErrorFeedback(code)), second(ErrorFeedback(code, decay=1.0, limit=1e9))
+    gradients, halves = second(ErrorFeedback(code).for_gradients()), second(ErrorFeedback(code, 0.5, 0.5))
     exact = mean_of([payload(rank, 1) for rank in range(2)])
-    rounds = isinstance(code, Quantized | Mean)
     for name in ("first", "second", "third"):
-        assert torch.equal(usual[name], (limited if rounds else unlimited)[name])
+        assert torch.equal(usual[name], unlimited[name])
+        assert torch.equal(gradients[name], (halves if isinstance(code, Quantized | Mean) else usual)[name])
         if isinstance(code, Quantized):
-            errors = [float((found[name] - exact[name]).norm()) for found in (usual, unlimited)]
+            errors = [float((found[name] - exact[name]).norm()) for found in (gradients, unlimited)]
             assert errors[0] < 2 * float(exact[name].norm()) < errors[1]
+
+
+def test_defaults_for_gradients() -> None:
+    """What is given stays; `ddp` and the hook take the defaults, exchanges of parameters do not."""
+    code, net = Quantized(2), torch.nn.Linear(2, 1)
+    for rounding in (code, Mean("bfloat16")):
+        assert ErrorFeedback(rounding).for_gradients() == ErrorFeedback(rounding, decay=0.5, limit=0.5)
+    assert ErrorFeedback(code, decay=0.9).for_gradients() == ErrorFeedback(code, decay=0.9, limit=0.5)
+    assert ErrorFeedback(code, limit=2.0).for_gradients() == ErrorFeedback(code, decay=0.5, limit=2.0)
+    assert ErrorFeedback(TopK(4)).for_gradients() == ErrorFeedback(TopK(4))
+    (hook,) = offbeat.simulate(lambda comm: offbeat.ddp_hook(ErrorFeedback(code), group=comm).reducer, 1)
+    assert hook == ErrorFeedback(code, decay=0.5, limit=0.5)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    for name, reducer in (("ddp", ErrorFeedback(code, 0.5, 0.5)), ("local_sgd", ErrorFeedback(code))):
+        sync = offbeat.method(name).but(reduce=ErrorFeedback(code))(net, optimizer)
+        assert sync.parts[0].reduce == reducer
 
 
 def test_bytes_by_hand() -> None:
@@ -820,13 +837,19 @@ def test_the_exact_mean_carries_infinities() -> None:
             lambda: ErrorFeedback(LowRank(2), limit=0),
             ValueError,
             "ErrorFeedback(code=LowRank(rank=2, seed=0), limit=0): limit must be a positive "
-            "number, such as 1e9 to keep everything, or None for the code's own.",
+            "number, such as 1e9 to keep everything, or None for the default.",
+        ),
+        (
+            lambda: ErrorFeedback(LowRank(2), limit=True),
+            ValueError,
+            "ErrorFeedback(code=LowRank(rank=2, seed=0), limit=True): limit must be a positive "
+            "number, such as 1e9 to keep everything, or None for the default.",
         ),
         (
             lambda: ErrorFeedback(LowRank(2), limit=float("inf")),
             ValueError,
             "ErrorFeedback(code=LowRank(rank=2, seed=0), limit=inf): limit must be a positive "
-            "number, such as 1e9 to keep everything, or None for the code's own.",
+            "number, such as 1e9 to keep everything, or None for the default.",
         ),
         (
             lambda: offbeat.Detached(LowRank(2), lam=2),

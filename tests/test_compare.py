@@ -15,6 +15,7 @@ from test_every_method import one_of_each
 
 from offbeat.app.cli.app import run
 from offbeat.app.commands.train import _count_workers
+from offbeat.tasks import digits_task
 
 SMALL = ["--task", "digits", "--model", "tiny", "--workers", "2", "--steps", "12", "--evaluations", "3"]
 METHODS = ["ddp", "local_sgd(every=4)", "cocod(every=4, delay=2)"]
@@ -190,6 +191,16 @@ def test_more_rates_keep_the_runs_of_one(
     assert [lr for lr, _ in json.loads(text)[0]["rates"]] == [rate / 2, rate]
     assert (len(list(tmp_path.glob("*/rank-0.jsonl"))), log.stat().st_mtime_ns) == (2, stamp)
     assert call(capsys, *words, *rates, "--quiet") == (0, text, ""), "nothing is said"
+
+
+def test_the_rate_of_the_task_keeps_a_run_whose_rate_was_given(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    words = ["compare", "ddp", *SMALL, "--simulate", "--out", str(tmp_path), "--json"]
+    own = digits_task("tiny").lr
+    for rates in (["--lr", f"{own!r},{2 * own!r}"], []):
+        assert call(capsys, *words, *rates)[0] == 0
+        assert len(list(tmp_path.glob("*/rank-0.jsonl"))) == 2
 
 
 @pytest.mark.slow
@@ -411,6 +422,10 @@ def test_bad_input_is_one_sentence(
         (["compare", "local_sgd(evry=8)"], "method('local_sgd(evry=8)'): local_sgd has no argument 'evry'"),
         (["compare", "nope()"], "There is no method 'nope'; `offbeat methods` lists them."),
         (["compare", "ddp", "local_sgd", "ddp()"], "ddp() is given twice: leave one out.\n"),
+        (
+            ["compare", "local_sgd(every=4)", "local_sgd( every=4 )"],
+            "local_sgd(every=4) is given twice: leave one out.\n",
+        ),
         (["study", "local_sgd", "local_sgd"], "local_sgd() is given twice: leave one out.\n"),
         (
             ["study", "torch_ddp"],

@@ -100,7 +100,7 @@ def test_steps_are_written_as_in_other_titles() -> None:
         (["--token", "secret"], "--token: add --elastic."),
         (["--elastic", "--token", "/dev/null"], "--token '/dev/null': the file is empty"),
         (["--elastic", "--token", "missing"], "offbeat: --token 'missing': there is no such file.\n"),
-        (["--elastic", "--token", "."], "offbeat: --token '.': is a directory.\n"),
+        (["--elastic", "--token", "."], "offbeat: --token '.': this is a directory.\n"),
         (["--elastic", "--resume"], "--resume: there is no run in 'run'"),
         (["--elastic", "--link", "1mbit"], "--link: not with --elastic"),
     ],
@@ -120,10 +120,15 @@ def test_bad_words(call: Call, words: list[str], sentence: str) -> None:  # noqa
             "ddp() cannot go on without a worker: a worker that joins would have to receive the optimizers "
             "of another one: use a method that sends parameters, such as diloco.",
         ),
+        (
+            "hierarchical(nodes=2)",
+            "hierarchical(nodes=2) cannot go on without a worker: Subgroups(2) needs the same workers all "
+            "the time.",
+        ),
         ("torch_ddp", "torch_ddp() cannot go on without a worker: use a method such as diloco."),
         (
             "streaming_diloco(every=4, fragments=2, delay=2)",
-            "delay=2 with --elastic: each round must land before the next one begins, 2 steps later: choose "
+            "delay=2: each round must land before the next one begins, 2 steps later: choose "
             "a smaller delay or fewer fragments.",
         ),
     ],
@@ -136,7 +141,7 @@ def test_a_method_that_needs_every_worker_is_refused_at_once(
 ) -> None:
     monkeypatch.setattr(command, "_light", None)  # no lighthouse is started
     code, out, error = call(
-        "train", expression, "--elastic", "--workers", "3", "--model", "tiny", "--out", "run"
+        "train", expression, "--elastic", "--workers", "4", "--model", "tiny", "--out", "run"
     )
     assert (code, out, error) == (2, "", f"offbeat: --elastic: {sentence}\n")
     assert not Path("run").exists()

@@ -92,7 +92,7 @@ REFUSED = {
     "local_sgd(every=Every(offset=2, stps=3))": (
         "Every has no argument 'stps' (did you mean 'steps'?); it takes steps, offset, skip."
     ),
-    "local_sgd(every=Every(3, steps=2))": "steps= is given twice.",
+    "local_sgd(every=Every(3, steps=2))": "Every: steps= is given twice.",
     "local_sgd(every=Every(3, 2, 1, 0))": "Every takes steps, offset, skip, but 4 values are given.",
     "local_sgd(every=8, reduce=Mean('bfloat16', 8))": "Mean takes dtype, but 2 values are given.",
     "local_sgd(every=Every)": "write Every with brackets, such as Every(...).",

@@ -328,10 +328,10 @@ def test_a_folder_has_one_run_at_a_time(call: Call, tmp_path: Path) -> None:
     assert "the reference is" not in out, "there is nothing to compare with it"
     Path("file").touch()
     code, out, error = call("train", "ddp", "--steps", "2", "--checkpoint-dir", "file")
-    assert (code, error) == (2, "offbeat: --out 'file': name a folder, not a file.\n")
+    assert (code, error) == (2, "offbeat: 'file' is a file: name a folder.\n")
     code, out, error = call("train", "ddp", "--steps", "2", "--checkpoint-dir", "file/inside")
-    sentence = "this folder cannot be made or written (Not a directory)."
-    assert (code, error) == (2, f"offbeat: --out 'file/inside': {sentence}\n")
+    sentence = "The folder 'file/inside' cannot be made or written (Not a directory)."
+    assert (code, error) == (2, f"offbeat: {sentence}\n")
     assert call("init", "tsk")[2] == "offbeat: Invalid value for 'what': 'tsk' is not one of 'task'.\n"
     small = ["--model", "tiny", "--workers", "2", "--every", "2", "--samples", "128"]
     with folders.lock(tmp_path / "grid"):

@@ -141,7 +141,7 @@ def _read_call(name: str, args: list[Any], given: dict[str, Any]) -> Any:
         raise TypeError(f"{name} takes {', '.join(ordered)}, but {len(args)} values are given.")
     placed = dict(zip(ordered, args, strict=False))
     if twice := placed.keys() & given.keys():
-        raise TypeError(f"{min(twice)}= is given twice.")
+        raise TypeError(f"{name}: {min(twice)}= is given twice.")
     check_names(name, {key: p.default for key, p in known.items()}, placed | given)
     check_numbers(name, {key: p.annotation for key, p in known.items()}, placed | given)
     return VALUES[name](*args, **given)

@@ -87,8 +87,8 @@ class Code(Reducer):
     messages = 1  # sent one after the other; a round spreads them over its delay
     carries_exact = False  # its `carry` sends `Vector.exact` too, at the head of an exchange and a gather
     most = 3.4028234663852886e38  # the largest magnitude it can send
-    limit: ClassVar[float | None] = None  # of `ErrorFeedback`, unless given
-    gradient_decay: ClassVar[float] = 1.0  # of `ErrorFeedback` for gradients, unless given
+    gradient_decay: ClassVar[float | None] = None  # of `ErrorFeedback` for gradients, unless given
+    gradient_limit: ClassVar[float | None] = None
 
     def __init_subclass__(cls) -> None:
         if "carry" in vars(cls) and "carries_exact" not in vars(cls):

@@ -23,14 +23,12 @@ class ErrorFeedback(Reducer):
         e ← decay·e + payload        q = code(e)        e ← e − q
 
     q is this rank's part of the mean. With decay=1, equal weights and no limit, nothing is ever lost: the sum
-    of all q plus the kept e is the sum of all payloads. Smaller `decay` forgets old losses faster. By default
-    it is 1, but 0.5 for gradients through `Quantized` and `Mean(dtype)`: gradients are noisy, so that a small
-    error of each mean is worth more than sums without any.
+    of all q plus the kept e is the sum of all payloads. Smaller `decay` forgets old losses faster. With
+    `limit` and K workers, the e of each tensor is first shortened to limit·√K times the norm of the tensor's
+    payload, unless that payload is zero. So the loss of one huge gradient does not drown the next ones.
 
-    With `limit` and K workers, the e of each tensor is first shortened to limit·√K times the norm of the
-    tensor's payload, unless that payload is zero. So the loss of one huge gradient does not drown the next
-    ones. `limit=None` is the code's own: 0.5 for `Quantized` and `Mean(dtype)`, whose e is usually shorter,
-    and none for other codes, whose e is usually longer than a payload. To keep everything, pass 1e9.
+    By default, decay is 1 and there is no limit, but both are 0.5 for gradients through `Quantized` and
+    `Mean(dtype)`: gradients are noisy, so that a small error of each mean is worth more than an exact sum.
 
         offbeat.local_sgd(model, optimizer, reduce=ErrorFeedback(TopK(64)))
     """
@@ -48,7 +46,7 @@ class ErrorFeedback(Reducer):
         if self.limit is not None and (not is_number(self.limit) or not 0 < self.limit < math.inf):
             raise ValueError(
                 f"{self!r}: limit must be a positive number, such as 1e9 to keep everything, or None for the "
-                "code's own."
+                "default."
             )
 
     def __repr__(self) -> str:
@@ -56,16 +54,17 @@ class ErrorFeedback(Reducer):
         return f"ErrorFeedback({', '.join(given)})"
 
     def for_gradients(self) -> ErrorFeedback:
-        return self if self.decay is not None else replace(self, decay=self.code.gradient_decay)
+        decay = self.code.gradient_decay if self.decay is None else self.decay
+        limit = self.code.gradient_limit if self.limit is None else self.limit
+        return replace(self, decay=decay, limit=limit)
 
     def init(self) -> State:
         return {"residual": None, "factor": 1.0, "code": self.code.init()}
 
     def start(self, payload: Packed, comm: Communicator, clock: Clock, state: State) -> Pending[Packed]:
-        limit = self.code.limit if self.limit is None else self.limit
-        if state["residual"] is not None and limit is not None:
+        if state["residual"] is not None and self.limit is not None:
             kept = payload.over(state["residual"]).views
-            shorten(kept, payload.views, limit * math.sqrt(comm.size))
+            shorten(kept, payload.views, self.limit * math.sqrt(comm.size))
         return feed(self.code, 1.0 if self.decay is None else self.decay, payload, comm, clock, state)
 
     def reweigh(self, state: State, factor: float) -> None:
@@ -77,8 +76,8 @@ class ErrorFeedback(Reducer):
 
 def shorten(tensors: Sequence[Tensor], others: Sequence[Tensor], limit: float) -> None:
     """Scale each tensor that is longer than `limit` times the other one to that length, unless it is 0."""
-    norms = [norm.double() for norm in torch._foreach_norm([*tensors, *others])]
-    lengths = torch.stack(norms).tolist()
+    norms = torch._foreach_norm([*tensors, *others])
+    lengths = torch.stack([norm.to(norms[0].device, torch.float32) for norm in norms]).tolist()
     for tensor, length, other in zip(tensors, lengths, lengths[len(tensors) :], strict=False):
         if length > limit * other > 0:
             tensor.mul_(limit * other / length)

@@ -40,7 +40,7 @@ class Mean(Code):
 
     dtype: str | torch.dtype | None = None
 
-    messages, carries_exact, limit, gradient_decay = 2, True, 0.5, 0.5  # in half precision
+    messages, carries_exact, gradient_decay, gradient_limit = 2, True, 0.5, 0.5  # in half precision
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -95,8 +95,8 @@ class Quantized(Code):
     The value of largest magnitude in a block becomes the lowest number, whatever its sign, because the scale
     s has a sign as well. Smaller blocks lose less and send more scales, 2 bytes each. The default is 32
     values, or 256 with 8 bits. `stochastic` rounds at random, so that the error is zero on average; the draws
-    depend on `seed`, round and rank. Sums are float32. Below 8 bits use `ErrorFeedback`, so that nothing is
-    lost for good.
+    depend on `seed`, round and rank. Sums are float32. Below 8 bits use `ErrorFeedback`, which sends what
+    was lost later.
 
         offbeat.ddp(model, optimizer, reduce=ErrorFeedback(Quantized(4)))
     """
@@ -106,7 +106,7 @@ class Quantized(Code):
     stochastic: bool = False
     seed: int = 0
 
-    messages, carries_exact, limit, gradient_decay = 2, True, 0.5, 0.5
+    messages, carries_exact, gradient_decay, gradient_limit = 2, True, 0.5, 0.5
     most = 2.0**127  # so that the numbers next to it are finite too
 
     def __post_init__(self) -> None:

@@ -123,7 +123,8 @@ def reading(option: str = "", value: object = None) -> Iterator[None]:
     except OSError as error:
         reason = error.strerror or str(error)
         if option:
-            reason = "there is no such file" if isinstance(error, FileNotFoundError) else reason.lower()
+            kinds = {FileNotFoundError: "there is no such file", IsADirectoryError: "this is a directory"}
+            reason = kinds.get(type(error), reason.lower())
             raise Refused(f"{typed}: {reason}.") from error
         where = f": {error.filename!r}" if error.filename else ""
         raise Refused(f"{reason}{where}.") from error

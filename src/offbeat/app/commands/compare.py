@@ -11,7 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from offbeat.app.cli import saying
-from offbeat.app.cli.options import Refused, about, check_loss, reading
+from offbeat.app.cli.options import Refused, about, check_loss, check_once, name_of, reading
 from offbeat.app.cli.waiting import waiting
 from offbeat.app.commands import show
 from offbeat.app.commands.progress import follow_progress
@@ -24,6 +24,7 @@ from offbeat.base.checks import check_number, check_whole
 from offbeat.base.errors import BadArgument
 from offbeat.base.units import parse_seconds
 from offbeat.lab import unavailable
+from offbeat.methods.expression import method as read_method
 from offbeat.tasks import Task
 
 
@@ -94,6 +95,7 @@ def _runs(
     runs = {}
     for method in methods:
         check_values(replace(first, method=method))
+    check_once([str(read_method(m)) for m in methods if name_of(m) != "torch_ddp"])
     for seed in range(seeds):
         found = replace(first, seed=seed).find_task(folders.cache_of(place / "any"))
         for (number, method), lr in product(enumerate(methods), rates):
@@ -101,9 +103,10 @@ def _runs(
             with about(method):
                 full = check(setting, found) if seed == 0 and lr == rates[0] else setting.fill(found)
             name = f"{number:02d}-{folders.slug(full.method)}"
-            usual = f"{name}-seed{seed}"  # the name of a run at the task's own rate
-            as_usual = lr is None or folders.holds(place / usual, full)
-            runs[usual if as_usual else f"{name}-lr{lr!r}-seed{seed}"] = full, found
+            # A run at the task's own rate has the first name, or the second if the rate was given.
+            names = [f"{name}-seed{seed}", f"{name}-lr{full.lr!r}-seed{seed}"]
+            made = (one for one in names if folders.holds(place / one, full))
+            runs[next(made, names[lr is not None])] = full, found
     return runs
 
 

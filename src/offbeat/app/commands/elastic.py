@@ -133,6 +133,7 @@ def _check_method(setting: Setting, task: Task, least: int) -> None:
         method(setting.method)(model, setting.optimizer_of(task, model), group=group)
     except ValueError as error:
         reason = str(error).replace(f"group={group!r}: the method", setting.method)
+        reason = reason.replace(f" with group={group!r}", "")
         raise Refused(f"--elastic: {reason.replace(f'group={group!r}', '--elastic')}") from error
 
 

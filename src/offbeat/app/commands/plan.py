@@ -120,7 +120,7 @@ def _read_file(path: Path | None, context: typer.Context) -> tuple[Job | None, C
     with reading("--cluster", str(path)):
         job, cluster = read(path, Job), read(path, Cluster)
     if job is None and cluster is None:
-        raise ValueError(f"{path} defines neither a Cluster nor a Job.")
+        raise BadArgument("cluster", str(path), "the file defines neither a Cluster nor a Job.")
     panels = [*([CLUSTER, MEASURE] if cluster else []), *([JOB] if job else [])]
     if given := [option for option in _typed(context, *panels) if option != "--cluster"]:
         kinds = " and a ".join(type(value).__name__ for value in (cluster, job) if value)

@@ -87,13 +87,13 @@ def holds(folder: Path, setting: Setting) -> bool:
 def lock(folder: Path) -> Iterator[None]:
     """Keep other processes out of this folder. The system releases the lock if this process is killed."""
     if folder.exists() and not folder.is_dir():
-        raise BadArgument("out", str(folder), "name a folder, not a file.")
+        raise ValueError(f"{str(folder)!r} is a file: name a folder.")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         opened = (folder / ".lock").open("w")
     except OSError as error:
-        reason = f"this folder cannot be made or written ({error.strerror})."
-        raise BadArgument("out", str(folder), reason) from error
+        reason = f"cannot be made or written ({error.strerror})."
+        raise ValueError(f"The folder {str(folder)!r} {reason}") from error
     with opened as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
