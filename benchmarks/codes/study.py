@@ -43,18 +43,20 @@ FEEDBACK = [f"ErrorFeedback(Quantized({bits}))" for bits in (4, 3, 2)]
 HALF, WHOLE = (
     [f"ErrorFeedback(Quantized({bits}), decay={decay})" for bits in (4, 3, 2)] for decay in (0.5, 1.0)
 )
-CODES = ["Mean()", "Mean('bfloat16')", *FEEDBACK, *HALF, *WHOLE, "Quantized(4)", "Quantized(2)"]
+UNLIMITED = [f"ErrorFeedback(Quantized({bits}), decay=1.0, limit=1e9)" for bits in (4, 3, 2)]
+CODES = ["Mean()", "Mean('bfloat16')", *FEEDBACK, *HALF, *WHOLE, *UNLIMITED, "Quantized(4)", "Quantized(2)"]
 DDP, LOCAL, HOOK = "ddp(reduce={})", "local_sgd(every=4, reduce={})", "ddp_hook({})"
 # What is run: a setting, a method, its codes, and the number of seeds. What answers most comes first.
 PLAN = [
-    (LOW, DDP, [CODES[0], FEEDBACK[0], *WHOLE[:2]], 8),
-    (LOW, DDP, [CODES[1], *FEEDBACK[1:], WHOLE[2], *CODES[-2:]], 5),
-    (LOW, HOOK, [CODES[0], FEEDBACK[0]], 5),
+    (LOW, DDP, [CODES[0], *WHOLE[:2]], 8),
+    (LOW, DDP, [CODES[1], *FEEDBACK, WHOLE[2]], 5),
+    (LOW, DDP, CODES[-2:], 3),
+    (LOW, HOOK, [CODES[0], FEEDBACK[0]], 3),
     (LOW, LOCAL, [CODES[0], *FEEDBACK, *HALF], 5),
-    (DIGITS, DDP, [CODES[0], FEEDBACK[0], WHOLE[0]], 20),
-    (DIGITS, DDP, [*FEEDBACK[1:], *WHOLE[1:], *CODES[-2:]], 10),
+    (DIGITS, DDP, [CODES[0], FEEDBACK[0], WHOLE[0], UNLIMITED[0]], 20),
+    (DIGITS, DDP, [*FEEDBACK[1:], *WHOLE[1:], *UNLIMITED[1:], *CODES[-2:]], 10),
     (DIGITS, LOCAL, [CODES[0], *FEEDBACK, *HALF], 5),
-    (BYTES, DDP, [*CODES[:2], *FEEDBACK], 5),
+    (BYTES, DDP, CODES[:2], 5),
 ]
 
 
