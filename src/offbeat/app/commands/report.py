@@ -118,7 +118,7 @@ def _columns(rows: Sequence[Row], to_loss: float | None) -> dict[str, Callable[[
         "exposed s": lambda row: f"{row.exposed:.2f}",
         "hidden s": lambda row: f"{row.hidden:.2f}",
         "MB/worker": lambda row: f"{row.megabytes:.2f}",
-        "rounds": lambda row: f"{row.rounds:g}",
+        "rounds": lambda row: f"{row.rounds:.1f}".removesuffix(".0"),
         "MB on the wire": lambda row: maybe(row.kernel_megabytes, "{:.2f}"),
         f"s to {goal}": lambda row: maybe(row.reached, "{:.2f}", "never"),
         f"MB to {goal}": lambda row: maybe(row.reached_megabytes, "{:.2f}", "never"),
