@@ -272,7 +272,7 @@ def test_a_worker_that_joins_must_find_its_learning_rate() -> None:
         (functools.partial(offbeat.ddp), "receive the optimizers"),
         (functools.partial(offbeat.eager_diloco), "anchor of its own"),
         (functools.partial(offbeat.noloco), "in groups"),
-        (functools.partial(offbeat.hierarchical, nodes=1), "belongs to one worker"),
+        (functools.partial(offbeat.hierarchical, nodes=2), "the same workers all the time"),
         (functools.partial(offbeat.a2sgd, every=8), "belongs to one worker"),
         (functools.partial(offbeat.def_sgd), "belongs to one worker"),
         (functools.partial(offbeat.adaptive, sample=10), "measurements of all workers"),
