@@ -14,8 +14,9 @@ from contenders import BY_NAME, CONTENDERS, DDP, FLOOR, STEPS, Contender
 
 SPARE = 1.25
 NEAR, NEARBY = 1.005, 1.01  # times the loss of torch DDP
-FEW = 5  # seeds below which the table of the smaller model leaves a rule out
+FEW = 5  # seeds below which the tables of other losses leave a rule out
 SEARCHED = "medium"  # the model of the search for learning rates
+PARAMETERS = {"medium": "1.85 M", "tiny": "0.25 M"}
 RATES = (1e-3, 2e-3, 3e-3)  # the learning rates that every rule is tried with
 HEADER = (
     "| contender | s per step | ± | speed | seconds | × floor | loss | ± | seeds | against DDP "
@@ -225,9 +226,13 @@ def summary(rows: Sequence[Row]) -> str:
     lines += by_link(rows, lambda result, ddp: b.speed(NEARBY) if (b := put_beside(result, ddp)) else "")
     lines += [
         "",
+        "The same run at a learning rate of 0.001:",
+        "",
+        *other_losses(rows, SEARCHED, RATES[0]),
+        "",
         "The same run of a model of 0.25 M parameters, at a learning rate of 0.003:",
         "",
-        *small(rows),
+        *other_losses(rows, "tiny", RATES[-1]),
     ]
     return "\n".join(lines)
 
@@ -300,15 +305,17 @@ def log(rows: Sequence[Row]) -> str:
             parts.append("\n".join([f"## {link}", "", *table(found)]))
     parts.append("\n".join(["## Real runs", "", *checks(rows)]))
     parts.append("\n".join(["## Learning rates", "", *rates(rows)]))
-    parts.append("\n".join([f"## The model of 0.25 M parameters, lr {RATES[-1]:g}", "", *small(rows)]))
+    for size, lr in ((SEARCHED, RATES[0]), ("tiny", RATES[-1])):
+        lines = other_losses(rows, size, lr)
+        parts.append("\n".join([f"## The model of {PARAMETERS[size]} parameters, lr {lr:g}", "", *lines]))
     return "\n\n".join(parts) + "\n"
 
 
-def small(rows: Sequence[Row]) -> list[str]:
-    """Rules of the smaller model with enough seeds, beside the exact mean with the same seeds."""
+def other_losses(rows: Sequence[Row], size: str, lr: float) -> list[str]:
+    """Rules of this model and rate with enough seeds, beside the exact mean with the same seeds."""
     finals: dict[str, dict[int, float]] = {}
     for row in rows:
-        if row["kind"] == "loss" and (row["size"], row["steps"], row["lr"]) == ("tiny", STEPS, RATES[-1]):
+        if row["kind"] == "loss" and (row["size"], row["steps"], row["lr"]) == (size, STEPS, lr):
             finals.setdefault(row["rule"], {})[row["seed"]] = row["loss"]
     exact = finals["ddp()"]
     lines = ["| rule | loss | against `ddp()` | seeds |", "|---" * 4 + "|"]
