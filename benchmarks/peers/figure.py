@@ -147,5 +147,5 @@ def picture(found: dict[str, Result]) -> str:
         member = members[family(result)] = members.get(family(result), -1) + 1
         column = columns[result.contender.kind == "offbeat"]
         place = (column is columns[True], column.index(result))
-        lines += curve(scale, result, points, place, DASHES[member])
+        lines += curve(scale, result, points, place, DASHES[member % len(DASHES)])
     return "\n".join([*lines, "</svg>", ""])

@@ -99,7 +99,7 @@ def real(setting: Setting, link: str, names: list[str]) -> None:
     """One whole run each, at the best rate of its rule."""
     need_lab()
     for contender in chosen(names):
-        rate = report.best_rate(report.read(RESULTS), contender.losses) or setting.lr
+        rate = report.best_rate(report.read(RESULTS), contender.searched) or setting.lr
         mine = replace(setting, lr=rate, steps=contender.steps)
         row: Row = {"kind": "real", "link": link, "contender": contender.name, **common(mine)}
         if known(row):
@@ -124,23 +124,23 @@ def real(setting: Setting, link: str, names: list[str]) -> None:
 
 def loss(setting: Setting, names: list[str], *, seeds: int | None = None, first: int = 0) -> None:
     """Whole runs in simulation: with several seeds, at the best rate of the search."""
-    wanted: dict[tuple[str, int], int] = {}
+    wanted: dict[tuple[str, str | None, int], int] = {}
     for contender in chosen(names):
         if contender.losses:
-            run = (contender.losses, contender.steps)
+            run = (contender.losses, contender.searched, contender.steps)
             wanted[run] = max(wanted.get(run, 0), contender.seeds)
     for seed in range(first, seeds or max(wanted.values(), default=0)):
-        for (rule, steps), most in wanted.items():
+        for (rule, searched, steps), most in wanted.items():
             if seed < (seeds or most):
-                rate = report.best_rate(report.read(RESULTS), rule)
+                rate = report.best_rate(report.read(RESULTS), searched)
                 if rate is None:
-                    raise SystemExit(f"No learning rate of {rule} is known yet: run.py search.")
+                    raise SystemExit(f"No learning rate of {searched} is known yet: run.py search.")
                 simulate(replace(setting, lr=rate, steps=steps, seed=seed), rule)
 
 
 def search(setting: Setting, names: list[str]) -> None:
     """Every rule with every rate, with the first seed."""
-    rules = dict.fromkeys(c.losses for c in chosen(names) if c.losses)
+    rules = dict.fromkeys(c.searched for c in chosen(names) if c.searched)
     for rule in rules:
         for rate in report.RATES:
             for seed in SEARCH_SEEDS:
