@@ -3,7 +3,7 @@
     torchrun --standalone --nproc-per-node 4 examples/digits.py
     torchrun --standalone --nproc-per-node 4 examples/digits.py --steps 200 "ddp()" "local_sgd(every=32)"
 
-Every method sees the same data, seed and number of steps. Needs offbeat[cli]. Without torchrun: a world of
+Every method sees the same data, seed and number of steps. Needs the extra `cli`. Without torchrun: a world of
 one.
 """
 

@@ -426,6 +426,10 @@ def test_bad_input_is_one_sentence(
             ["compare", "local_sgd(every=4)", "local_sgd( every=4 )"],
             "local_sgd(every=4) is given twice: leave one out.\n",
         ),
+        (
+            ["study", "local_sgd(every=4)", "local_sgd(every=8)", "--model", "tiny", "--samples", "320"],
+            "local_sgd(every=8) makes the same runs as local_sgd(every=4): leave one out.\n",
+        ),
         (["study", "local_sgd", "local_sgd"], "local_sgd() is given twice: leave one out.\n"),
         (
             ["study", "torch_ddp"],

@@ -34,6 +34,7 @@ from offbeat.comm.communicator import Communicator, Pending
 from offbeat.elastic import wire
 from offbeat.elastic.decision import decide, drop_finished
 from offbeat.elastic.group import listens
+from offbeat.elastic.lighthouse import load_torchft
 from offbeat.elastic.scripted import Scripted
 from offbeat.engine import healing
 from offbeat.engine.commits import Rejoin
@@ -337,17 +338,29 @@ def test_nobody_waits_for_the_drift_of_a_worker_that_is_lost(joining: list[int])
     assert not waits
 
 
-@pytest.mark.parametrize("after", [0.1, 0.9, 1.3])
-def test_a_process_ends_cleanly_while_it_looks_for_a_lighthouse(after: float) -> None:
-    """A call that returns while Python ends would abort the process."""
-    code = f"""
+SEARCHING = """
 import threading, time
 from offbeat.elastic import lighthouse
-lighthouse._PATIENCE = 1.0
-client = lighthouse.Lighthouse("http://127.0.0.1:1", "worker")
+lighthouse._PATIENCE = {patience}
+client = lighthouse.Lighthouse("http://127.0.0.1:{port}", "worker")
 threading.Thread(target=client.quorum, args=("store", {{}}), daemon=True).start()
 time.sleep({after})
 """
-    done = warm.run("-c", code)
+
+
+@pytest.mark.parametrize("after", [0.1, 0.9, 1.3])
+def test_a_process_ends_cleanly_while_it_looks_for_a_lighthouse(after: float) -> None:
+    """A call that returns while Python ends would abort the process."""
+    done = warm.run("-c", SEARCHING.format(patience=1.0, port=1, after=after))
     assert done.returncode == 0
     assert "FATAL" not in done.stderr
+
+
+def test_a_process_ends_at_once_while_others_are_missing() -> None:
+    server = load_torchft().LighthouseServer(bind="127.0.0.1:0", min_replicas=2)
+    try:
+        port = server.address().rpartition(":")[2]
+        done = warm.run("-c", SEARCHING.format(patience=100.0, port=port, after=1.0), timeout=60)
+    finally:
+        server.shutdown()
+    assert done.returncode == 0

@@ -175,7 +175,7 @@ def results(rows: Sequence[Row], link: str) -> dict[str, Result]:
             row
             for row in rows
             if row["kind"] == "loss"
-            and (row["rule"], row["size"], row["steps"]) == (contender.losses, "medium", contender.steps)
+            and (row["rule"], row["size"], row["steps"]) == (contender.losses, SEARCHED, contender.steps)
             and row["lr"] == best_rate(rows, contender.searched)
         ]
         if timed:
@@ -263,7 +263,7 @@ def checks(rows: Sequence[Row]) -> list[str]:
         "|---" * 7 + "|",
     ]
     for row in rows:
-        if row["kind"] != "real" or row["steps"] != STEPS or row["size"] != "medium":
+        if row["kind"] != "real" or row["size"] != SEARCHED:
             continue
         contender = BY_NAME[row["contender"]]
         key = (contender.losses, row["lr"], row["seed"], row["size"], row["steps"])

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
-from contenders import Contender, Training, build, offbeat_method
+from contenders import STEPS, Contender, Training, build, offbeat_method
 from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
@@ -24,7 +24,7 @@ class Setting:
 
     size: str = "medium"
     data: str | None = None
-    steps: int = 300
+    steps: int = STEPS
     lr: float = 3e-3
     seed: int = 0
 

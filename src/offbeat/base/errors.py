@@ -87,10 +87,10 @@ def suggest(word: str, known: Iterable[str]) -> str:
     return f" (did you mean {near[0]!r}?)" if near else ""
 
 
-def install(extra: str) -> str:
+def how_to_install(extra: str) -> str:
     """The end of a sentence about something that is not installed.
 
-    >>> install("cli")
+    >>> how_to_install("cli")
     "pip install -c constraints.txt '.[cli]' in Offbeat's folder."
     """
     return f"pip install -c constraints.txt '.[{extra}]' in Offbeat's folder."

@@ -10,13 +10,14 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from types import ModuleType
 from typing import Any, ClassVar, TypeVar
 
-from offbeat.base.errors import RunFinished, install
+from offbeat.base.errors import RunFinished, how_to_install
 from offbeat.elastic.decision import FINISHED
 
 T = TypeVar("T")
@@ -35,7 +36,7 @@ def load_torchft() -> ModuleType:
     path = next((file for folder in folders for file in Path(folder).glob("_torchft.*")), None)
     own = None if path is None else importlib.util.spec_from_file_location("torchft._torchft", path)
     if own is None or own.loader is None:
-        raise ImportError(f"offbeat.Elastic needs torchft: {install('elastic')}")
+        raise ImportError(f"offbeat.Elastic needs torchft: {how_to_install('elastic')}")
     os.environ.setdefault("RUST_LOG", "warn")  # it prints every request otherwise
     module = importlib.util.module_from_spec(own)
     own.loader.exec_module(module)
@@ -51,7 +52,7 @@ class Lighthouse:
         self.address, self.name = address, name
         self._torchft, self._clients = load_torchft(), dict[str, Any]()
         self._closed, self._silent = threading.Event(), False
-        self._brief: set[str] = set()  # calls that return soon, and have not
+        self._brief: set[object] = set()  # one for each call that returns soon, and has not
         self._all.add(self)
         threading.Thread(target=self._beat, name="offbeat-alive", daemon=True).start()
 
@@ -77,29 +78,41 @@ class Lighthouse:
     def close_all(cls) -> None:
         """Wait for calls that soon return: if one does while Python ends, the process is aborted.
 
-        A quorum for which the lighthouse waits for others may take minutes, and is not waited for.
+        A call for a quorum may take minutes, and is not waited for.
         """
-        deadline = time.monotonic() + _PATIENCE + _PAUSE
-        for one in list(cls._all):
+        deadline, every = time.monotonic() + 2 * _PATIENCE, list(cls._all)
+        for one in every:
             one.close()
-            while one._brief and time.monotonic() < deadline:
-                time.sleep(0.01)
+        while any(one._brief for one in every) and time.monotonic() < deadline:
+            time.sleep(0.01)
 
     def _beat(self) -> None:
-        while not self._closed.wait(_BEAT):
-            self._call("heartbeat", lambda client: client.heartbeat(self.name, timedelta(seconds=_PATIENCE)))
+        with suppress(RunFinished):
+            while not self._closed.wait(_BEAT):
+                self._call("heartbeat", self._say_alive)
+
+    def _say_alive(self, client: Any) -> None:
+        with self._returning_soon():
+            client.heartbeat(self.name, timedelta(seconds=_PATIENCE))
+
+    @contextmanager
+    def _returning_soon(self) -> Iterator[None]:
+        """Around a call that `close_all` waits for. Raises once the connection is closed."""
+        self._brief.add(call := object())
+        try:
+            if self._closed.is_set():
+                raise RunFinished(FINISHED)
+            yield
+        finally:
+            self._brief.discard(call)
 
     def _call(self, kind: str, call: Callable[[Any], T]) -> T | None:
         """Make a call, each kind on a client of its own. None if it failed, after a pause."""
-        if self._closed.is_set():
-            return None
         try:
-            self._brief.add(kind)
             if kind not in self._clients:
-                patience = timedelta(seconds=_PATIENCE)
-                self._clients[kind] = self._torchft.LighthouseClient(self.address, patience)
-            if kind == "quorum":
-                self._brief.discard(kind)
+                with self._returning_soon():
+                    patience = timedelta(seconds=_PATIENCE)
+                    self._clients[kind] = self._torchft.LighthouseClient(self.address, patience)
             result = call(self._clients[kind])
         except TimeoutError:
             return None  # the others are not here yet
@@ -110,8 +123,6 @@ class Lighthouse:
             self._clients.pop(kind, None)
             self._closed.wait(_PAUSE)
             return None
-        finally:
-            self._brief.discard(kind)
         if self._silent:
             self._silent = False
             logger.info("The lighthouse at %s answers again.", self.address)

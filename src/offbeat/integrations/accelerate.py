@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from offbeat.base.errors import install
+from offbeat.base.errors import how_to_install
 from offbeat.engine.synchronizer import Synchronizer
 from offbeat.integrations.optimizers import check_steps
 from offbeat.methods.expression import method as parse
@@ -21,7 +21,7 @@ try:
     from accelerate import Accelerator, DistributedType
     from accelerate.optimizer import AcceleratedOptimizer
 except ImportError as error:
-    needed = f"offbeat.integrations.accelerate needs accelerate: {install('accelerate')}"
+    needed = f"offbeat.integrations.accelerate needs accelerate: {how_to_install('accelerate')}"
     raise ImportError(needed) from error
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from offbeat import methods
-from offbeat.base.errors import install
+from offbeat.base.errors import how_to_install
 from offbeat.engine.synchronizer import Synchronizer
 from offbeat.integrations.optimizers import check_steps
 from offbeat.methods.expression import Call
@@ -29,7 +29,7 @@ def _find() -> tuple[str, str]:
     for trainer, fabric in names:
         if find_spec(fabric.split(".")[0]) is not None:
             return trainer, fabric
-    raise ImportError(f"offbeat.integrations.lightning needs Lightning: {install('lightning')}")
+    raise ImportError(f"offbeat.integrations.lightning needs Lightning: {how_to_install('lightning')}")
 
 
 TRAINER, FABRIC = _find()

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.data import IterableDataset
 
-from offbeat.base.errors import CheckpointMismatch, install
+from offbeat.base.errors import CheckpointMismatch, how_to_install
 from offbeat.engine.optimizers import check_unwrapped
 from offbeat.engine.report import logger
 from offbeat.engine.synchronizer import Synchronizer
@@ -25,7 +25,7 @@ try:
 
     from offbeat.integrations.accelerate import LocalSGD, check_accelerator, refuse_both
 except ImportError as error:
-    needed = f"offbeat.integrations.transformers needs transformers: {install('transformers')}"
+    needed = f"offbeat.integrations.transformers needs transformers: {how_to_install('transformers')}"
     raise ImportError(needed) from error
 
 if TYPE_CHECKING:

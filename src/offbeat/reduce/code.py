@@ -88,7 +88,7 @@ class Code(Reducer):
     carries_exact = False  # its `carry` sends `Vector.exact` too, at the head of an exchange and a gather
     most = 3.4028234663852886e38  # the largest magnitude it can send
     gradient_decay: ClassVar[float | None] = None  # of `ErrorFeedback` for gradients, unless given
-    gradient_limit: ClassVar[float | None] = None
+    gradient_limit: ClassVar[float | None] = None  # the same
 
     def __init_subclass__(cls) -> None:
         if "carry" in vars(cls) and "carries_exact" not in vars(cls):

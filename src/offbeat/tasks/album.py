@@ -14,7 +14,7 @@ from pathlib import Path, PurePosixPath
 import torch
 from torch import Tensor
 
-from offbeat.base.errors import BadArgument, install
+from offbeat.base.errors import BadArgument, how_to_install
 from offbeat.tasks.task import FilePath as FilePath
 
 SUFFIXES = {".jpg", ".jpeg", ".png"}
@@ -102,7 +102,7 @@ def _decode(read: Callable[[str], bytes], name: str, data: str, pixels: int) -> 
     try:
         from PIL import Image, UnidentifiedImageError
     except ImportError:
-        raise ValueError(f"images_task needs Pillow: {install('cli')}") from None
+        raise ValueError(f"images_task needs Pillow: {how_to_install('cli')}") from None
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # odd metadata in files that decode well

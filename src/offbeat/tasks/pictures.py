@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from offbeat.base.errors import BadArgument, install
+from offbeat.base.errors import BadArgument, how_to_install
 from offbeat.tasks.album import FilePath, open_album
 from offbeat.tasks.task import Batch, Batches, Task, cross_entropy, find_size, heavy_ball, predict_all, shard
 
@@ -25,7 +25,7 @@ def digits_task(size: str = "small", *, seed: int = 0) -> Task:
 
     The convolutional networks have 8 tensors: "tiny" 9 802 parameters, "small" 38 282, "medium" 283 786,
     "large" 1 128 714. A fifth of the pictures is held out, the same for every seed. `seed` fixes the initial
-    weights; batches take their own. Needs scikit-learn, which offbeat[cli] installs.
+    weights; batches take their own. Needs scikit-learn, which the extra `cli` installs.
 
         task = digits_task("tiny", seed=1)
         task.accuracy(task.model())
@@ -45,7 +45,7 @@ def images_task(
     "large" 2 777 674. Batch normalization gives them floating buffers. Pictures in test/CLASS or val/CLASS
     are held out; without such folders, a tenth of the training pictures is. Training pictures are mirrored
     and shifted at random; the draw depends on (seed, rank, step), as for the batches. Needs Pillow, which
-    offbeat[cli] installs.
+    the extra `cli` installs.
 
     Every picture is resized to `pixels` × `pixels`; larger is slower. `seed` fixes the initial weights;
     batches take their own. `cache` is a folder that keeps decoded pictures for the next process.
@@ -118,7 +118,7 @@ def load_digits() -> tuple[Tensor, Tensor]:
     try:
         from sklearn import datasets  # type: ignore[import-untyped]
     except ImportError:
-        raise ValueError(f"digits_task needs scikit-learn: {install('cli')}") from None
+        raise ValueError(f"digits_task needs scikit-learn: {how_to_install('cli')}") from None
     digits = datasets.load_digits()
     order = torch.randperm(len(digits.target), generator=torch.Generator().manual_seed(0), device="cpu")
     shades = torch.tensor(digits.images, dtype=torch.float32, device="cpu") * (255 / 16)

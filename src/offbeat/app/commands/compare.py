@@ -103,8 +103,9 @@ def _runs(
             with about(method):
                 full = check(setting, found) if seed == 0 and lr == rates[0] else setting.fill(found)
             name = f"{number:02d}-{folders.slug(full.method)}"
+            assert full.lr is not None
             # A run at the task's own rate has the first name, or the second if the rate was given.
-            names = [f"{name}-seed{seed}", f"{name}-lr{full.lr!r}-seed{seed}"]
+            names = [f"{name}-seed{seed}", f"{name}-lr{float(full.lr)!r}-seed{seed}"]
             made = (one for one in names if folders.holds(place / one, full))
             runs[next(made, names[lr is not None])] = full, found
     return runs

@@ -215,7 +215,7 @@ def join(url: str, *, token: Path | None, quiet: bool = False, tied: bool = Fals
         if folders.finished(place):
             return _say_finished(place)
         secret = _read_token(token)
-        _check_token(token, secret, origin["elastic"]["token"], url)
+        _check_token(token, secret, origin["elastic"].get("token"), url)
         task = setting.find_task(folders.cache_of(place))
     if tied:
         threading.Thread(target=end_with_launcher, name="offbeat-tied", daemon=True).start()

@@ -92,7 +92,7 @@ def _cells(
 ) -> dict[str, tuple[Setting, str, int | None]]:
     """By name, each run of the grid with its method as given, and its period if that takes one."""
     batch = first.batch or task.batch_size
-    cells = {}
+    cells: dict[str, tuple[Setting, str, int | None]] = {}
     for given, count, every in product(methods, workers, periods):
         steps = samples // (count * batch)
         if steps < 1:
@@ -101,6 +101,8 @@ def _cells(
         varied = with_period(given, every)
         setting = replace(first, method=varied or given, workers=count, steps=steps).fill(task)
         name = f"{folders.slug(setting.method)}-workers{count}"
+        if name in cells and cells[name][1] != given:
+            raise Refused(f"{given} makes the same runs as {cells[name][1]}: leave one out.")
         cells[name] = setting, given, every if varied else None
     return cells
 
