@@ -10,13 +10,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from contenders import BY_NAME, CONTENDERS, DDP, FLOOR, STEPS, Contender
+from contenders import BY_NAME, CONTENDERS, DDP, FLOOR, MORE, STEPS, Contender
 
 SPARE = 1.25
 NEAR = 1.005  # times the loss of torch DDP
 FEW = 5  # seeds below which the tables of other losses leave a rule out
 SEARCHED = "medium"  # the model of the search for learning rates
-PARAMETERS = {"medium": "1.85 M", "tiny": "0.25 M"}
 RATES = (1e-3, 2e-3, 3e-3)  # the learning rates that every rule is tried with
 HEADER = (
     "| contender | s per step | ± | speed | seconds | × floor | loss | ± | seeds | against DDP "
@@ -227,13 +226,13 @@ def summary(rows: Sequence[Row]) -> str:
     lines += by_link(rows, lambda result, ddp: b.speed if (b := put_beside(result, ddp)) else "")
     lines += [
         "",
-        "The same run at a learning rate of 0.001:",
+        f"The same run with {MORE} steps:",
         "",
-        *other_losses(rows, SEARCHED, RATES[0]),
+        *other_losses(rows, SEARCHED, MORE),
         "",
-        "The same run of a model of 0.25 M parameters, at a learning rate of 0.003:",
+        "The same run of a model of 0.25 M parameters:",
         "",
-        *other_losses(rows, "tiny", RATES[-1]),
+        *other_losses(rows, "tiny", STEPS),
     ]
     return "\n".join(lines)
 
@@ -306,17 +305,16 @@ def log(rows: Sequence[Row]) -> str:
             parts.append("\n".join([f"## {link}", "", *table(found)]))
     parts.append("\n".join(["## Real runs", "", *checks(rows)]))
     parts.append("\n".join(["## Learning rates", "", *rates(rows)]))
-    for size, lr in ((SEARCHED, RATES[0]), ("tiny", RATES[-1])):
-        lines = other_losses(rows, size, lr)
-        parts.append("\n".join([f"## The model of {PARAMETERS[size]} parameters, lr {lr:g}", "", *lines]))
+    for title, size, steps in ((f"{MORE} steps", SEARCHED, MORE), ("0.25 M parameters", "tiny", STEPS)):
+        parts.append("\n".join([f"## {title}, lr {RATES[-1]:g}", "", *other_losses(rows, size, steps)]))
     return "\n\n".join(parts) + "\n"
 
 
-def other_losses(rows: Sequence[Row], size: str, lr: float) -> list[str]:
-    """Rules of this model and rate with enough seeds, beside the exact mean with the same seeds."""
+def other_losses(rows: Sequence[Row], size: str, steps: int) -> list[str]:
+    """Rules at the highest rate with enough seeds, beside the exact mean with the same seeds."""
     finals: dict[str, dict[int, float]] = {}
     for row in rows:
-        if row["kind"] == "loss" and (row["size"], row["steps"], row["lr"]) == (size, STEPS, lr):
+        if row["kind"] == "loss" and (row["size"], row["steps"], row["lr"]) == (size, steps, RATES[-1]):
             finals.setdefault(row["rule"], {})[row["seed"]] = row["loss"]
     exact = finals["ddp()"]
     lines = ["| rule | loss | against `ddp()` | seeds |", "|---" * 4 + "|"]
