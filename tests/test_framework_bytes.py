@@ -96,7 +96,8 @@ def test_only_rounds_send(tmp_path: Path) -> None:
         assert steps == (UPDATES, UPDATES)
         assert sum(accounted) > 4 * 60_000 * 16 * (2 * 2 + 1)  # two rounds of two workers, and the start
         # In the sum: the bytes of the start are rank 0's, but are accounted for in equal shares.
-        assert sum(accounted) < sum(counted) < 1.05 * sum(accounted), name
+        # A further message of the model would be a fifth. On a busy machine, TCP sends some packets twice.
+        assert sum(accounted) < sum(counted) < 1.1 * sum(accounted), name
 
 
 LIGHTNING = """
