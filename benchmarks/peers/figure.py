@@ -13,7 +13,7 @@ from contenders import DDP, FLOOR
 from report import Result, put_beside
 
 PICTURE = Path(__file__).resolve().parent.parent.parent / "docs/peers.svg"
-WIDTH, HEIGHT = 900, 410  # without the legend
+WIDTH, HEIGHT = 1040, 410  # without the legend
 LEFT, RIGHT, TOP, BOTTOM, ENTRY = 52, 24, 64, 56, 21
 TIMES = (10, 20, 50, 100, 200, 500)
 # Families have a colour for a light page and one for a dark page; members differ in their dashes.
@@ -25,7 +25,7 @@ COLOURS = {
     "local_sgd": ("#0969da", "#58a6ff"),
     "diloco": ("#8250df", "#bc8cff"),
 }
-DASHES = ("", "7 3", "2 3", "9 3 2 3", "5 5", "1 5")
+DASHES = ("", "7 3", "2 3", "9 3 2 3", "5 5", "1 5", "14 4")
 
 
 Points = list[tuple[float, float]]
@@ -112,8 +112,8 @@ def curve(scale: Scale, result: Result, points: Points, entry: tuple[int, int], 
     x, y = path.split()[-1].split(",")
     left, top = 16 + 405 * entry[0], HEIGHT + 10 + ENTRY * entry[1]
     dashes = f' stroke-dasharray="{dash}"' if dash else ""
-    last = f"{points[-1][1]:+.1%}".replace("%", " %")
-    said = f"{result.contender.name.strip('`')}: {result.total():.0f} s, {last}"
+    last = f"{points[-1][1]:+.1%}".replace("%", " %").replace("-", "−")
+    said = f"{result.contender.name.replace('`', '')}: {result.total():.0f} s, {last}"
     return [
         f'<g class="{family(result)}">',
         f'<polyline class="line" clip-path="url(#plot)" points="{path}"{dashes}/>',
