@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from offbeat.base.checks import is_whole
 from offbeat.base.draws import draw_order
-from offbeat.comm.changing import Changing
+from offbeat.comm.changing import Changing, refusal
 from offbeat.comm.communicator import Communicator
 from offbeat.comm.solo import Solo
 from offbeat.comm.torch_backend import Torch
@@ -113,8 +113,7 @@ class Subgroups(_Grouped):
 
     def __post_init__(self) -> None:
         if isinstance(self.everyone, Changing):
-            reason = f"{self!r} needs the same workers all the time"
-            raise ValueError(f"group={self.everyone!r}: the method cannot go on without a worker: {reason}.")
+            raise refusal(self.everyone, f"{self!r} needs the same workers all the time")
         _ = self._groups  # raises if the ranks do not divide into groups
 
     def at(self, round: int) -> Communicator:

@@ -100,3 +100,8 @@ class Changing(Wrapped):
     def _replace(self, comm: Communicator, members: Members) -> None:
         self.comm, self.rank, self.size, self.members = comm, comm.rank, comm.size, members
         self._children = {}
+
+
+def refusal(group: Changing, reason: str) -> ValueError:
+    """The error of a method that cannot run in this group."""
+    return ValueError(f"group={group!r}: the method cannot go on without a worker: {reason}.")

@@ -14,7 +14,7 @@ from offbeat.among import World, communicator
 from offbeat.base.clock import Clock, State
 from offbeat.base.errors import CheckpointMismatch
 from offbeat.base.tensors import Share, clean_names, local, trainable
-from offbeat.comm.changing import Changing
+from offbeat.comm.changing import Changing, refusal
 from offbeat.engine import agreement
 from offbeat.engine.exchange import Exchange
 from offbeat.engine.optimizers import learning_rate
@@ -58,7 +58,7 @@ def check_elastic(parts: Sequence[Part], everyone: Changing) -> None:
         if reason is None and part.peers.everyone is not everyone:
             reason = "its parts have different groups"
     if reason is not None:
-        raise ValueError(f"group={everyone!r}: the method cannot go on without a worker: {reason}.")
+        raise refusal(everyone, reason)
     mesh = find_mesh(parts[0].model)
     if mesh is not None and mesh.ndim != 1:
         raise ValueError(

@@ -95,8 +95,8 @@ class Quantized(Code):
     The value of largest magnitude in a block becomes the lowest number, whatever its sign, because the scale
     s has a sign as well. Smaller blocks lose less and send more scales, 2 bytes each. The default is 32
     values, or 256 with 8 bits. `stochastic` rounds at random, so that the error is zero on average; the draws
-    depend on `seed`, round and rank. Sums are float32. Below 8 bits use `ErrorFeedback`, which
-    later sends what was lost.
+    depend on `seed`, round and rank. Sums are float32. Below 8 bits use `ErrorFeedback`, which later sends
+    what was lost.
 
         offbeat.ddp(model, optimizer, reduce=ErrorFeedback(Quantized(4)))
     """
